@@ -1,0 +1,1 @@
+"""SGLang Inflight: change a language model's weights while it is generating."""

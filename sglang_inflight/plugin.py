@@ -1,0 +1,5 @@
+"""Entry point of the group ``sglang.srt.plugins``."""
+
+
+def install() -> None:
+    pass
