@@ -44,6 +44,10 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_device(self, device_id: int = 0) -> str:
+        # upstream's CPU mixin gives a torch.device, its argument resolution splits a string
+        return "cpu"
+
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 

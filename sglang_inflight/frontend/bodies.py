@@ -1,0 +1,189 @@
+"""What callers may send. Upstream's fields, then ours; an unknown field is an error.
+
+Times are seconds. Decoding names the field that is wrong, so no check is repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import (
+    DiskSource,
+    DistributedSource,
+    IPCSource,
+    KVPolicy,
+    PauseMode,
+    Selector,
+    Source,
+    TensorSource,
+)
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Name = Annotated[str, msgspec.Meta(min_length=1)]
+OnBusy = Literal["wait", "refuse", "replace"]
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class PauseBody(Body, kw_only=True):
+    mode: PauseMode = "abort"
+    pause_id: Name | None = None
+    lease_s: Seconds | None = None
+    timeout_s: Seconds | None = None
+
+
+class ContinueBody(Body, kw_only=True):
+    torch_empty_cache: bool = True
+    pause_id: Name | None = None
+
+
+class UpdateBody(Body, kw_only=True):
+    """What every update call has. See the README for the meaning of each field."""
+
+    flush_cache: bool = True
+    weight_version: Name | None = None
+    torch_empty_cache: bool = False
+    non_blocking: bool = False
+    kv_cache: KVPolicy | None = None
+    expected_version: Name | None = None
+    partial: bool | None = None
+    on_busy: OnBusy = "wait"
+    timeout_s: Seconds | None = None
+
+    @property
+    def source(self) -> Source:
+        raise NotImplementedError
+
+    @property
+    def sends_pieces(self) -> bool:
+        """Whether ``partial`` is true where the caller does not say."""
+        return True
+
+    @property
+    def kv_policy(self) -> KVPolicy:
+        return choose_kv_policy(self.flush_cache, self.kv_cache)
+
+
+class DiskBody(UpdateBody, kw_only=True):
+    model_path: Name
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    # upstream has these and reads none of them
+    is_async: bool = False
+    keep_pause: bool = False
+    recapture_cuda_graph: bool = False
+    token_step: int = 0
+    manifest: dict[str, Any] | None = None
+
+    @property
+    def source(self) -> Source:
+        return DiskSource(model_path=self.model_path, load_format=self.load_format)
+
+    @property
+    def sends_pieces(self) -> bool:
+        return False
+
+
+class TensorBody(UpdateBody, kw_only=True):
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    selector: Selector = "all"
+
+    @property
+    def source(self) -> Source:
+        return TensorSource(
+            serialized_named_tensors=self.serialized_named_tensors, load_format=self.load_format
+        )
+
+
+class DistributedBody(UpdateBody, kw_only=True):
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = "weight_update_group"
+    load_format: str | None = None
+    abort_all_requests: bool = False
+    selector: Selector = "all"
+
+    @property
+    def source(self) -> Source:
+        return DistributedSource(
+            names=self.names,
+            dtypes=self.dtypes,
+            shapes=self.shapes,
+            group_name=self.group_name,
+            load_format=self.load_format,
+        )
+
+
+class IPCBody(UpdateBody, kw_only=True):
+    zmq_handles: dict[str, str]
+
+    @property
+    def source(self) -> Source:
+        return IPCSource(zmq_handles=self.zmq_handles)
+
+
+class BeginBody(Body, kw_only=True):
+    selector: Selector = "all"
+    non_blocking: bool = False
+    expected_version: Name | None = None
+    partial: bool = True
+    on_busy: OnBusy = "wait"
+    lease_s: Seconds | None = None
+
+
+class EndBody(Body, kw_only=True):
+    non_blocking: bool = False
+    weight_version: Name | None = None
+    flush_cache: bool | None = None
+    kv_cache: KVPolicy | None = None
+    torch_empty_cache: bool = False
+
+
+class AbortUpdateBody(Body, kw_only=True):
+    pass
+
+
+class RollbackBody(Body, kw_only=True):
+    weight_version: Name | None = None
+    flush_cache: bool = False
+    kv_cache: KVPolicy | None = None
+
+    @property
+    def kv_policy(self) -> KVPolicy:
+        return choose_kv_policy(self.flush_cache, self.kv_cache)
+
+
+class JoinGroupBody(Body, kw_only=True):
+    master_address: Name
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=0)]
+    world_size: Annotated[int, msgspec.Meta(ge=2)]
+    group_name: Name = "weight_update_group"
+    backend: Name = "nccl"
+
+
+class LeaveGroupBody(Body, kw_only=True):
+    group_name: Name = "weight_update_group"
+
+
+def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
+    """What happens to KV of older weights; ``kv_cache`` says it finer than ``flush_cache``."""
+    if kv_cache is not None:
+        return kv_cache
+    return "recompute" if flush_cache else "fence"
+
+
+def decode(body: bytes, shape: type[Body]) -> Body:
+    """Raises ``Refused`` with the field's name where the JSON does not have the shape."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=shape)
+    except msgspec.DecodeError as error:
+        raise Refused(f"bad request body: {error}") from error

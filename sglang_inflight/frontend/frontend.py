@@ -1,0 +1,38 @@
+"""The one object of ours in each front-end process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.updates import Updates
+from sglang_inflight.messages import RankAnswer
+from sglang_inflight.settings import Settings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+class Frontend:
+    """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself."""
+
+    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+        self._ranks = Ranks(tokenizer_manager)
+        self.pauses = Pauses(tokenizer_manager, self._ranks)
+        self.updates = Updates(tokenizer_manager, self._ranks, Settings.from_environment())
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+            [(RankAnswer, self._ranks.hear)]
+        )
+
+    async def status(self) -> dict[str, Any]:
+        """State, versions and staging progress: of the first rank, then of each rank."""
+        answers = await self.pauses.look()
+        first = answers[0].detail
+        return {
+            **first,
+            "paused": any(answer.detail["paused"] for answer in answers),
+            "ranks": [{**answer.rank, **answer.detail} for answer in answers],
+        }

@@ -1,0 +1,97 @@
+"""Call every scheduler rank and hear each of them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from typing import TYPE_CHECKING, TypeVar
+
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_inflight import errors
+from sglang_inflight.errors import RankSilent, Refused
+from sglang_inflight.messages import InflightCall, RankAnswer
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+Rank = tuple[int, int, int]
+
+C = TypeVar("C", bound=InflightCall)
+
+
+class _Collector:
+    def __init__(self, expected: set[Rank]) -> None:
+        self.answers: dict[Rank, RankAnswer] = {}
+        self.complete = asyncio.get_running_loop().create_future()
+        self._expected = expected
+
+    def add(self, answer: RankAnswer) -> None:
+        self.answers[(answer.dp_rank, answer.pp_rank, answer.tp_rank)] = answer
+        if not self.missing() and not self.complete.done():
+            self.complete.set_result(None)
+
+    def missing(self) -> set[Rank]:
+        return self._expected - self.answers.keys()
+
+
+class Ranks:
+    """All scheduler ranks of all replicas, as one front-end process sees them.
+
+    Answers are matched to calls by id, so the late answer of a call that was given up is
+    dropped and never taken for the next one's. Lives on the front end's event loop.
+    """
+
+    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._collectors: dict[str, _Collector] = {}
+
+    async def call(self, call: C, timeout_s: float) -> list[RankAnswer]:
+        """Send ``call`` and return the answer of every rank, in the order of the ranks.
+
+        Raises ``RankSilent`` with the silent ranks' names after ``timeout_s`` seconds.
+        """
+        self._tokenizer_manager.auto_create_handle_loop()
+        call.call_id = uuid.uuid4().hex
+        collector = self._collectors[call.call_id] = _Collector(_all_ranks())
+        try:
+            await self._tokenizer_manager._async_dispatch_to_scheduler(call)
+            try:
+                await asyncio.wait_for(collector.complete, timeout_s)
+            except TimeoutError:
+                silent = ", ".join(name_rank(*rank) for rank in sorted(collector.missing()))
+                raise RankSilent(f"{silent} did not answer within {timeout_s:g} s") from None
+        finally:
+            del self._collectors[call.call_id]
+        return [collector.answers[rank] for rank in sorted(collector.answers)]
+
+    def hear(self, answer: RankAnswer) -> None:
+        collector = self._collectors.get(answer.call_id)
+        if collector is not None:
+            collector.add(answer)
+
+
+def require_success(answers: list[RankAnswer]) -> None:
+    """Raise the first failure's error, with what each failed rank said."""
+    failed = [answer for answer in answers if not answer.success]
+    if not failed:
+        return
+    error: type[Refused] = getattr(errors, failed[0].error, errors.RankFailed)
+    if len({answer.message for answer in failed}) == 1 and len(failed) == len(answers):
+        raise error(failed[0].message)
+    raise error(
+        "; ".join(f"{name_rank(a.dp_rank, a.pp_rank, a.tp_rank)}: {a.message}" for a in failed)
+    )
+
+
+def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:
+    return f"rank dp{dp_rank} pp{pp_rank} tp{tp_rank}"
+
+
+def _all_ranks() -> set[Rank]:
+    parallel = get_parallel()
+    stages, width = range(parallel.pp_size), range(parallel.tp_size)
+    if parallel.attn_dp_enabled:
+        per_replica = parallel.tp_size // parallel.dp_size
+        return {(tp // per_replica, pp, tp) for pp in stages for tp in width}
+    return {(dp, pp, tp) for dp in range(parallel.dp_size) for pp in stages for tp in width}

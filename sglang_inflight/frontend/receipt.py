@@ -1,0 +1,43 @@
+"""What a caller gets for an update: proof of what is served now, rank by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_inflight.messages import RankAnswer
+
+Receipt = dict[str, Any]
+
+
+def write_receipt(
+    committed: list[RankAnswer], *, staged_s: float, nbytes: int, tensors: int, message: str
+) -> Receipt:
+    """``stall_ms`` is the longest that any rank's loop was held by the commit."""
+    first = committed[0].detail
+    return {
+        "success": True,
+        "message": message,
+        "weight_version": first["weight_version"],
+        "base_version": first["base_version"],
+        "epoch": first["epoch"],
+        "staged_s": staged_s,
+        "stall_ms": max(answer.detail["stall_ms"] for answer in committed),
+        "bytes": nbytes,
+        "tensors": tensors,
+        "retracted": sum(answer.detail["retracted"] for answer in committed),
+        "ranks": [
+            {
+                **answer.rank,
+                "success": answer.success,
+                "message": answer.message,
+                "digest": answer.detail["digest"],
+            }
+            for answer in committed
+        ],
+    }
+
+
+def describe_failures(answers: list[RankAnswer]) -> list[dict[str, Any]]:
+    return [
+        {**answer.rank, "success": answer.success, "message": answer.message} for answer in answers
+    ]

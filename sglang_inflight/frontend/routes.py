@@ -1,0 +1,146 @@
+"""HTTP. Each route decodes, calls one collaborator, and answers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import ORJSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    PauseBody,
+    RollbackBody,
+    TensorBody,
+    UpdateBody,
+    decode,
+)
+from sglang_inflight.frontend.frontend import Frontend
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+Answer = dict[str, Any]
+
+
+def mount(app: FastAPI, frontend: Frontend) -> None:
+    """Put our routes before upstream's of the same path."""
+    routes = _Routes(frontend)
+    router = APIRouter()
+    for path, shape, handler in (
+        ("/pause_generation", PauseBody, routes.pause),
+        ("/continue_generation", ContinueBody, routes.resume),
+        ("/update_weights_from_disk", DiskBody, routes.update),
+        ("/update_weights_from_tensor", TensorBody, routes.update),
+        ("/update_weights_from_distributed", DistributedBody, routes.update),
+        ("/update_weights_from_ipc", IPCBody, routes.update),
+        ("/begin_weight_update", BeginBody, routes.begin),
+        ("/end_weight_update", EndBody, routes.end),
+        ("/abort_weight_update", AbortUpdateBody, routes.abort),
+        ("/init_weights_update_group", JoinGroupBody, routes.join_group),
+        ("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group),
+        ("/inflight/rollback", RollbackBody, routes.roll_back),
+    ):
+        router.add_api_route(path, _endpoint(shape, handler), methods=["POST"])
+    router.add_api_route("/is_paused", _guarded(routes.is_paused), methods=["GET"])
+    router.add_api_route("/inflight/status", _guarded(routes.status), methods=["GET"])
+    app.router.routes[:0] = router.routes
+
+
+def _endpoint(
+    shape: type[B], handler: Callable[[B], Awaitable[Answer]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def read_and_answer(request: Request) -> Answer:
+        return await handler(decode(await request.body(), shape))
+
+    return _guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def _guarded(
+    handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = False
+) -> Callable[..., Awaitable[Response]]:
+    """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
+
+    async def answer(*args: Any) -> Response:
+        try:
+            return ORJSONResponse(await handler(*args))
+        except Refused as error:
+            logger.warning("%s refused: %s", handler.__name__, error)
+            content = {"success": False, "status": "error", "message": str(error)}
+            return ORJSONResponse(content, status_code=error.status)
+
+    async def with_request(request: Request) -> Response:
+        return await answer(request)
+
+    async def without_request() -> Response:
+        return await answer()
+
+    level: Callable[..., Any] = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    endpoint: Callable[..., Awaitable[Response]] = level(
+        with_request if takes_request else without_request
+    )
+    endpoint.__name__ = handler.__name__
+    return endpoint
+
+
+class _Routes:
+    def __init__(self, frontend: Frontend) -> None:
+        self._frontend = frontend
+        self._pauses = frontend.pauses
+        self._updates = frontend.updates
+
+    async def pause(self, body: PauseBody) -> Answer:
+        return await self._pauses.pause(
+            body.mode, pause_id=body.pause_id, lease_s=body.lease_s, timeout_s=body.timeout_s
+        )
+
+    async def resume(self, body: ContinueBody) -> Answer:
+        return await self._pauses.resume(
+            pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
+        )
+
+    async def update(self, body: UpdateBody) -> Answer:
+        # upstream's name for a count that it never counted
+        return {**await self._updates.update(body), "num_paused_requests": 0}
+
+    async def begin(self, body: BeginBody) -> Answer:
+        await self._updates.begin(body)
+        return {"success": True, "message": "Success"}
+
+    async def end(self, body: EndBody) -> Answer:
+        return await self._updates.end(body)
+
+    async def abort(self, body: AbortUpdateBody) -> Answer:
+        await self._updates.abort()
+        return {"success": True, "message": "The session was dropped."}
+
+    async def roll_back(self, body: RollbackBody) -> Answer:
+        return await self._updates.roll_back(body)
+
+    async def join_group(self, body: JoinGroupBody) -> Answer:
+        await self._updates.join_group(body)
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    async def leave_group(self, body: LeaveGroupBody) -> Answer:
+        await self._updates.leave_group(body)
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    async def status(self) -> Answer:
+        return await self._frontend.status()
+
+    async def is_paused(self) -> Answer:
+        return {"is_paused": await self._pauses.is_paused()}

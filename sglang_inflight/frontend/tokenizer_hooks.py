@@ -1,0 +1,154 @@
+"""Ties a ``TokenizerManager`` to its ``Frontend``.
+
+Trainers and gRPC call methods of ``TokenizerManager`` itself, with upstream's types. Each
+of these takes such a call, and answers in upstream's form.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.utils import normalize_serialized_named_tensor_payloads
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.bodies import (
+    BeginBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    TensorBody,
+)
+from sglang_inflight.frontend.frontend import Frontend
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+
+
+def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **kw: Any) -> None:
+    tokenizer_manager.inflight = Frontend(tokenizer_manager)
+    # the offline Engine has no HTTP server, and importing one for it would be a waste
+    http_server = sys.modules.get(HTTP_SERVER)
+    if http_server is not None:
+        from sglang_inflight.frontend.routes import mount
+
+        mount(http_server.app, tokenizer_manager.inflight)
+
+
+async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -> None:
+    await tm.inflight.pauses.pause(obj.mode)
+
+
+async def continue_generation(tm: TokenizerManager, obj: ContinueGenerationReqInput) -> None:
+    await tm.inflight.pauses.resume(torch_empty_cache=obj.torch_empty_cache)
+
+
+async def update_weights_from_disk(
+    tm: TokenizerManager, obj: UpdateWeightFromDiskReqInput, request: object = None
+) -> tuple[bool, str, int]:
+    success, message = await _settle(tm.inflight.updates.update(_convert(obj, DiskBody)))
+    return success, message, 0
+
+
+async def update_weights_from_tensor(
+    tm: TokenizerManager, obj: UpdateWeightsFromTensorReqInput, request: object = None
+) -> tuple[bool, str]:
+    payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
+    body = _convert(msgspec.structs.replace(obj, serialized_named_tensors=payloads), TensorBody)
+    return await _settle(tm.inflight.updates.update(body))
+
+
+async def update_weights_from_distributed(
+    tm: TokenizerManager, obj: UpdateWeightsFromDistributedReqInput, request: object = None
+) -> tuple[bool, str]:
+    return await _settle(tm.inflight.updates.update(_convert(obj, DistributedBody)))
+
+
+async def update_weights_from_ipc(
+    tm: TokenizerManager, obj: UpdateWeightsFromIPCReqInput, request: object = None
+) -> tuple[bool, str]:
+    return await _settle(tm.inflight.updates.update(_convert(obj, IPCBody)))
+
+
+async def begin_weight_update(
+    tm: TokenizerManager, obj: BeginWeightUpdateReqInput, request: object = None
+) -> tuple[bool, str]:
+    return await _settle(tm.inflight.updates.begin(_convert(obj, BeginBody)))
+
+
+async def end_weight_update(
+    tm: TokenizerManager, obj: EndWeightUpdateReqInput, request: object = None
+) -> tuple[bool, str]:
+    return await _settle(tm.inflight.updates.end(_convert(obj, EndBody)))
+
+
+async def init_weights_update_group(
+    tm: TokenizerManager, obj: InitWeightsUpdateGroupReqInput, request: object = None
+) -> tuple[bool, str]:
+    return await _settle(tm.inflight.updates.join_group(_convert(obj, JoinGroupBody)))
+
+
+async def destroy_weights_update_group(
+    tm: TokenizerManager, obj: DestroyWeightsUpdateGroupReqInput, request: object = None
+) -> tuple[bool, str]:
+    return await _settle(tm.inflight.updates.leave_group(_convert(obj, LeaveGroupBody)))
+
+
+def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
+    """Upstream's message as one of our bodies, which have upstream's fields."""
+    known = body.__struct_fields__
+    fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
+    try:
+        return msgspec.convert(fields, body)
+    except msgspec.ValidationError as error:
+        raise Refused(f"bad request: {error}") from error
+
+
+async def _settle(doing: Awaitable[dict[str, Any] | None]) -> tuple[bool, str]:
+    try:
+        receipt = await doing
+    except Refused as error:
+        return False, str(error)
+    return True, receipt["message"] if receipt else "Success"
+
+
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
+    *(
+        (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", replacement, HookType.REPLACE)
+        for replacement in (
+            pause_generation,
+            continue_generation,
+            update_weights_from_disk,
+            update_weights_from_tensor,
+            update_weights_from_distributed,
+            update_weights_from_ipc,
+            begin_weight_update,
+            end_weight_update,
+            init_weights_update_group,
+            destroy_weights_update_group,
+        )
+    ),
+]

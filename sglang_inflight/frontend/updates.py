@@ -1,0 +1,424 @@
+"""One weight update across all ranks: stage everywhere, hear every vote, commit or drop.
+
+    caller ──▶ Open, Stage…, Seal ──▶ every rank stages and votes ──▶ all for it: Commit
+                                                                   └▶ otherwise:   Drop
+
+Up to the commit nothing that is served has changed, so every failure ends in a drop, and
+the old weights go on on every rank. The commit is one message, and ranks cannot fail it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from sglang.srt.runtime_context import get_memory
+
+from sglang_inflight.errors import Conflict, Dropped, RankSilent, Refused
+from sglang_inflight.frontend.bodies import (
+    BeginBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    OnBusy,
+    RollbackBody,
+    TensorBody,
+    UpdateBody,
+    choose_kv_policy,
+)
+from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.receipt import Receipt, write_receipt
+from sglang_inflight.messages import (
+    CommitCall,
+    DropCall,
+    InflightCall,
+    JoinGroupCall,
+    KVPolicy,
+    LeaveGroupCall,
+    OpenCall,
+    RankAnswer,
+    RollbackCall,
+    SealCall,
+    Selector,
+    StageCall,
+)
+from sglang_inflight.settings import Settings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+# A step may take long, and a commit waits for its end.
+COMMIT_TIMEOUT_S = 120.0
+# How often a call that waits for running requests looks whether somebody paused them.
+LOOK_S = 0.05
+
+
+@dataclass
+class _Open:
+    """The update that has its turn: what its calls asked for, to be done at the commit."""
+
+    id: str
+    selector: Selector
+    deadline: float
+    weight_version: str | None = None
+    kv_cache: KVPolicy | None = None
+    torch_empty_cache: bool = False
+    staged_s: float = 0.0
+    tensors: int = 0
+    bytes: int = 0
+    model_path: str | None = None
+    load_format: str | None = None
+    is_committing: bool = False
+    is_session: bool = False
+    lease: asyncio.TimerHandle | None = None
+    lease_s: float | None = None
+
+    def note(self, body: UpdateBody) -> None:
+        """The last version named wins; a cache once to be recomputed is recomputed."""
+        self.weight_version = body.weight_version or self.weight_version
+        self.torch_empty_cache |= body.torch_empty_cache
+        if self.kv_cache is None or body.kv_cache is not None or body.flush_cache:
+            self.kv_cache = body.kv_policy
+        if isinstance(body, DiskBody):
+            self.model_path, self.load_format = body.model_path, body.load_format
+
+
+class Updates:
+    """Updates of one server, one at a time. Lives on the front end's event loop.
+
+    A turn lasts from the first call of an update to its commit or drop. ``_turn`` is
+    held for it, across several calls in a session.
+    """
+
+    def __init__(
+        self, tokenizer_manager: TokenizerManager, ranks: Ranks, settings: Settings
+    ) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._ranks = ranks
+        self._settings = settings
+        self._turn = asyncio.Lock()
+        self._open: _Open | None = None
+
+    # ---- one call, or a session of many --------------------------------------------
+
+    async def update(self, body: UpdateBody) -> Receipt:
+        """One call: the whole update, or a piece of the session that is open.
+
+        Raises ``Refused`` (or a child) with nothing changed on any rank.
+        """
+        if getattr(body, "abort_all_requests", False):
+            self._tokenizer_manager.abort_request(abort_all=True)
+        session = self._open
+        if session is not None and session.is_session:
+            return await self._add(session, body)
+        if isinstance(body, TensorBody | DistributedBody) and not body.non_blocking:
+            raise Refused(
+                "this update must run between begin_weight_update and end_weight_update, "
+                "or with non_blocking=true"
+            )
+        async with self._blocking(body.non_blocking):
+            update = await self._begin(
+                getattr(body, "selector", "all"),
+                on_busy=body.on_busy,
+                timeout_s=body.timeout_s,
+            )
+            async with self._dropped_on_failure(update):
+                partial = body.sends_pieces if body.partial is None else body.partial
+                await self._stage(
+                    update,
+                    body,
+                    opens=_open_call(update, partial=partial, expected=body.expected_version),
+                    seals=True,
+                )
+                return await self._commit(update)
+
+    async def begin(self, body: BeginBody) -> None:
+        """Open a session. Its calls go live together, at ``end``."""
+        if self._open is not None and self._open.is_session and body.on_busy == "wait":
+            raise Refused(
+                "a weight-update session is already open; end or abort it first, "
+                'or begin with on_busy="replace"'
+            )
+        async with self._blocking(body.non_blocking):
+            update = await self._begin(body.selector, on_busy=body.on_busy, timeout_s=None)
+        update.is_session, update.lease_s = True, body.lease_s
+        async with self._dropped_on_failure(update):
+            call = _open_call(update, partial=body.partial, expected=body.expected_version)
+            require_success(await self._ranks.call(call, self._left(update)))
+            self._renew_lease(update)
+
+    async def end(self, body: EndBody) -> Receipt:
+        """Check the session's tensors on every rank, and commit them."""
+        update = self._require_session()
+        update.weight_version = body.weight_version or update.weight_version
+        update.torch_empty_cache |= body.torch_empty_cache
+        if body.kv_cache is not None or body.flush_cache is not None:
+            update.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
+        async with self._dropped_on_failure(update), self._blocking(body.non_blocking):
+            answers = await self._ranks.call(
+                SealCall(call_id="", update_id=update.id), self._left(update)
+            )
+            require_success(answers)
+            update.staged_s += _longest(answers)
+            return await self._commit(update)
+
+    async def abort(self) -> None:
+        """Drop the session, and the tensors staged in it."""
+        await self._drop(self._require_session(), "it was aborted by a caller")
+
+    async def roll_back(self, body: RollbackBody) -> Receipt:
+        """Return to the version before the last commit, whose weights are still here."""
+        async with self._turn:
+            call = RollbackCall(
+                call_id="",
+                weight_version=body.weight_version,
+                kv_cache=self._allow(body.kv_policy),
+            )
+            answers = await self._ranks.call(call, COMMIT_TIMEOUT_S)
+            require_success(answers)
+        receipt = write_receipt(
+            answers, staged_s=0.0, nbytes=0, tensors=0, message="Rolled the weights back."
+        )
+        self._publish(receipt["weight_version"])
+        return receipt
+
+    async def join_group(self, body: JoinGroupBody) -> None:
+        call = JoinGroupCall(
+            call_id="",
+            master_address=body.master_address,
+            master_port=body.master_port,
+            rank_offset=body.rank_offset,
+            world_size=body.world_size,
+            group_name=body.group_name,
+            backend=body.backend,
+        )
+        patience = self._settings.group_timeout_s + COMMIT_TIMEOUT_S
+        require_success(await self._ranks.call(call, patience))
+
+    async def leave_group(self, body: LeaveGroupBody) -> None:
+        call = LeaveGroupCall(call_id="", group_name=body.group_name)
+        require_success(await self._ranks.call(call, COMMIT_TIMEOUT_S))
+
+    # ---- stations ------------------------------------------------------------------
+
+    async def _begin(
+        self, selector: Selector, *, on_busy: OnBusy, timeout_s: float | None
+    ) -> _Open:
+        if self._turn.locked():
+            if on_busy == "refuse":
+                raise Conflict("another weight update is going on")
+            if on_busy == "replace" and self._open is not None and not self._open.is_committing:
+                await self._drop(self._open, "a newer update replaced it")
+        await self._turn.acquire()
+        self._open = _Open(
+            id=uuid.uuid4().hex,
+            selector=selector,
+            deadline=time.monotonic() + (timeout_s or self._settings.update_timeout_s),
+        )
+        return self._open
+
+    async def _add(self, session: _Open, body: UpdateBody) -> Receipt:
+        session.deadline = time.monotonic() + (body.timeout_s or self._settings.update_timeout_s)
+        async with self._dropped_on_failure(session):
+            if body.expected_version is not None:
+                raise Refused("expected_version belongs to begin_weight_update in a session")
+            self._renew_lease(session)
+            await self._stage(session, body, opens=None, seals=False)
+            self._renew_lease(session)
+        return {
+            "success": True,
+            "message": "Staged. It goes live at end_weight_update.",
+            "weight_version": self._tokenizer_manager.config_value("weight_version"),
+            "staged_s": session.staged_s,
+            "bytes": session.bytes,
+            "tensors": session.tensors,
+        }
+
+    async def _stage(
+        self, update: _Open, body: UpdateBody, *, opens: OpenCall | None, seals: bool
+    ) -> None:
+        """Send what there is to send at once: ranks keep the order, and save the waiting."""
+        update.note(body)
+        self._allow(update.kv_cache or "fence")
+        calls: list[InflightCall] = [opens] if opens is not None else []
+        calls.append(
+            StageCall(
+                call_id="",
+                update_id=update.id,
+                source=body.source,
+                selector=getattr(body, "selector", "all"),
+            )
+        )
+        if seals:
+            calls.append(SealCall(call_id="", update_id=update.id))
+        results = await asyncio.gather(
+            *(self._ranks.call(call, self._left(update)) for call in calls),
+            return_exceptions=True,
+        )
+        for answers in results:
+            if isinstance(answers, BaseException):
+                raise answers
+            require_success(answers)
+            update.staged_s += _longest(answers)
+        staged = results[1 if opens is not None else 0]
+        assert not isinstance(staged, BaseException)
+        update.tensors += staged[0].detail["tensors"]
+        update.bytes += max(answer.detail["bytes"] for answer in staged)
+
+    async def _commit(self, update: _Open) -> Receipt:
+        update.is_committing = True
+        call = CommitCall(
+            call_id="",
+            update_id=update.id,
+            weight_version=update.weight_version,
+            kv_cache=update.kv_cache or "fence",
+            torch_empty_cache=update.torch_empty_cache,
+        )
+        try:
+            answers = await self._ranks.call(call, COMMIT_TIMEOUT_S)
+        except RankSilent as error:
+            raise RankSilent(
+                f"The update was voted for and its commit was sent, but {error}. The silent "
+                "rank commits when it comes to its next step boundary, or it is dead."
+            ) from error
+        require_success(answers)
+        receipt = write_receipt(
+            answers,
+            staged_s=update.staged_s,
+            nbytes=update.bytes,
+            tensors=update.tensors,
+            message="Succeeded to update model weights."
+            + (
+                f" Weight version updated to {update.weight_version}."
+                if update.weight_version is not None
+                else ""
+            ),
+        )
+        self._close(update)
+        self._publish(receipt["weight_version"])
+        if update.kv_cache == "recompute" and self._tokenizer_manager.mm_processor is not None:
+            self._tokenizer_manager.mm_processor.clear_preprocess_cache()
+        if update.model_path is not None:
+            self._tokenizer_manager._update_model_path_info(
+                update.model_path,
+                update.load_format or self._tokenizer_manager.config_value("load_format"),
+            )
+        return receipt
+
+    async def _drop(self, update: _Open, reason: str) -> None:
+        """Forget an update on every rank, and give its turn away."""
+        if self._open is not update:
+            return
+        self._close(update)
+        call = DropCall(call_id="", update_id=update.id, reason=reason)
+        try:
+            await self._ranks.call(call, COMMIT_TIMEOUT_S)
+        except RankSilent as error:
+            # its shadow is refused to the next update until it has let go
+            logger.error("Dropping a weight update: %s", error)
+
+    def _close(self, update: _Open) -> None:
+        if update.lease is not None:
+            update.lease.cancel()
+        if self._open is update:
+            self._open = None
+            self._turn.release()
+
+    @asynccontextmanager
+    async def _dropped_on_failure(self, update: _Open) -> AsyncIterator[None]:
+        """Whatever ends the block early, a cancelled caller too, drops the update."""
+        try:
+            yield
+            if self._open is not update and not update.is_committing:
+                raise Dropped("the update was dropped before its commit")
+        except BaseException as error:
+            await asyncio.shield(self._drop(update, f"{error or type(error).__name__}"))
+            raise
+
+    @asynccontextmanager
+    async def _blocking(self, non_blocking: bool) -> AsyncIterator[None]:
+        """Upstream's meaning of a call that is not ``non_blocking``.
+
+        It waits until no request runs and keeps new ones away meanwhile, unless the
+        engine is paused. A pause that comes while it waits ends the waiting, because the
+        requests it waits for then never finish (sglang#25319).
+        """
+        lock = self._tokenizer_manager.model_update_lock
+        if non_blocking or self._tokenizer_manager.is_pause:
+            yield
+            return
+        acquiring = asyncio.ensure_future(lock.acquire_writer())
+        try:
+            while not acquiring.done() and not self._tokenizer_manager.is_pause:
+                await asyncio.wait({acquiring}, timeout=LOOK_S)
+        finally:
+            if not acquiring.done():
+                acquiring.cancel()
+                await asyncio.wait({acquiring})
+        try:
+            yield
+        finally:
+            if not acquiring.cancelled():
+                await lock.release_writer()
+
+    # ---- small things --------------------------------------------------------------
+
+    def _require_session(self) -> _Open:
+        if self._open is None or not self._open.is_session:
+            raise Refused(
+                "no weight-update session is open; call begin_weight_update first (a failed "
+                "call or a lease that ran out drops a session)"
+            )
+        return self._open
+
+    def _renew_lease(self, update: _Open) -> None:
+        if update.lease is not None:
+            update.lease.cancel()
+        if update.lease_s is None:
+            return
+        loop = asyncio.get_running_loop()
+        update.lease = loop.call_later(update.lease_s, self._expire, update)
+
+    def _expire(self, update: _Open) -> None:
+        logger.warning("The lease of a weight-update session ran out: it is dropped.")
+        task = asyncio.ensure_future(self._drop(update, "its lease ran out"))
+        self._tokenizer_manager.asyncio_tasks.add(task)
+        task.add_done_callback(self._tokenizer_manager.asyncio_tasks.discard)
+
+    def _left(self, update: _Open) -> float:
+        return max(0.001, update.deadline - time.monotonic())
+
+    def _allow(self, kv_cache: KVPolicy) -> KVPolicy:
+        if get_memory().enable_hierarchical_cache and kv_cache != "keep":
+            raise Refused(
+                f"kv_cache={kv_cache!r} is not supported with --enable-hierarchical-cache: its "
+                'lower tiers keep prefixes of older weights; pass kv_cache="keep"'
+            )
+        return kv_cache
+
+    def _publish(self, weight_version: str) -> None:
+        self._tokenizer_manager._update_weight_version_if_provided(weight_version)
+
+
+def _open_call(update: _Open, *, partial: bool, expected: str | None) -> OpenCall:
+    return OpenCall(
+        call_id="",
+        update_id=update.id,
+        selector=update.selector,
+        partial=partial,
+        expected_version=expected,
+    )
+
+
+def _longest(answers: Sequence[RankAnswer]) -> float:
+    return max((answer.detail.get("staged_s", 0.0) for answer in answers), default=0.0)

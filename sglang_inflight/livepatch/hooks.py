@@ -1,0 +1,168 @@
+"""Our functions in SGLang's ``HookRegistry``, and proof that they are what runs.
+
+The registry applies all plugins' hooks after the last plugin ran, and only logs what
+fails. Of two REPLACE hooks on one function the later one wins, whichever plugin has it.
+So the proof comes after ``HookRegistry.apply_hooks``, which we wrap: the function found
+at each target must really call ours. The registry's wrappers are followed through what
+they close over. Their ``__wrapped__`` and copied attributes prove nothing: a rival's
+wrapper carries ours there and never calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import FunctionType
+from typing import Any
+
+from sglang_inflight.livepatch.errors import PatchRefused
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A patched function for ``target``, which is an attribute of ``owner``.
+
+    ``function`` is None in a fork: nothing is registered, but a rival REPLACE would take
+    the patch away all the same.
+    """
+
+    target: str
+    owner: Any
+    function: Callable[..., Any] | None
+    patches: tuple[str, ...]
+    found: str
+
+    def refused(self, reason: str) -> PatchRefused:
+        return PatchRefused(
+            reason, found=self.found, patch=", ".join(self.patches), function=self.target
+        )
+
+
+_replacements: dict[str, Replacement] = {}
+_expected: dict[str, Callable[..., Any] | None] = {}
+
+
+def callable_of(built: Any) -> Callable[..., Any] | None:
+    """What the registry can call, or None. It puts class and static methods back itself."""
+    if isinstance(built, staticmethod | classmethod):
+        return built.__func__
+    return built if callable(built) and not isinstance(built, type) else None
+
+
+def install(replacements: list[Replacement]) -> None:
+    """Register all or none.
+
+    The registry's wrapper is a plain function that returns what ours returns. That is
+    the coroutine or the asynchronous generator itself, so ``await`` and ``async for``
+    work; only ``inspect.iscoroutinefunction`` and its kin answer no for the wrapper.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for replacement in replacements:
+        _refuse_rivals(replacement)
+    for replacement in replacements:
+        _replacements[replacement.target] = replacement
+        if replacement.function is not None:
+            HookRegistry.register(replacement.target, replacement.function, HookType.REPLACE)
+    _verify_after(HookRegistry)
+
+
+def expect_hook(target: str, hook: Callable[..., Any] | None = None) -> None:
+    """Refuse to start unless the registry has hooked ``target``, and with ``hook`` if given."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    _expected[target] = hook
+    _verify_after(HookRegistry)
+
+
+def verify_hooks() -> None:
+    """Raise ``PatchRefused`` unless every function and hook of ours is what runs."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    for replacement in _replacements.values():
+        _refuse_rivals(replacement)
+        if not _in_place(replacement, HookRegistry):
+            raise replacement.refused("is not in place after SGLang applied all plugins' hooks")
+    for target, hook in _expected.items():
+        if target not in HookRegistry._patched or not (hook is None or _runs(target, hook)):
+            raise PatchRefused(
+                "SGLang did not apply the hook; its log says why",
+                found=f"sglang {version('sglang')}",
+                function=target,
+            )
+
+
+def forget() -> None:
+    """Forget every function and hook of ours. For tests, beside ``HookRegistry.reset``."""
+    _replacements.clear()
+    _expected.clear()
+
+
+def _verify_after(registry: Any) -> None:
+    original = registry.__dict__["apply_hooks"].__func__
+    if getattr(original, "_verifies_inflight", False):
+        return
+
+    @functools.wraps(original)
+    def apply_hooks(cls: Any) -> None:
+        original(cls)
+        try:
+            verify_hooks()
+        except PatchRefused as refusal:
+            # Said here as well: a thread, or a parent that waits for a rank, drops the
+            # message of a SystemExit.
+            logger.critical("%s", refusal)
+            raise
+
+    apply_hooks._verifies_inflight = True  # type: ignore[attr-defined]
+    registry.apply_hooks = classmethod(apply_hooks)
+
+
+def _refuse_rivals(replacement: Replacement) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = replacement.target
+    for other, hooks in HookRegistry._hooks.items():
+        if other != target and not target.startswith(other + "."):
+            continue
+        for hook_type, hook, source in hooks:
+            if hook_type is HookType.REPLACE and hook is not replacement.function:
+                plugin = f"plugin '{source.plugin_name}'" if source else "something else"
+                raise replacement.refused(f"{plugin} replaces {other}")
+
+
+def _in_place(replacement: Replacement, registry: Any) -> bool:
+    owner, _, name = replacement.target.rpartition(".")
+    if _resolve(owner) is not replacement.owner:
+        return False
+    if replacement.function is None:
+        return name in vars(replacement.owner)
+    return replacement.target in registry._patched and _runs(
+        replacement.target, replacement.function
+    )
+
+
+def _runs(target: str, wanted: Callable[..., Any]) -> bool:
+    from sglang.srt.plugins import hook_registry
+
+    owner, _, name = target.rpartition(".")
+    pending = [vars(_resolve(owner)).get(name)]
+    while pending:
+        found = pending.pop()
+        if found is wanted:
+            return True
+        if isinstance(found, staticmethod | classmethod):
+            pending.append(found.__func__)
+        elif isinstance(found, FunctionType) and found.__globals__ is vars(hook_registry):
+            pending += [cell.cell_contents for cell in found.__closure__ or ()]
+    return False
+
+
+def _resolve(path: str) -> Any:
+    return pkgutil.resolve_name(path)

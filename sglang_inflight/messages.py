@@ -1,0 +1,173 @@
+"""Every message of ours that crosses a process.
+
+The front end sends a ``…Call`` to the schedulers on SGLang's own request socket; SGLang
+hands it to every rank of a replica in the same pass of the loop. Each rank answers with
+one ``RankAnswer`` on a socket of its own, so a failure on any rank is seen.
+
+Times are seconds, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import BaseReq
+
+PauseMode = Literal["abort", "in_place", "retract", "wait"]
+KVPolicy = Literal["recompute", "fence", "keep"]
+Selector = Literal["target", "draft", "all"]
+
+
+class DiskSource(msgspec.Struct, tag=True, kw_only=True):
+    """A checkpoint in a directory that every rank can read."""
+
+    model_path: str
+    load_format: str | None = None
+
+
+class TensorSource(msgspec.Struct, tag=True, kw_only=True):
+    """Tensors serialized by ``MultiprocessingSerializer``, one payload per rank."""
+
+    serialized_named_tensors: list[bytes]
+    load_format: str | None = None
+
+
+class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
+    """Tensors that rank 0 of ``group_name`` broadcasts, in this order."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    load_format: str | None = None
+
+
+class IPCSource(msgspec.Struct, tag=True, kw_only=True):
+    """Buffers that a checkpoint-engine process hands over, keyed by device UUID."""
+
+    zmq_handles: dict[str, str]
+
+
+Source = DiskSource | TensorSource | DistributedSource | IPCSource
+
+
+class InflightCall(BaseReq, kw_only=True):
+    call_id: str
+
+
+class PauseCall(InflightCall, kw_only=True):
+    mode: PauseMode
+    pause_id: str
+    # renew a pause that is held, rather than take one
+    renews: bool = False
+    lease_s: float | None = None
+    # only for "wait": how long running requests may take
+    timeout_s: float | None = None
+
+
+class ContinueCall(InflightCall, kw_only=True):
+    # None lets go of every pause
+    pause_id: str | None = None
+    torch_empty_cache: bool = True
+
+
+class OpenCall(InflightCall, kw_only=True):
+    """Begin to stage an update, which many ``StageCall`` may fill."""
+
+    update_id: str
+    selector: Selector = "all"
+    partial: bool
+    expected_version: str | None = None
+
+
+class StageCall(InflightCall, kw_only=True):
+    update_id: str
+    source: Source
+    selector: Selector = "all"
+
+
+class SealCall(InflightCall, kw_only=True):
+    """Nothing more will be staged: check the whole and vote."""
+
+    update_id: str
+
+
+class CommitCall(InflightCall, kw_only=True):
+    update_id: str
+    weight_version: str | None
+    kv_cache: KVPolicy
+    torch_empty_cache: bool = False
+
+
+class DropCall(InflightCall, kw_only=True):
+    update_id: str
+    reason: str
+
+
+class RollbackCall(InflightCall, kw_only=True):
+    weight_version: str | None
+    kv_cache: KVPolicy
+
+
+class JoinGroupCall(InflightCall, kw_only=True):
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str
+    backend: str
+
+
+class LeaveGroupCall(InflightCall, kw_only=True):
+    group_name: str
+
+
+class StatusCall(InflightCall, kw_only=True):
+    pass
+
+
+class TimerCall(InflightCall, kw_only=True):
+    """Made by a replica's first rank for its peers, so that all see a time run out at once."""
+
+    timer: Literal["lease", "wait"]
+    # the pause that the timer belongs to
+    pause_id: str
+
+
+class RankAnswer(BaseReq, kw_only=True):
+    call_id: str
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    success: bool
+    message: str = ""
+    # name of the error's class in sglang_inflight.errors
+    error: str = ""
+    detail: dict[str, Any] = {}
+
+    @property
+    def rank(self) -> dict[str, int]:
+        return {"dp_rank": self.dp_rank, "tp_rank": self.tp_rank, "pp_rank": self.pp_rank}
+
+
+CALLS: tuple[type[InflightCall], ...] = (
+    PauseCall,
+    ContinueCall,
+    OpenCall,
+    StageCall,
+    SealCall,
+    CommitCall,
+    DropCall,
+    RollbackCall,
+    JoinGroupCall,
+    LeaveGroupCall,
+    StatusCall,
+    TimerCall,
+)
+
+
+def make_known() -> None:
+    """Teach SGLang's decoder our messages. Runs in every process, before any socket."""
+    io_struct.hook_custom_types(*CALLS, RankAnswer)

@@ -1,0 +1,70 @@
+"""How one rank answers the front end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import zmq
+from sglang.srt.managers.io_struct import sock_send
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.network import get_zmq_socket
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import InflightCall, RankAnswer
+
+logger = logging.getLogger(__name__)
+
+
+class AnswerChannel:
+    """A socket of this rank's own to the front end.
+
+    Upstream gives only a replica's first rank a socket, so a failure on another rank is
+    lost. A collective could gather the answers, but then a dead rank would hang the
+    others; with a socket each, silence is seen by the front end and by nobody else.
+
+    Both the scheduler loop and the staging thread answer. A zmq socket may move between
+    threads only through a full fence, which the lock is.
+    """
+
+    def __init__(self, ipc_name: str) -> None:
+        parallel = get_parallel()
+        self._dp_rank = parallel.attn_dp_rank if parallel.attn_dp_enabled else parallel.dp_rank or 0
+        self._tp_rank = parallel.tp_rank
+        self._pp_rank = parallel.pp_rank
+        self._context = zmq.Context(1)
+        self._socket = get_zmq_socket(self._context, zmq.PUSH, ipc_name, False)
+        self._lock = threading.Lock()
+
+    def succeed(self, call: InflightCall, message: str = "", **detail: Any) -> None:
+        self._send(call, success=True, message=message, error="", detail=detail)
+
+    def fail(self, call: InflightCall, error: BaseException, **detail: Any) -> None:
+        """Answer with ``error``. What is not a ``Refused`` is a surprise, so log it whole."""
+        if not isinstance(error, Refused):
+            logger.error("%s failed", type(call).__name__, exc_info=error)
+        self._send(
+            call,
+            success=False,
+            message=str(error) or repr(error),
+            error=type(error).__name__ if isinstance(error, Refused) else "RankFailed",
+            detail=detail,
+        )
+
+    def _send(
+        self, call: InflightCall, *, success: bool, message: str, error: str, detail: dict[str, Any]
+    ) -> None:
+        answer = RankAnswer(
+            call_id=call.call_id,
+            http_worker_ipc=call.http_worker_ipc,
+            dp_rank=self._dp_rank,
+            tp_rank=self._tp_rank,
+            pp_rank=self._pp_rank,
+            success=success,
+            message=message,
+            error=error,
+            detail=detail,
+        )
+        with self._lock:
+            sock_send(self._socket, answer)

@@ -1,0 +1,103 @@
+"""The step boundary: the place in the event loop where weights and pauses may change.
+
+The loop takes in messages between two steps. Under overlap scheduling the last batch is
+then launched, but its result is still queued: its tokens are sampled and not yet written
+to their requests, and on CUDA its kernels may still run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+
+class Boundary:
+    """What pauses and commits may do to a scheduler between two of its steps.
+
+    Only the scheduler's own thread calls this, from a message's handler, which
+    ``ingest_requests`` runs at a boundary and nowhere else.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def pending_results(self) -> Iterable[tuple[Any, Any]]:
+        """Batches that were launched and whose results are not processed, oldest first."""
+        # the normal loop has no queue: it processes a result before the next boundary
+        return getattr(self._scheduler, "result_queue", ())
+
+    def drain(self) -> None:
+        """Finish the last forward and process its result, as the loop itself would.
+
+        Afterwards every sampled token is in its request, and no kernel of a forward
+        runs. The loop must not wait for that result again: patch 0001 sees to it.
+        """
+        scheduler = self._scheduler
+        while self.pending_results:
+            batch, result = scheduler.result_queue.popleft()
+            scheduler.process_batch_result(batch, result)
+        # a result is ready when its tokens are copied, which is before the forward's end
+        # where a draft model runs after the sampling
+        if scheduler.device != "cpu":
+            scheduler.forward_stream.synchronize()
+
+    def live_requests(self) -> set[Req]:
+        """Every request this scheduler holds, in whatever queue or batch."""
+        scheduler = self._scheduler
+        batches = [
+            *scheduler._collect_inflight_batches(),
+            scheduler.cur_batch_for_debug,
+            *(batch for batch, _ in self.pending_results),
+        ]
+        live = {req for batch in batches if batch is not None for req in batch.reqs}
+        live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
+        if scheduler.chunked_req is not None:
+            live.add(scheduler.chunked_req)
+        return live
+
+    def running_requests(self) -> set[Req]:
+        """Requests that were admitted and are not finished."""
+        scheduler = self._scheduler
+        admitted = scheduler.collect_inflight_reqs()
+        if scheduler.chunked_req is not None:
+            admitted.add(scheduler.chunked_req)
+        return {req for req in admitted if not req.finished() and not req.is_retracted}
+
+    def waiting_requests(self) -> list[Req]:
+        scheduler = self._scheduler
+        return [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+
+    def retract(self) -> int:
+        """Send running requests back to the waiting queue and free their KV.
+
+        Leaves the loop running or paused, whichever it was. Returns how many went back.
+        """
+        scheduler = self._scheduler
+        self.drain()
+        retracted = len(self.running_requests())
+        was_paused, started_at = scheduler._engine_paused, scheduler._pause_started_at
+        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        scheduler._engine_paused, scheduler._pause_started_at = was_paused, started_at
+        return retracted
+
+    def flush(self, *, empty_cache: bool) -> None:
+        """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""
+        scheduler = self._scheduler
+        # requests that wait, for a slot or for their grammar, hold no KV
+        was_paused, scheduler._engine_paused = scheduler._engine_paused, True
+        grammar_queue = scheduler.grammar_manager.grammar_queue
+        scheduler.grammar_manager.grammar_queue = []
+        try:
+            flushed = scheduler.flush_cache(empty_cache=empty_cache)
+        finally:
+            scheduler.grammar_manager.grammar_queue = grammar_queue
+            scheduler._engine_paused = was_paused
+        if not flushed:
+            raise RuntimeError("the prefix cache could not be flushed: a request still holds KV")

@@ -1,0 +1,150 @@
+"""Phase two of an update: the new weights go live between two steps.
+
+Why no rank can be ahead of another: a ``CommitCall`` is sent once, after every rank of
+every replica voted for it. SGLang hands a control message to all ranks of a replica in
+the same pass of their loops (one receives, then broadcasts), and a commit happens in its
+handler. So step n runs with the old weights on all ranks, and step n+1 with the new.
+Replicas do not compute together and may be a step apart.
+
+Why it cannot fail: everything that can was done while staging. What is left is swapping
+pointers, or enqueuing copies between tensors that exist.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.staging.staging import Staging
+from sglang_inflight.scheduler.versions import Versions
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Swap = Callable[[torch.Tensor, torch.Tensor], None]
+
+
+class Commits:
+    """Commits and rollbacks of one rank, on the scheduler's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        boundary: Boundary,
+        staging: Staging,
+        versions: Versions,
+        fence: PrefixFence,
+    ) -> None:
+        self._scheduler = scheduler
+        self._boundary = boundary
+        self._staging = staging
+        self._versions = versions
+        self._fence = fence
+        # (version, digest, roles) of what the shadow holds after a commit
+        self._previous: tuple[str, str | None, frozenset[str]] | None = None
+        self._digest: str | None = None
+
+    def commit(self, call: CommitCall) -> dict[str, Any]:
+        """Swap in a sealed update. Returns the rank's part of the receipt."""
+        update = self._staging.take(call.update_id)
+        base = self._versions.current
+        self._previous = (base, self._digest, frozenset(update.roles))
+        detail = self._go_live(
+            update.roles, call.weight_version, call.kv_cache, empty_cache=call.torch_empty_cache
+        )
+        self._digest = update.digest
+        self._staging.note_model_path(update)
+        return {**detail, "base_version": base, "digest": update.digest}
+
+    def roll_back(self, call: RollbackCall) -> dict[str, Any]:
+        """Swap the previous version back in. It then is what a rollback would undo."""
+        if self._previous is None or not self._staging.can_roll_back:
+            raise Refused(
+                "there is no previous version to return to: "
+                + ("an update is open" if self._previous else "nothing was committed yet")
+            )
+        version, previous_digest, roles = self._previous
+        base = self._versions.current
+        self._previous = (base, self._digest, roles)
+        detail = self._go_live(
+            roles, call.weight_version or version, call.kv_cache, empty_cache=False
+        )
+        self._digest = previous_digest
+        return {**detail, "base_version": base, "digest": previous_digest}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "weight_version": self._versions.current,
+            "epoch": self._versions.epoch,
+            "digest": self._digest,
+            "previous_version": self._previous[0] if self._previous else None,
+        }
+
+    def _go_live(
+        self, roles: Iterable[str], version: str | None, kv_cache: KVPolicy, *, empty_cache: bool
+    ) -> dict[str, Any]:
+        started = time.perf_counter()
+        retracted = self._boundary.retract() if kv_cache == "recompute" else 0
+        swapped = self._exchange(roles)
+        self._versions.begin_epoch()
+        self._versions.change(version)
+        if kv_cache == "recompute":
+            self._boundary.flush(empty_cache=empty_cache)
+        if kv_cache != "keep":
+            self._fence.raise_to(self._versions.epoch)
+        stall_ms = 1000 * (time.perf_counter() - started)
+        logger.info(
+            "Committed weights %r as epoch %d: %d bytes, loop held for %.2f ms.",
+            self._versions.current,
+            self._versions.epoch,
+            swapped,
+            stall_ms,
+        )
+        return {
+            "weight_version": self._versions.current,
+            "epoch": self._versions.epoch,
+            "stall_ms": stall_ms,
+            "retracted": retracted,
+        }
+
+    def _exchange(self, roles: Iterable[str]) -> int:
+        """Swap pointers on a CPU, contents on a device, where captured graphs hold pointers.
+
+        Contents are swapped on the stream that forwards run on: after the last forward
+        that was launched, before the next one, and without the host waiting. The shadow
+        was complete before this rank voted, and its next user waits for the event.
+        """
+        scheduler = self._scheduler
+        if scheduler.device == "cpu":
+            return self._staging.exchange(_swap_pointers, roles)
+        with scheduler.device_module.stream(scheduler.forward_stream):
+            swapped = self._staging.exchange(_swap_contents, roles)
+            self._staging.wait_for(scheduler.forward_stream.record_event())
+        return swapped
+
+
+def _swap_pointers(live: torch.Tensor, shadow: torch.Tensor) -> None:
+    live.data, shadow.data = shadow.data, live.data
+
+
+# Contents are swapped through a copy, in pieces of at most this size.
+_PIECE_BYTES = 64 << 20
+
+
+def _swap_contents(live: torch.Tensor, shadow: torch.Tensor) -> None:
+    pieces = max(1, live.nbytes // _PIECE_BYTES)
+    ours, theirs = live.data.view(-1), shadow.data.view(-1)
+    for a, b in zip(ours.tensor_split(pieces), theirs.tensor_split(pieces), strict=True):
+        spare = a.clone()
+        a.copy_(b, non_blocking=True)
+        b.copy_(spare, non_blocking=True)

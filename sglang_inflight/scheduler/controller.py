@@ -1,0 +1,151 @@
+"""The one object of ours in each scheduler process, which patches and hooks call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_inflight.messages import (
+    CommitCall,
+    ContinueCall,
+    DropCall,
+    InflightCall,
+    JoinGroupCall,
+    LeaveGroupCall,
+    OpenCall,
+    PauseCall,
+    RollbackCall,
+    SealCall,
+    StageCall,
+    StatusCall,
+    TimerCall,
+)
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.commit import Commits
+from sglang_inflight.scheduler.pause import Pause, PauseState
+from sglang_inflight.scheduler.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.staging import Staging
+from sglang_inflight.scheduler.versions import Versions
+from sglang_inflight.settings import Settings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import PortArgs
+
+C = TypeVar("C", bound=InflightCall)
+
+
+class Controller:
+    """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
+
+    Everything here runs on the scheduler's thread; only ``Staging``'s jobs do not. No
+    handler can end the scheduler: an exception becomes the rank's answer.
+    """
+
+    def __init__(self, scheduler: Scheduler, port_args: PortArgs) -> None:
+        settings = Settings.from_environment()
+        self._scheduler = scheduler
+        self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
+        boundary = Boundary(scheduler)
+        self.pause = Pause(scheduler, boundary, self._answers)
+        self.versions = Versions(scheduler, boundary)
+        self.fence = PrefixFence(boundary)
+        self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
+        self.staging = Staging(scheduler, self._answers, self._pace, settings)
+        self.commits = Commits(scheduler, boundary, self.staging, self.versions, self.fence)
+        scheduler._request_dispatcher += TypeBasedDispatcher(
+            [
+                self._handle(PauseCall, self._take_pause),
+                self._handle(ContinueCall, self.pause.resume),
+                self._handle(TimerCall, self.pause.ring),
+                self._handle(OpenCall, self._open),
+                self._handle(StageCall, self.staging.stage),
+                self._handle(SealCall, self.staging.seal),
+                self._handle(DropCall, self.staging.drop),
+                self._handle(CommitCall, self._commit),
+                self._handle(RollbackCall, self._roll_back),
+                self._handle(JoinGroupCall, self.staging.join_group),
+                self._handle(LeaveGroupCall, self.staging.leave_group),
+                self._handle(StatusCall, self._describe),
+            ]
+        )
+
+    # ---- called by patches and hooks ----------------------------------------------
+
+    def holds_the_loop(self) -> bool:
+        """At every step boundary, after the messages: is the engine paused?"""
+        self._pace.tick()
+        return self.pause.holds_the_loop()
+
+    def admit(self, schedule: Callable[[], Any]) -> Any:
+        """Around the choice of requests to prefill: show it only those that may run now."""
+        if self.pause.state is not PauseState.DRAINING:
+            return schedule()
+        scheduler = self._scheduler
+        held = [req for req in scheduler.waiting_queue if not self.pause.admits(req)]
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if self.pause.admits(req)]
+        try:
+            return schedule()
+        finally:
+            scheduler.waiting_queue = held + scheduler.waiting_queue
+
+    def enqueue(self, req: Req) -> None:
+        """A request, new or retracted, enters the waiting queue."""
+        self.fence.admit(req)
+
+    def after_result(self, result: Any) -> None:
+        """The result of a launched batch was processed."""
+        self.versions.after_result(result)
+
+    def due_timers(self) -> list[TimerCall]:
+        return self.pause.due_timers()
+
+    @property
+    def is_frozen(self) -> bool:
+        return self.pause.state is PauseState.FROZEN
+
+    # ---- handlers ------------------------------------------------------------------
+
+    def _handle(
+        self, call_type: type[C], handler: Callable[[C], None]
+    ) -> tuple[type[C], Callable[[C], None]]:
+        @functools.wraps(handler)
+        def contained(call: C) -> None:
+            try:
+                handler(call)
+            except Exception as error:
+                self._answers.fail(call, error)
+
+        return call_type, contained
+
+    def _take_pause(self, call: PauseCall) -> None:
+        if call.renews:
+            self.pause.renew(call)
+        else:
+            self.pause.pause(call)
+
+    def _open(self, call: OpenCall) -> None:
+        self.staging.open(call, current_version=self.versions.current)
+
+    def _commit(self, call: CommitCall) -> None:
+        self._answers.succeed(call, **self.commits.commit(call))
+
+    def _roll_back(self, call: RollbackCall) -> None:
+        self._answers.succeed(call, **self.commits.roll_back(call))
+
+    def _describe(self, call: StatusCall) -> None:
+        self._answers.succeed(
+            call,
+            **self.pause.describe(),
+            **self.commits.describe(),
+            staging=self.staging.describe(),
+        )
+
+    def _is_busy(self) -> bool:
+        return not self.is_frozen and not self._scheduler.running_batch.is_empty()

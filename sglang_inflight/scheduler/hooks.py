@@ -1,0 +1,77 @@
+"""The hooks that tie a scheduler to its controller, at the boundaries of its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_inflight.scheduler.controller import Controller
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+def create_controller(
+    _: None, scheduler: Scheduler, server_args: ServerArgs, port_args: PortArgs
+) -> None:
+    scheduler.inflight = Controller(scheduler, port_args)
+
+
+def hold_back_while_draining(
+    schedule: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> Any:
+    return scheduler.inflight.admit(lambda: schedule(scheduler, *args, **kwargs))
+
+
+def enqueue(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
+    scheduler.inflight.enqueue(req)
+
+
+def keep_accepted(limit: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
+    """A retracted request was accepted once: a full queue does not drop it."""
+    return not req.is_retracted and limit(scheduler, req)
+
+
+def label_after_result(_: None, scheduler: Scheduler, batch: Any, result: Any) -> None:
+    scheduler.inflight.after_result(result)
+
+
+def change_label(change: Callable[..., None], scheduler: Scheduler, new_version: str | None) -> None:
+    """Every change of the label waits for the results of the weights before it."""
+    scheduler.inflight.versions.change(new_version)
+
+
+def add_due_timers(
+    poll: Callable[[Scheduler], list[AbortReq]], scheduler: Scheduler
+) -> list[Any]:
+    """Timers ride the broadcast of timed-out requests. A pause stops requests' clocks."""
+    timed_out: list[Any] = [] if scheduler.inflight.is_frozen else poll(scheduler)
+    return timed_out + scheduler.inflight.due_timers()
+
+
+def answer_health_while_frozen(
+    is_fully_idle: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
+) -> bool:
+    """A health check must not wait for a forward that a pause holds back."""
+    if kwargs.get("for_health_check") and scheduler.inflight.is_frozen:
+        return False
+    return is_fully_idle(scheduler, *args, **kwargs)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
+    (f"{_SCHEDULER}.get_new_batch_prefill", hold_back_while_draining, HookType.AROUND),
+    (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
+    (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
+    (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
+    (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
+    (f"{_SCHEDULER}._poll_timeout_aborts", add_due_timers, HookType.AROUND),
+    (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
+]

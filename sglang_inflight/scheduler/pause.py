@@ -1,0 +1,295 @@
+"""Pause states, and the one object that moves between them.
+
+    state       the loop                              moves to
+    RUNNING     runs                                  FROZEN (in_place, retract)
+                                                      DRAINING (abort, wait)
+    DRAINING    runs; admits nothing new              FROZEN when nothing runs any more,
+                                                      or when "wait" has taken too long
+                                                      RUNNING (continue)
+    FROZEN      sleeps until a message comes          RUNNING (continue)
+                                                      DRAINING (abort, wait)
+                                                      FROZEN (in_place, retract)
+
+Every rank of a replica moves at the same boundary: all see the same messages in the same
+pass of their loops, and time enters only as a ``TimerCall``, which the replica's first
+rank sends to all through that same broadcast.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import zmq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+)
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_inflight.errors import Conflict
+from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode, TimerCall
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.boundary import Boundary
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# How long a frozen loop sleeps at most: the ranks behind the first one wait in a gloo
+# broadcast meanwhile, and its time limit is minutes.
+LONGEST_SLEEP_S = 1.0
+# Under attention DP several ranks have a socket, and none may keep the others waiting.
+LONGEST_SLEEP_IN_STEP_S = 0.005
+
+
+class PauseState(enum.Enum):
+    RUNNING = "running"
+    DRAINING = "draining"
+    FROZEN = "frozen"
+
+
+@dataclass
+class _Holder:
+    mode: PauseMode
+    # time.monotonic() when the lease runs out; None: never
+    expires_at: float | None
+
+
+@dataclass
+class _Grant:
+    """A pause that is not answered yet, because the loop still drains."""
+
+    call: PauseCall
+    aborted: int
+    # time.monotonic() when "wait" gives up waiting
+    gives_up_at: float | None
+
+
+class Pause:
+    """The pause state of one scheduler. Only the scheduler's thread touches it."""
+
+    def __init__(self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel) -> None:
+        self._scheduler = scheduler
+        self._boundary = boundary
+        self._answers = answers
+        self._poller = self._poll_sockets(scheduler)
+        self._holders: dict[str, _Holder] = {}
+        self._grant: _Grant | None = None
+        self._may_run: set[Req] = set()
+        self._frozen_at: float | None = None
+        self._state = PauseState.RUNNING
+
+    @property
+    def state(self) -> PauseState:
+        return self._state
+
+    @property
+    def mode(self) -> PauseMode | None:
+        """The mode asked for last among the pauses held."""
+        return next(reversed(self._holders.values())).mode if self._holders else None
+
+    # ---- calls -------------------------------------------------------------------
+
+    def pause(self, call: PauseCall) -> None:
+        """Take or renew a pause; answered here, or at the boundary where draining ends."""
+        now = time.monotonic()
+        expires_at = now + call.lease_s if call.lease_s is not None else None
+        # re-inserted, because the last one asked for decides the mode
+        self._holders.pop(call.pause_id, None)
+        self._holders[call.pause_id] = _Holder(call.mode, expires_at)
+        if call.mode == "abort":
+            self._drain_by(call, aborted=self._abort_all(), gives_up_at=None)
+        elif call.mode == "wait":
+            gives_up_at = now + call.timeout_s if call.timeout_s is not None else None
+            self._drain_by(call, aborted=0, gives_up_at=gives_up_at)
+        else:
+            self._withdraw_grant("a pause of mode in_place or retract took its place")
+            retracted = self._boundary.retract() if call.mode == "retract" else 0
+            self._freeze()
+            self._answer(call, retracted=retracted)
+
+    def renew(self, call: PauseCall) -> None:
+        """Raises ``Conflict`` where the pause is not held any more."""
+        holder = self._holders.get(call.pause_id)
+        if holder is None:
+            raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
+        self.pause(call)
+
+    def resume(self, call: ContinueCall) -> None:
+        """Let go of one pause, or of all; run on when none is left."""
+        if call.pause_id is None:
+            self._holders.clear()
+        elif self._holders.pop(call.pause_id, None) is None:
+            raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
+        if not self._holders:
+            self._thaw(torch_empty_cache=call.torch_empty_cache)
+        self._answers.succeed(call, **self.describe())
+
+    def ring(self, call: TimerCall) -> None:
+        """A time ran out. The state may have moved on since; then there is nothing to do."""
+        if call.timer == "wait":
+            if self._grant is not None and self._grant.call.pause_id == call.pause_id:
+                self._freeze_drained()
+            return
+        if self._holders.pop(call.pause_id, None) is None:
+            return
+        logger.warning("The lease of pause %s ran out.", call.pause_id)
+        if not self._holders:
+            logger.warning("Nobody holds a pause any more: generation continues.")
+            self._thaw(torch_empty_cache=False)
+
+    # ---- the event loop ----------------------------------------------------------
+
+    def holds_the_loop(self) -> bool:
+        """Called at every boundary, after the messages: may the next step not run?"""
+        if self._state is PauseState.RUNNING:
+            return False
+        if self._state is PauseState.DRAINING:
+            if self._still_drains():
+                return False
+            self._freeze_drained()
+        self._scheduler._record_scheduler_state_for_paused_engine()
+        # a step's result answers the health checks that came in meanwhile; here is no step
+        self._scheduler.maybe_send_health_check_signal()
+        self._sleep()
+        return True
+
+    def admits(self, req: Req) -> bool:
+        """While draining, run only what already ran, or was aborted and must be ended."""
+        return req in self._may_run or req.to_finish is not None
+
+    def due_timers(self) -> list[TimerCall]:
+        """Times that have run out. Asked only on a replica's first rank."""
+        now = time.monotonic()
+        due = [
+            TimerCall(call_id="", timer="lease", pause_id=pause_id)
+            for pause_id, holder in self._holders.items()
+            if holder.expires_at is not None and holder.expires_at <= now
+        ]
+        grant = self._grant
+        if grant is not None and grant.gives_up_at is not None and grant.gives_up_at <= now:
+            due.append(TimerCall(call_id="", timer="wait", pause_id=grant.call.pause_id))
+        return due
+
+    def describe(self) -> dict[str, Any]:
+        """State, mode, holders with seconds left, and how many requests run and wait."""
+        now = time.monotonic()
+        return {
+            "state": self._state.value,
+            "paused": self._state is not PauseState.RUNNING,
+            "mode": self.mode,
+            "holders": [
+                {
+                    "pause_id": pause_id,
+                    "mode": holder.mode,
+                    "lease_left_s": None
+                    if holder.expires_at is None
+                    else max(0.0, holder.expires_at - now),
+                }
+                for pause_id, holder in self._holders.items()
+            ],
+            "running": len(self._boundary.running_requests()),
+            "waiting": len(self._boundary.waiting_requests()),
+        }
+
+    # ---- moves -------------------------------------------------------------------
+
+    def _drain_by(self, call: PauseCall, *, aborted: int, gives_up_at: float | None) -> None:
+        self._withdraw_grant(f"a pause of mode {call.mode} took its place")
+        self._grant = _Grant(call, aborted, gives_up_at)
+        self._may_run = self._boundary.running_requests()
+        self._unfreeze(torch_empty_cache=False)
+        self._state = PauseState.DRAINING
+
+    def _abort_all(self) -> int:
+        self._boundary.drain()
+        aborted = len(self._boundary.running_requests()) + len(self._boundary.waiting_requests())
+        self._scheduler.abort_request(AbortReq(abort_all=True))
+        return aborted
+
+    def _still_drains(self) -> bool:
+        scheduler = self._scheduler
+        return (
+            bool(self._boundary.running_requests())
+            or bool(self._boundary.pending_results)
+            or scheduler.chunked_req is not None
+            or any(self.admits(req) for req in self._boundary.waiting_requests())
+        )
+
+    def _freeze_drained(self) -> None:
+        grant, self._grant = self._grant, None
+        self._freeze()
+        if grant is not None:
+            self._answer(grant.call, aborted=grant.aborted)
+
+    def _freeze(self) -> None:
+        self._boundary.drain()
+        self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
+        # the watchdog takes a batch that makes no step for a hang
+        self._scheduler.cur_batch_for_debug = None
+        self._may_run = set()
+        if self._frozen_at is None:
+            self._frozen_at = time.perf_counter()
+        self._state = PauseState.FROZEN
+
+    def _unfreeze(self, *, torch_empty_cache: bool) -> None:
+        if self._frozen_at is None:
+            return
+        self._forgive(time.perf_counter() - self._frozen_at)
+        self._frozen_at = None
+        self._scheduler.continue_generation(
+            ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
+        )
+
+    def _thaw(self, *, torch_empty_cache: bool) -> None:
+        self._withdraw_grant("generation was continued before it was granted")
+        self._unfreeze(torch_empty_cache=torch_empty_cache)
+        self._may_run = set()
+        self._state = PauseState.RUNNING
+
+    def _forgive(self, seconds: float) -> None:
+        """Time spent paused does not count against a request's time limits."""
+        for req in self._boundary.live_requests():
+            stats = req.time_stats
+            if stats.wait_queue_entry_time > 0:
+                stats.wait_queue_entry_time += seconds
+            if stats.forward_entry_time > 0:
+                stats.forward_entry_time += seconds
+
+    def _withdraw_grant(self, why: str) -> None:
+        grant, self._grant = self._grant, None
+        if grant is not None:
+            self._answers.fail(grant.call, Conflict(f"The pause was not granted: {why}."))
+
+    def _answer(self, call: PauseCall, *, retracted: int = 0, aborted: int = 0) -> None:
+        self._answers.succeed(call, **self.describe(), retracted=retracted, aborted=aborted)
+
+    # ---- sleeping ----------------------------------------------------------------
+
+    @staticmethod
+    def _poll_sockets(scheduler: Scheduler) -> zmq.Poller | None:
+        """None on ranks without a socket: those sleep in the broadcast of the first one."""
+        channels = scheduler.ipc_channels
+        if channels.recv_from_tokenizer is None:
+            return None
+        poller = zmq.Poller()
+        poller.register(channels.recv_from_tokenizer, zmq.POLLIN)
+        poller.register(channels.recv_from_rpc, zmq.POLLIN)
+        return poller
+
+    def _sleep(self) -> None:
+        if self._poller is None:
+            return
+        longest = LONGEST_SLEEP_S
+        if get_parallel().attn_dp_enabled:
+            longest = LONGEST_SLEEP_IN_STEP_S
+        now = time.monotonic()
+        leases = [h.expires_at - now for h in self._holders.values() if h.expires_at is not None]
+        self._poller.poll(1000 * max(0.0, min([longest, *leases])))

@@ -1,0 +1,33 @@
+"""Proof that an update wrote every element of every parameter.
+
+Fused parameters are loaded piece by piece, so counting names proves nothing about them.
+Instead the shadow is filled with a bit pattern that no trainer sends, a NaN with a
+payload, and whatever still holds it at the end was not written.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_PATTERNS: dict[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.float64: (torch.int64, 0x7FF8_0A5A_A5A5_0A5A),
+    torch.float32: (torch.int32, 0x7FCA_5A5B),
+    torch.bfloat16: (torch.int16, 0x7FDB),
+    torch.float16: (torch.int16, 0x7E5B),
+}
+
+
+def can_mark(tensor: torch.Tensor) -> bool:
+    return tensor.dtype in _PATTERNS
+
+
+def mark(tensor: torch.Tensor) -> None:
+    """Fill ``tensor`` with the pattern."""
+    bits, pattern = _PATTERNS[tensor.dtype]
+    tensor.view(bits).fill_(pattern)
+
+
+def count_marked(tensor: torch.Tensor) -> int:
+    """How many elements of ``tensor`` were not written since ``mark``."""
+    bits, pattern = _PATTERNS[tensor.dtype]
+    return int((tensor.view(bits) == pattern).sum())

@@ -1,0 +1,136 @@
+"""Process groups with trainers, from which a rank receives broadcasts."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils import init_custom_process_group
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import JoinGroupCall
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+
+
+class Group:
+    """One process group in which the trainer is rank 0.
+
+    A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
+    stops costs its own update and nothing else. After a broadcast that did not end the
+    group is out of step with its trainer: it is broken, and every later use is refused.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
+        self._name = name
+        self._group = group
+        self._check = check
+        self._broken: str | None = None
+
+    def receive(self, tensor: torch.Tensor) -> None:
+        """Fill ``tensor`` with the trainer's next broadcast.
+
+        Raises whatever ``check`` raises while nothing comes (dropped, out of time), and
+        ``Refused`` where the trainer is gone.
+        """
+        if self._broken is not None:
+            raise Refused(
+                f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
+            )
+        try:
+            work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+            assert work is not None
+            while not work.is_completed():
+                self._check()
+                time.sleep(POLL_S)
+            work.wait()
+        except Refused as error:
+            # the broadcast may still write into the tensor: it must outlive it
+            self._broken = f"{error}"
+            _abandoned.append((work, tensor))
+            raise
+        except Exception as error:
+            self._broken = f"{error}".split("\n")[0]
+            raise Refused(
+                f"the trainer's broadcast in group {self._name!r} failed: {self._broken}"
+            ) from error
+
+    def leave(self) -> None:
+        if self._broken is None:
+            dist.destroy_process_group(self._group)
+        else:
+            # destroying waits for what will never come
+            self._group.abort()
+
+
+# Works that were given up, with the memory that they may still write.
+_abandoned: list[tuple[object, torch.Tensor]] = []
+
+
+class Groups:
+    """The groups of one rank, by name. Used on the staging thread only."""
+
+    def __init__(self, check: Callable[[], None], timeout_s: float) -> None:
+        self._check = check
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._groups: dict[str, Group] = {}
+
+    def get(self, name: str) -> Group:
+        if name not in self._groups:
+            known = ", ".join(map(repr, self._groups)) or "none"
+            raise Refused(
+                f"group_name {name!r} is not known (there is {known}): call "
+                "/init_weights_update_group first"
+            )
+        return self._groups[name]
+
+    def join(self, call: JoinGroupCall) -> None:
+        """Meet the trainer. Replicas and stages count on, so every rank has its own number.
+
+        rank = rank_offset + (dp_rank · pp_size + pp_rank) · tp_size + tp_rank
+        """
+        if call.group_name in self._groups:
+            raise Refused(f"group_name {call.group_name!r} is taken: destroy that group first")
+        rank = call.rank_offset + own_index()
+        if not 0 < rank < call.world_size:
+            raise Refused(
+                f"world_size {call.world_size} with rank_offset {call.rank_offset} leaves no "
+                f"place for rank {rank}"
+            )
+        address = NetworkAddress(call.master_address, call.master_port)
+        try:
+            group = init_custom_process_group(
+                backend=call.backend,
+                init_method=address.to_tcp(),
+                timeout=self._timeout,
+                world_size=call.world_size,
+                rank=rank,
+                group_name=call.group_name,
+            )
+        except Exception as error:
+            raise Refused(
+                f"group {call.group_name!r} at {address.to_tcp()} was not formed: {error}"
+            ) from error
+        self._groups[call.group_name] = Group(call.group_name, group, self._check)
+
+    def leave(self, name: str) -> None:
+        group = self.get(name)
+        del self._groups[name]
+        group.leave()
+
+
+def own_index() -> int:
+    """This rank's place among all ranks of all replicas."""
+    parallel = get_parallel()
+    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    stage: int = replica * parallel.pp_size + parallel.pp_rank
+    index: int = stage * parallel.tp_size + parallel.tp_rank
+    return index

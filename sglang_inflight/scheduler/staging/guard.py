@@ -1,0 +1,84 @@
+"""Checks on each tensor on its way into the shadow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from sglang_inflight.errors import Refused
+
+# A trainer may keep more or less precision than the server: these convert into each other.
+_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class Guard:
+    """Watches a loader take tensors one by one, and names the tensor that is wrong.
+
+    A loader skips a name that it does not know, some without a word. So the guard counts
+    the writes between one tensor and the next: a tensor that wrote nothing is refused,
+    unless the checkpoint that is being served holds a tensor of that name too, which the
+    loader then skips for a reason of its own (tied weights, another pipeline stage).
+
+    One guard serves one call, on the staging thread.
+    """
+
+    def __init__(self, *, skippable: frozenset[str], check_finite: bool) -> None:
+        self._skippable = skippable
+        self._check_finite = check_finite
+        self._current: tuple[str, torch.Tensor] | None = None
+        self._writes = 0
+        self.tensors = 0
+        self.bytes = 0
+        self.names: set[str] = set()
+
+    def note_write(self, parameter: str) -> None:
+        self._writes += 1
+        if self._current is None:
+            return
+        name, tensor = self._current
+        if tensor.dtype not in _FLOATS:
+            raise Refused(
+                f"tensor {name!r} is {tensor.dtype}; parameter {parameter!r} takes "
+                "float16, bfloat16, float32 or float64"
+            )
+
+    def watch(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._check(name, tensor)
+            self._current, before = (name, tensor), self._writes
+            self.tensors += 1
+            self.bytes += tensor.nbytes
+            self.names.add(name)
+            yield name, tensor
+            if self._writes == before and name not in self._skippable:
+                raise Refused(f"the model has no weight named {name!r}")
+        self._current = None
+
+    def explain(self, error: Exception) -> Exception:
+        """``error``, which a loader raised, as an answer that names the tensor."""
+        if isinstance(error, Refused) or self._current is None:
+            return error
+        name, tensor = self._current
+        shape = list(tensor.shape)
+        if isinstance(error, KeyError):
+            return Refused(f"the model has no weight named {name!r} (looked for {error})")
+        return Refused(
+            f"tensor {name!r} of shape {shape} and {tensor.dtype} does not fit the model: "
+            f"{str(error) or type(error).__name__}"
+        )
+
+    def _check(self, name: str, tensor: object) -> None:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise Refused(
+                "expected pairs of a name and a tensor, got "
+                f"{type(name).__name__} and {type(tensor).__name__}"
+            )
+        if self._check_finite and tensor.is_floating_point() and not _is_finite(tensor):
+            raise Refused(f"tensor {name!r} holds NaN or infinity")
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())

@@ -1,0 +1,52 @@
+"""Staging gives way to decoding."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from threadpoolctl import threadpool_limits
+
+# Without a step for this long the loop is idle, paused or in a long prefill: go on.
+LONGEST_WAIT_S = 0.1
+
+
+class Pace:
+    """A byte budget per scheduler step.
+
+    The staging thread spends; each step of the loop refills. The loop never waits: it
+    sets an event.
+    """
+
+    def __init__(self, bytes_per_step: int, is_busy: Callable[[], bool]) -> None:
+        self._bytes_per_step = bytes_per_step
+        self._is_busy = is_busy
+        self._left = bytes_per_step
+        self._stepped = threading.Event()
+
+    def tick(self) -> None:
+        """The loop made a step. Called by the scheduler's thread."""
+        self._stepped.set()
+
+    def spend(self, nbytes: int) -> None:
+        """Wait until ``nbytes`` more may be staged. Called by the staging thread."""
+        if self._bytes_per_step == 0:
+            return
+        self._left -= nbytes
+        while self._left <= 0:
+            self._stepped.clear()
+            if not self._is_busy() or not self._stepped.wait(LONGEST_WAIT_S):
+                self._left = self._bytes_per_step
+                return
+            self._left += self._bytes_per_step
+
+
+def yield_cores(niceness: int) -> None:
+    """Make the calling thread the least of those that want a core.
+
+    On a CPU server decoding and staging share the cores. One thread for torch's loops,
+    and a low priority, which Linux keeps per thread.
+    """
+    threadpool_limits(limits=1, user_api="openmp")
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

@@ -1,0 +1,80 @@
+"""Every ``SGLANG_INFLIGHT_*`` setting, read once per process from the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
+
+from sglang_inflight.errors import BadSetting
+
+PREFIX = "SGLANG_INFLIGHT_"
+
+_T = TypeVar("_T")
+
+
+def _setting(default: _T, parse: Callable[[str], _T], help: str) -> _T:
+    value: Any = field(default=default, metadata={"parse": parse, "help": help})
+    return value
+
+
+def _boolean(text: str) -> bool:
+    try:
+        return {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+    except KeyError:
+        raise ValueError("expected 0, 1, true or false") from None
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError("expected a number above 0")
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("expected a whole number, 0 or more")
+    return value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of one server. Each field is ``SGLANG_INFLIGHT_<NAME IN CAPITALS>``."""
+
+    update_timeout_s: float = _setting(
+        600.0, _positive, "longest time one update call may take, in seconds"
+    )
+    group_timeout_s: float = _setting(
+        120.0, _positive, "longest rendezvous of a weight-update group, in seconds"
+    )
+    check_finite: bool = _setting(True, _boolean, "refuse tensors that hold NaN or infinity")
+    pace_bytes: int = _setting(
+        4 << 20,
+        _natural,
+        "bytes staged per scheduler step while requests run; 0 does not pace",
+    )
+    stage_nice: int = _setting(
+        10, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
+    )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Raises ``BadSetting`` for a value that cannot be read, and for an unknown name."""
+        known = {PREFIX + f.name.upper(): f for f in fields(cls)}
+        chosen = {}
+        for name, text in environ.items():
+            if not name.startswith(PREFIX) or name in _NOT_SETTINGS:
+                continue
+            if name not in known:
+                raise BadSetting(f"{name} is not a setting; there are {', '.join(known)}")
+            try:
+                chosen[known[name].name] = known[name].metadata["parse"](text)
+            except ValueError as error:
+                raise BadSetting(f"{name}={text!r}: {error}") from error
+        return cls(**chosen)
+
+
+_NOT_SETTINGS = {PREFIX + "CACHE", PREFIX + "FAULT"}

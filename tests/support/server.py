@@ -1,0 +1,98 @@
+"""A real SGLang server in processes of its own, and what tests ask of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_TIMEOUT_S = 240
+
+
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def post(self, path: str, body: Any = None, timeout: float = 120, **kwargs: Any) -> Any:
+        """The answer as JSON, whatever its status, with ``status_code`` beside it."""
+        response = httpx.post(self.url + path, json=body, timeout=timeout, **kwargs)
+        return _read(response)
+
+    def get(self, path: str, timeout: float = 60) -> Any:
+        return _read(httpx.get(self.url + path, timeout=timeout))
+
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def log_text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+def _read(response: httpx.Response) -> dict[str, Any]:
+    try:
+        content = response.json()
+    except ValueError:
+        content = {"text": response.text}
+    answer = content if isinstance(content, dict) else {"content": content}
+    return {**answer, "status_code": response.status_code}
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serve(
+    model: Path, *flags: str, log: Path, env: dict[str, str] | None = None
+) -> Iterator[Server]:
+    """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards."""
+    port = free_port()
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
+        "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",
+        "--max-total-tokens", "65536", "--max-running-requests", "64",
+        "--skip-server-warmup", *flags,
+    ]  # fmt: skip
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+    server = Server(f"http://127.0.0.1:{port}", process, log)
+    try:
+        _wait_until_up(server)
+        yield server
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_up(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if not server.is_alive():
+            raise RuntimeError(f"the server did not start:\n{server.log_text()[-4000:]}")
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(server.url + "/health", timeout=30).status_code == 200:
+                return
+        time.sleep(0.3)
+    raise TimeoutError(f"the server did not come up:\n{server.log_text()[-4000:]}")

@@ -1,0 +1,42 @@
+"""``patches/README.md`` names every patch, and what it names exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+HEADS = ("Why", "How", "Upstream thread", "Test", "Drop when")
+PATCHES = sorted(path.name for path in ROOT.glob("patches/*/*.patch"))
+LEDGER = (ROOT / "patches" / "README.md").read_text()
+SECTIONS = {
+    title.strip("` "): text
+    for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", LEDGER, re.M | re.S)
+}
+
+
+def test_every_patch_has_a_section_and_every_section_a_patch() -> None:
+    assert [title for title in SECTIONS if title.endswith(".patch")] == PATCHES
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_section_answers_the_five_questions(patch: str) -> None:
+    answers = dict(re.findall(r"^- \*\*(.+?)\*\*: (\S.*)$", SECTIONS[patch], re.M))
+    assert tuple(answers) == HEADS
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_a_section_names_tests_that_exist(patch: str) -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", SECTIONS[patch])
+    assert named
+    for file, test in named:
+        tree = ast.parse((ROOT / file).read_text())
+        functions = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        assert test in functions, f"{file}::{test}"
+
+
+def test_the_hooks_table_is_there() -> None:
+    assert "| target | kind | why |" in SECTIONS["Hooks"]
