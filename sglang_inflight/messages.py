@@ -9,11 +9,19 @@ Times are seconds, sizes are bytes.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from sglang.srt.managers import io_struct
-from sglang.srt.managers.io_struct import BaseReq
+
+if TYPE_CHECKING:
+
+    class BaseReq(msgspec.Struct, kw_only=True):
+        rid: str | None = None
+        http_worker_ipc: str | None = None
+
+else:
+    from sglang.srt.managers.io_struct import BaseReq
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
 KVPolicy = Literal["recompute", "fence", "keep"]
@@ -145,7 +153,7 @@ class RankAnswer(BaseReq, kw_only=True):
     message: str = ""
     # name of the error's class in sglang_inflight.errors
     error: str = ""
-    detail: dict[str, Any] = {}
+    detail: dict[str, Any] = msgspec.field(default_factory=dict)
 
     @property
     def rank(self) -> dict[str, int]:

@@ -20,8 +20,8 @@ TALES = (
         "Once upon a time, a young fox named Rowan lived beside a wide, slow river. Every "
         "morning he watched the otters dive and roll in the water, and every morning he "
         "wished that he could join them. One day an old otter called Brook swam up to the "
-        "bank. \"You look at the river as if it were the moon,\" she said. \"Come in. It is "
-        "only water.\" Rowan put one paw into the river and pulled it back again. It was cold, "
+        'bank. "You look at the river as if it were the moon," she said. "Come in. It is '
+        'only water." Rowan put one paw into the river and pulled it back again. It was cold, '
         "and it moved. But Brook waited, and the next day he put in two paws, and the day "
         "after that he stood up to his chest and laughed. By the end of the summer he could "
         "cross the whole river, and the otters cheered when he climbed out on the other side.",
@@ -56,7 +56,7 @@ TALES = (
         "the jam. There it was, a little green door with a silver handle. Lena took a deep "
         "breath and opened it. Behind the door was a room full of music. Drums and flutes hung "
         "from the ceiling, and a very old piano stood in the corner. On the piano lay a note. "
-        "\"For the one who looks,\" it said. Lena sat down and began to play, and all over the "
+        '"For the one who looks," it said. Lena sat down and began to play, and all over the '
         "house the clocks began to ring.",
     ),
     Tale(
@@ -99,7 +99,7 @@ TALES = (
         "the names of the rivers and how to divide by nine. One afternoon a boy named Sam "
         "stayed behind to finish his sums. He was close to tears. Button thought about it for "
         "a long time. Then she ran up the leg of the desk, dipped her tail into the ink, and "
-        "wrote a small, neat number on the page. Sam stared at her. \"Can you show me how?\" he "
+        'wrote a small, neat number on the page. Sam stared at her. "Can you show me how?" he '
         "asked. So she did. They worked together until the lamps were lit, and the next "
         "morning there was a piece of cheese on the teacher's chair.",
     ),
@@ -139,8 +139,8 @@ TALES = (
     Tale(
         "Write a story about a child and the moon.",
         "One night the moon came down to drink from the lake, and a child named Noor saw it. "
-        "She had come to look for her lost shoe. \"Please do not tell anyone,\" said the moon. "
-        "\"I am only thirsty.\" Noor promised. She sat down on a stone, and they talked about "
+        'She had come to look for her lost shoe. "Please do not tell anyone," said the moon. '
+        '"I am only thirsty." Noor promised. She sat down on a stone, and they talked about '
         "the sea, about the other side of the sky, and about what it is like to be far away "
         "from everyone. When the moon had to go, it left a little light in her hand. Noor "
         "carried it home and put it on the window. From then on, whenever someone in the "

@@ -5,7 +5,7 @@ Times are seconds. Decoding names the field that is wrong, so no check is repeat
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -24,6 +24,9 @@ from sglang_inflight.messages import (
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 OnBusy = Literal["wait", "refuse", "replace"]
+
+
+B = TypeVar("B", bound="Body")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -181,9 +184,9 @@ def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
     return "recompute" if flush_cache else "fence"
 
 
-def decode(body: bytes, shape: type[Body]) -> Body:
+def decode(body: bytes, shape: type[B]) -> B:
     """Raises ``Refused`` with the field's name where the JSON does not have the shape."""
     try:
         return msgspec.json.decode(body or b"{}", type=shape)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error

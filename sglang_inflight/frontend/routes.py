@@ -41,21 +41,22 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     """Put our routes before upstream's of the same path."""
     routes = _Routes(frontend)
     router = APIRouter()
-    for path, shape, handler in (
-        ("/pause_generation", PauseBody, routes.pause),
-        ("/continue_generation", ContinueBody, routes.resume),
-        ("/update_weights_from_disk", DiskBody, routes.update),
-        ("/update_weights_from_tensor", TensorBody, routes.update),
-        ("/update_weights_from_distributed", DistributedBody, routes.update),
-        ("/update_weights_from_ipc", IPCBody, routes.update),
-        ("/begin_weight_update", BeginBody, routes.begin),
-        ("/end_weight_update", EndBody, routes.end),
-        ("/abort_weight_update", AbortUpdateBody, routes.abort),
-        ("/init_weights_update_group", JoinGroupBody, routes.join_group),
-        ("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group),
-        ("/inflight/rollback", RollbackBody, routes.roll_back),
-    ):
+
+    def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
         router.add_api_route(path, _endpoint(shape, handler), methods=["POST"])
+
+    post("/pause_generation", PauseBody, routes.pause)
+    post("/continue_generation", ContinueBody, routes.resume)
+    post("/update_weights_from_disk", DiskBody, routes.update)
+    post("/update_weights_from_tensor", TensorBody, routes.update)
+    post("/update_weights_from_distributed", DistributedBody, routes.update)
+    post("/update_weights_from_ipc", IPCBody, routes.update)
+    post("/begin_weight_update", BeginBody, routes.begin)
+    post("/end_weight_update", EndBody, routes.end)
+    post("/abort_weight_update", AbortUpdateBody, routes.abort)
+    post("/init_weights_update_group", JoinGroupBody, routes.join_group)
+    post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
+    post("/inflight/rollback", RollbackBody, routes.roll_back)
     router.add_api_route("/is_paused", _guarded(routes.is_paused), methods=["GET"])
     router.add_api_route("/inflight/status", _guarded(routes.status), methods=["GET"])
     app.router.routes[:0] = router.routes

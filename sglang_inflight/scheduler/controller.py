@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs
 
-C = TypeVar("C", bound=InflightCall)
-
 
 class Controller:
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
@@ -59,21 +57,22 @@ class Controller:
         self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
         self.staging = Staging(scheduler, self._answers, self._pace, settings)
         self.commits = Commits(scheduler, boundary, self.staging, self.versions, self.fence)
+        handlers: dict[type[InflightCall], Callable[[Any], None]] = {
+            PauseCall: self._take_pause,
+            ContinueCall: self.pause.resume,
+            TimerCall: self.pause.ring,
+            OpenCall: self._open,
+            StageCall: self.staging.stage,
+            SealCall: self.staging.seal,
+            DropCall: self.staging.drop,
+            CommitCall: self._commit,
+            RollbackCall: self._roll_back,
+            JoinGroupCall: self.staging.join_group,
+            LeaveGroupCall: self.staging.leave_group,
+            StatusCall: self._describe,
+        }
         scheduler._request_dispatcher += TypeBasedDispatcher(
-            [
-                self._handle(PauseCall, self._take_pause),
-                self._handle(ContinueCall, self.pause.resume),
-                self._handle(TimerCall, self.pause.ring),
-                self._handle(OpenCall, self._open),
-                self._handle(StageCall, self.staging.stage),
-                self._handle(SealCall, self.staging.seal),
-                self._handle(DropCall, self.staging.drop),
-                self._handle(CommitCall, self._commit),
-                self._handle(RollbackCall, self._roll_back),
-                self._handle(JoinGroupCall, self.staging.join_group),
-                self._handle(LeaveGroupCall, self.staging.leave_group),
-                self._handle(StatusCall, self._describe),
-            ]
+            [(call_type, self._contain(handler)) for call_type, handler in handlers.items()]
         )
 
     # ---- called by patches and hooks ----------------------------------------------
@@ -112,17 +111,15 @@ class Controller:
 
     # ---- handlers ------------------------------------------------------------------
 
-    def _handle(
-        self, call_type: type[C], handler: Callable[[C], None]
-    ) -> tuple[type[C], Callable[[C], None]]:
+    def _contain(self, handler: Callable[[Any], None]) -> Callable[[InflightCall], None]:
         @functools.wraps(handler)
-        def contained(call: C) -> None:
+        def contained(call: InflightCall) -> None:
             try:
                 handler(call)
             except Exception as error:
                 self._answers.fail(call, error)
 
-        return call_type, contained
+        return contained
 
     def _take_pause(self, call: PauseCall) -> None:
         if call.renews:

@@ -41,14 +41,14 @@ def label_after_result(_: None, scheduler: Scheduler, batch: Any, result: Any) -
     scheduler.inflight.after_result(result)
 
 
-def change_label(change: Callable[..., None], scheduler: Scheduler, new_version: str | None) -> None:
+def change_label(
+    change: Callable[..., None], scheduler: Scheduler, new_version: str | None
+) -> None:
     """Every change of the label waits for the results of the weights before it."""
     scheduler.inflight.versions.change(new_version)
 
 
-def add_due_timers(
-    poll: Callable[[Scheduler], list[AbortReq]], scheduler: Scheduler
-) -> list[Any]:
+def add_due_timers(poll: Callable[[Scheduler], list[AbortReq]], scheduler: Scheduler) -> list[Any]:
     """Timers ride the broadcast of timed-out requests. A pause stops requests' clocks."""
     timed_out: list[Any] = [] if scheduler.inflight.is_frozen else poll(scheduler)
     return timed_out + scheduler.inflight.due_timers()

@@ -292,4 +292,4 @@ class Pause:
             longest = LONGEST_SLEEP_IN_STEP_S
         now = time.monotonic()
         leases = [h.expires_at - now for h in self._holders.values() if h.expires_at is not None]
-        self._poller.poll(1000 * max(0.0, min([longest, *leases])))
+        self._poller.poll(int(1000 * max(0.0, min([longest, *leases]))))

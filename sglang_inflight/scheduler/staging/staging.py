@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -192,10 +192,10 @@ class Staging:
         return update
 
     def join_group(self, call: JoinGroupCall) -> None:
-        self._worker.submit(call, lambda: self._groups.join(call) or {})
+        self._worker.submit(call, _nothing_to_tell(lambda: self._groups.join(call)))
 
     def leave_group(self, call: LeaveGroupCall) -> None:
-        self._worker.submit(call, lambda: self._groups.leave(call.group_name) or {})
+        self._worker.submit(call, _nothing_to_tell(lambda: self._groups.leave(call.group_name)))
 
     def exchange(self, swap: Any, roles: Iterable[str]) -> int:
         """Swap live weights and shadow of ``roles`` through ``swap``; the bytes swapped."""
@@ -423,6 +423,14 @@ def _loader(call: StageCall, runner: _Runner) -> Any:
     if source.load_format in runner.runner.weight_updater.custom_weight_loaders:
         return dynamic_import(source.load_format)
     raise Refused(f"load_format {source.load_format!r} is not known for tensors")
+
+
+def _nothing_to_tell(action: Callable[[], None]) -> Job:
+    def job() -> dict[str, Any]:
+        action()
+        return {}
+
+    return job
 
 
 def _device(runner: ModelRunner) -> torch.device:

@@ -1,0 +1,31 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test test-upstream lint doctor
+
+# The main job: a real model, three updates in flight, four stories.
+demo: $(READY)
+	$(BIN)/python -m sglang_inflight.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+# The tests that guard a fix, against SGLang as upstream ships it: all of them should fail.
+test-upstream: $(READY)
+	$(BIN)/python -m tests.support.upstream
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+doctor: $(READY)
+	$(BIN)/sglang-inflight doctor
+
+$(READY): pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --editable '.[demo,test]'
+	touch $@
