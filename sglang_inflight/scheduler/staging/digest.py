@@ -18,7 +18,7 @@ def digest(weights: Iterable[tuple[str, torch.Tensor]], spend: Callable[[int], N
         checksum = 0
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for chunk in torch.split(flat, CHUNK_BYTES):
-            checksum = zlib.crc32(memoryview(chunk.cpu().numpy()), checksum)
+            checksum = zlib.crc32(chunk.cpu().numpy().data, checksum)
             spend(chunk.numel())
         whole.update(f"{name} {list(tensor.shape)} {tensor.dtype} {checksum:08x}\n".encode())
     return whole.hexdigest()[:16]
