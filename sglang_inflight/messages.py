@@ -65,6 +65,14 @@ class InflightCall(BaseReq, kw_only=True):
     call_id: str
 
 
+class UpdateCall(InflightCall, kw_only=True):
+    """A call of an update that takes its time."""
+
+    update_id: str
+    # how long a rank may take for it
+    timeout_s: float
+
+
 class PauseCall(InflightCall, kw_only=True):
     mode: PauseMode
     pause_id: str
@@ -81,25 +89,21 @@ class ContinueCall(InflightCall, kw_only=True):
     torch_empty_cache: bool = True
 
 
-class OpenCall(InflightCall, kw_only=True):
+class OpenCall(UpdateCall, kw_only=True):
     """Begin to stage an update, which many ``StageCall`` may fill."""
 
-    update_id: str
     selector: Selector = "all"
     partial: bool
     expected_version: str | None = None
 
 
-class StageCall(InflightCall, kw_only=True):
-    update_id: str
+class StageCall(UpdateCall, kw_only=True):
     source: Source
     selector: Selector = "all"
 
 
-class SealCall(InflightCall, kw_only=True):
+class SealCall(UpdateCall, kw_only=True):
     """Nothing more will be staged: check the whole and vote."""
-
-    update_id: str
 
 
 class CommitCall(InflightCall, kw_only=True):

@@ -33,6 +33,15 @@ def _positive(text: str) -> float:
     return value
 
 
+def _one_of(*names: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise ValueError(f"expected one of {', '.join(names)}")
+        return text
+
+    return parse
+
+
 def _natural(text: str) -> int:
     value = int(text)
     if value < 0:
@@ -44,6 +53,11 @@ def _natural(text: str) -> int:
 class Settings:
     """Settings of one server. Each field is ``SGLANG_INFLIGHT_<NAME IN CAPITALS>``."""
 
+    staging: str = _setting(
+        "auto",
+        _one_of("auto", "device", "host", "off"),
+        "where new weights wait for their commit; off writes in place",
+    )
     update_timeout_s: float = _setting(
         600.0, _positive, "longest time one update call may take, in seconds"
     )

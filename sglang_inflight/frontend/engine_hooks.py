@@ -29,6 +29,7 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.receipt import Receipt
 from sglang_inflight.frontend.shared_loop import share
 from sglang_inflight.messages import KVPolicy, PauseMode, Selector
+from sglang_inflight.unsupported import refuse_at_start
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -342,6 +343,7 @@ def add_methods() -> None:
 
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_ENGINE}._launch_subprocesses", refuse_at_start, HookType.BEFORE),
     (f"{_ENGINE}.__init__", share_the_loop, HookType.AFTER),
     *(
         (f"{_ENGINE}.{method.__name__}", method, HookType.REPLACE)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_parallel
-
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import (
@@ -16,6 +14,7 @@ from sglang_inflight.messages import (
     RankAnswer,
     StatusCall,
 )
+from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -52,8 +51,8 @@ class Pauses:
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``Refused`` where the
         server's loop has no pause states.
         """
-        if get_parallel().pp_size > 1:
-            raise Refused("a pause needs --pp-size 1: the pipeline loop has no pause states")
+        if (reason := why_no_pause()) is not None:
+            raise Refused(reason)
         call = PauseCall(
             call_id="",
             mode=mode,

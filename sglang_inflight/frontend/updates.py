@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sglang.srt.runtime_context import get_memory
+from sglang.srt.runtime_context import get_memory, get_parallel
 
 from sglang_inflight.errors import Conflict, Dropped, RankSilent, Refused
 from sglang_inflight.frontend.bodies import (
@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 # A step may take long, and a commit waits for its end.
 COMMIT_TIMEOUT_S = 120.0
+# Ranks keep the time limit themselves; one that hangs is given up this much later.
+GRACE_S = 5.0
 # How often a call that waits for running requests looks whether somebody paused them.
 LOOK_S = 0.05
 
@@ -137,7 +139,7 @@ class Updates:
                 await self._stage(
                     update,
                     body,
-                    opens=_open_call(update, partial=partial, expected=body.expected_version),
+                    opens=self._open_call(update, partial=partial, expected=body.expected_version),
                     seals=True,
                 )
                 return await self._commit(update)
@@ -153,8 +155,8 @@ class Updates:
             update = await self._begin(body.selector, on_busy=body.on_busy, timeout_s=None)
         update.is_session, update.lease_s = True, body.lease_s
         async with self._dropped_on_failure(update):
-            call = _open_call(update, partial=body.partial, expected=body.expected_version)
-            require_success(await self._ranks.call(call, self._left(update)))
+            call = self._open_call(update, partial=body.partial, expected=body.expected_version)
+            require_success(await self._ranks.call(call, self._left(update) + GRACE_S))
             self._renew_lease(update)
 
     async def end(self, body: EndBody) -> Receipt:
@@ -165,9 +167,7 @@ class Updates:
         if body.kv_cache is not None or body.flush_cache is not None:
             update.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
         async with self._dropped_on_failure(update), self._blocking(body.non_blocking):
-            answers = await self._ranks.call(
-                SealCall(call_id="", update_id=update.id), self._left(update)
-            )
+            answers = await self._ranks.call(self._seal_call(update), self._left(update) + GRACE_S)
             require_success(answers)
             update.staged_s += _longest(answers)
             return await self._commit(update)
@@ -257,12 +257,13 @@ class Updates:
                 update_id=update.id,
                 source=body.source,
                 selector=getattr(body, "selector", "all"),
+                timeout_s=self._left(update),
             )
         )
         if seals:
-            calls.append(SealCall(call_id="", update_id=update.id))
+            calls.append(self._seal_call(update))
         results = await asyncio.gather(
-            *(self._ranks.call(call, self._left(update)) for call in calls),
+            *(self._ranks.call(call, self._left(update) + GRACE_S) for call in calls),
             return_exceptions=True,
         )
         for answers in results:
@@ -395,6 +396,19 @@ class Updates:
         self._tokenizer_manager.asyncio_tasks.add(task)
         task.add_done_callback(self._tokenizer_manager.asyncio_tasks.discard)
 
+    def _open_call(self, update: _Open, *, partial: bool, expected: str | None) -> OpenCall:
+        return OpenCall(
+            call_id="",
+            update_id=update.id,
+            selector=update.selector,
+            partial=partial,
+            expected_version=expected,
+            timeout_s=self._left(update),
+        )
+
+    def _seal_call(self, update: _Open) -> SealCall:
+        return SealCall(call_id="", update_id=update.id, timeout_s=self._left(update))
+
     def _left(self, update: _Open) -> float:
         return max(0.001, update.deadline - time.monotonic())
 
@@ -404,20 +418,15 @@ class Updates:
                 f"kv_cache={kv_cache!r} is not supported with --enable-hierarchical-cache: its "
                 'lower tiers keep prefixes of older weights; pass kv_cache="keep"'
             )
+        if get_parallel().pp_size > 1 and kv_cache == "recompute":
+            raise Refused(
+                'kv_cache="recompute" (flush_cache=true) needs --pp-size 1: the pipeline loop '
+                'cannot retract running requests; pass kv_cache="fence" or "keep"'
+            )
         return kv_cache
 
     def _publish(self, weight_version: str) -> None:
         self._tokenizer_manager._update_weight_version_if_provided(weight_version)
-
-
-def _open_call(update: _Open, *, partial: bool, expected: str | None) -> OpenCall:
-    return OpenCall(
-        call_id="",
-        update_id=update.id,
-        selector=update.selector,
-        partial=partial,
-        expected_version=expected,
-    )
 
 
 def _longest(answers: Sequence[RankAnswer]) -> float:

@@ -51,14 +51,15 @@ class Commits:
         self._versions = versions
         self._fence = fence
         # (version, digest, roles) of what the shadow holds after a commit
-        self._previous: tuple[str, str | None, frozenset[str]] | None = None
+        self._previous: tuple[str, str, frozenset[str]] | None = None
+        # of the weights in place; known from the first update on
         self._digest: str | None = None
 
     def commit(self, call: CommitCall) -> dict[str, Any]:
         """Swap in a sealed update. Returns the rank's part of the receipt."""
         update = self._staging.take(call.update_id)
         base = self._versions.current
-        self._previous = (base, self._digest, frozenset(update.roles))
+        self._previous = (base, update.base_digest, frozenset(update.roles))
         detail = self._go_live(
             update.roles, call.weight_version, call.kv_cache, empty_cache=call.torch_empty_cache
         )
@@ -68,13 +69,11 @@ class Commits:
 
     def roll_back(self, call: RollbackCall) -> dict[str, Any]:
         """Swap the previous version back in. It then is what a rollback would undo."""
-        if self._previous is None or not self._staging.can_roll_back:
-            raise Refused(
-                "there is no previous version to return to: "
-                + ("an update is open" if self._previous else "nothing was committed yet")
-            )
+        if (reason := self._staging.why_no_rollback()) is not None or self._previous is None:
+            raise Refused(f"there is no previous version to return to: {reason}")
         version, previous_digest, roles = self._previous
         base = self._versions.current
+        assert self._digest is not None
         self._previous = (base, self._digest, roles)
         detail = self._go_live(
             roles, call.weight_version or version, call.kv_cache, empty_cache=False

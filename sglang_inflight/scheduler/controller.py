@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+)
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.messages import (
@@ -29,7 +35,7 @@ from sglang_inflight.scheduler.commit import Commits
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.staging import Staging
+from sglang_inflight.scheduler.staging.staging import Staging, StagingState
 from sglang_inflight.scheduler.versions import Versions
 from sglang_inflight.settings import Settings
 
@@ -50,12 +56,12 @@ class Controller:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
-        boundary = Boundary(scheduler)
+        boundary = self._boundary = Boundary(scheduler)
         self.pause = Pause(scheduler, boundary, self._answers)
         self.versions = Versions(scheduler, boundary)
         self.fence = PrefixFence(boundary)
         self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
-        self.staging = Staging(scheduler, self._answers, self._pace, settings)
+        self.staging = Staging(scheduler, boundary, self._answers, self._pace, settings)
         self.commits = Commits(scheduler, boundary, self.staging, self.versions, self.fence)
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
             PauseCall: self._take_pause,
@@ -74,13 +80,24 @@ class Controller:
         scheduler._request_dispatcher += TypeBasedDispatcher(
             [(call_type, self._contain(handler)) for call_type, handler in handlers.items()]
         )
+        # a sender that does not know us (a script on the socket) still means our pauses
+        scheduler._request_dispatcher._mapping |= {
+            PauseGenerationReqInput: self._take_upstream_pause,
+            ContinueGenerationReqInput: self._take_upstream_continue,
+        }
 
     # ---- called by patches and hooks ----------------------------------------------
 
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
         self._pace.tick()
-        return self.pause.holds_the_loop()
+        if self.staging.dirty is None:
+            return self.pause.holds_the_loop()
+        if self.staging.state is StagingState.EMPTY:
+            self._refuse_to_generate(f"The weights are a mixture: {self.staging.dirty}.")
+        if not self.pause.holds_the_loop():
+            self.pause.sleep()
+        return True
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Around the choice of requests to prefill: show it only those that may run now."""
@@ -109,6 +126,17 @@ class Controller:
     def is_frozen(self) -> bool:
         return self.pause.state is PauseState.FROZEN
 
+    def _refuse_to_generate(self, reason: str) -> None:
+        """End every request with 503. Retracted first, so that none makes a last step."""
+        if not self._boundary.live_requests():
+            return
+        self._boundary.retract()
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        finish: Any = {"type": "abort", "status_code": status, "message": reason}
+        self._scheduler.abort_request(
+            AbortReq(abort_all=True, abort_message=reason, finished_reason=finish)
+        )
+
     # ---- handlers ------------------------------------------------------------------
 
     def _contain(self, handler: Callable[[Any], None]) -> Callable[[InflightCall], None]:
@@ -120,6 +148,12 @@ class Controller:
                 self._answers.fail(call, error)
 
         return contained
+
+    def _take_upstream_pause(self, request: PauseGenerationReqInput) -> None:
+        self.pause.pause(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
+
+    def _take_upstream_continue(self, request: ContinueGenerationReqInput) -> None:
+        self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
 
     def _take_pause(self, call: PauseCall) -> None:
         if call.renews:

@@ -158,7 +158,7 @@ class Pause:
         self._scheduler._record_scheduler_state_for_paused_engine()
         # a step's result answers the health checks that came in meanwhile; here is no step
         self._scheduler.maybe_send_health_check_signal()
-        self._sleep()
+        self.sleep()
         return True
 
     def admits(self, req: Req) -> bool:
@@ -284,7 +284,8 @@ class Pause:
         poller.register(channels.recv_from_rpc, zmq.POLLIN)
         return poller
 
-    def _sleep(self) -> None:
+    def sleep(self) -> None:
+        """Until a message comes or a lease runs out."""
         if self._poller is None:
             return
         longest = LONGEST_SLEEP_S

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -20,11 +20,25 @@ class Guard:
     unless the checkpoint that is being served holds a tensor of that name too, which the
     loader then skips for a reason of its own (tied weights, another pipeline stage).
 
+    A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
+    served checkpoint holds must come in the same shape.
+
     One guard serves one call, on the staging thread.
     """
 
-    def __init__(self, *, skippable: frozenset[str], check_finite: bool) -> None:
-        self._skippable = skippable
+    def __init__(
+        self,
+        *,
+        served: Mapping[str, tuple[int, ...]],
+        expects_writes: bool,
+        check_finite: bool,
+    ) -> None:
+        """``served`` has the shapes of the tensors in the checkpoint that is served.
+
+        ``expects_writes`` is false for a loader of the user's, which may write as it likes.
+        """
+        self._served = served
+        self._expects_writes = expects_writes
         self._check_finite = check_finite
         self._current: tuple[str, torch.Tensor] | None = None
         self._writes = 0
@@ -53,7 +67,7 @@ class Guard:
             self.bytes += tensor.nbytes
             self.names.add(name)
             yield name, tensor
-            if self._writes == before and name not in self._skippable:
+            if self._expects_writes and self._writes == before and name not in self._served:
                 raise Refused(f"the model has no weight named {name!r}")
         self._current = None
 
@@ -75,6 +89,11 @@ class Guard:
             raise Refused(
                 "expected pairs of a name and a tensor, got "
                 f"{type(name).__name__} and {type(tensor).__name__}"
+            )
+        expected = self._served.get(name)
+        if expected is not None and expected != tuple(tensor.shape):
+            raise Refused(
+                f"tensor {name!r} has shape {list(tensor.shape)}; the model's has {list(expected)}"
             )
         if self._check_finite and tensor.is_floating_point() and not _is_finite(tensor):
             raise Refused(f"tensor {name!r} holds NaN or infinity")

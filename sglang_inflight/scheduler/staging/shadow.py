@@ -16,6 +16,9 @@ Write = Callable[[str], None]
 class Shadow:
     """A structural clone of a model, whose parameters are storage of their own.
 
+    With ``storage`` None the twins share the originals' storage instead: the model's own
+    loader then writes the live weights, and still tells of every write.
+
     Every module is a shallow copy; parameters and persistent buffers are replaced by
     twins that keep class, attributes, loader and ties of the originals. So
     ``twin.load_weights`` knows how fused, sharded, tied and stacked parameters load,
@@ -27,9 +30,10 @@ class Shadow:
     the commit orders the two.
     """
 
-    def __init__(self, model: nn.Module, on_write: Write) -> None:
+    def __init__(self, model: nn.Module, on_write: Write, storage: torch.device | None) -> None:
         """``on_write`` is called with a parameter's name before a loader writes it."""
         self._on_write = on_write
+        self._storage = storage
         self._memo: dict[int, Any] = {}
         self.twin: nn.Module = self._clone(model, "")
         shadows = dict(_weights(self.twin))
@@ -66,7 +70,7 @@ class Shadow:
             known: nn.Parameter = self._memo[id(parameter)]
             return known
         twin: nn.Parameter = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
-            type(parameter), torch.empty_like(parameter.data), parameter.requires_grad
+            type(parameter), self._twin_storage(parameter.data), parameter.requires_grad
         )
         twin.__dict__.update(parameter.__dict__)
         load = getattr(parameter, "weight_loader", default_weight_loader)
@@ -83,9 +87,17 @@ class Shadow:
 
     def _twin_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         if id(buffer) not in self._memo:
-            self._memo[id(buffer)] = buffer.clone()
+            twin = self._twin_storage(buffer)
+            self._memo[id(buffer)] = twin if self._storage is None else twin.copy_(buffer)
         known: torch.Tensor = self._memo[id(buffer)]
         return known
+
+    def _twin_storage(self, original: torch.Tensor) -> torch.Tensor:
+        if self._storage is None:
+            return original
+        # a host's copy for a device is pinned, so that copies need no host wait
+        pinned = self._storage.type == "cpu" and original.device.type != "cpu"
+        return torch.empty_like(original, device=self._storage, pin_memory=pinned)
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

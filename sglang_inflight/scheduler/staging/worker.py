@@ -20,6 +20,25 @@ logger = logging.getLogger(__name__)
 Job = Callable[[], dict[str, Any]]
 
 
+class InlineWorker:
+    """Does each job at once, on the caller's thread: for the mode without a shadow."""
+
+    def __init__(self, answers: AnswerChannel, drain: Callable[[], None]) -> None:
+        self._answers = answers
+        self._drain = drain
+
+    def submit(self, call: InflightCall, job: Job) -> None:
+        # no forward may read weights that the job writes
+        self._drain()
+        try:
+            with torch.no_grad():
+                detail = job()
+        except Exception as error:
+            self._answers.fail(call, error)
+        else:
+            self._answers.succeed(call, **detail)
+
+
 class StagingWorker:
     """One thread per rank that does the jobs it is given, in order, and answers for each.
 

@@ -1,0 +1,1 @@
+"""Four stories, told while the weights of the model that tells them change three times."""

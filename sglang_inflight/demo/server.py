@@ -1,0 +1,98 @@
+"""A server, started as a user would, and ended in every case."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+
+START_TIMEOUT_S = 600.0
+END_TIMEOUT_S = 10.0
+POLL_S = 0.5
+
+# enough for the demo's four stories
+_ON_CPU = ("--dtype", "bfloat16", "--max-total-tokens", "16384", "--max-running-requests", "8")
+_ON_CUDA = ("--mem-fraction-static", "0.3", "--max-running-requests", "8")
+
+
+class ServerFailed(Exception):
+    """The server did not come up. The log says why."""
+
+
+@dataclass(frozen=True)
+class Server:
+    url: str
+    command: list[str]
+    log: Path
+
+
+@asynccontextmanager
+async def start_server(
+    model: Path, *, name: str, version: str, log: Path, more: Sequence[str] = ()
+) -> AsyncIterator[Server]:
+    """``version`` is what the weights in ``model`` are called."""
+    port = _free_port()
+    command = [
+        *(sys.executable, "-m", "sglang.launch_server"),
+        *("--model-path", str(model), "--served-model-name", name),
+        *("--weight-version", version),
+        *("--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"),
+        *(_ON_CUDA if torch.cuda.is_available() else _ON_CPU),
+        *more,
+    ]
+    server = Server(f"http://127.0.0.1:{port}", command, log)
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        await _until_healthy(process, server)
+        yield server
+    finally:
+        _end(process)
+
+
+async def _until_healthy(process: subprocess.Popen[bytes], server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    async with httpx.AsyncClient(base_url=server.url, timeout=10) as client:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise ServerFailed(f"it ended with {process.returncode}, see {server.log}")
+            with contextlib.suppress(httpx.HTTPError):
+                if (await client.get("/health")).is_success:
+                    return
+            await asyncio.sleep(POLL_S)
+    raise ServerFailed(f"it was not healthy after {START_TIMEOUT_S:.0f} s, see {server.log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """The server leads a session of its own, which its children belong to."""
+    _signal_group(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_TIMEOUT_S)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(leader: int, what: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, what)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

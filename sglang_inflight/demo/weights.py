@@ -1,0 +1,37 @@
+"""A checkpoint's tensors, as a trainer would have them in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+NamedTensor = tuple[str, torch.Tensor]
+
+
+def read_tensors(checkpoint: Path) -> Iterator[NamedTensor]:
+    """One after the other, in a fixed order."""
+    for file in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  it is no dict
+                yield name, tensors.get_tensor(name)
+
+
+def in_chunks(tensors: Iterable[NamedTensor], chunk_bytes: int) -> Iterator[list[NamedTensor]]:
+    """As many tensors at a time as fit, and never none."""
+    chunk: list[NamedTensor] = []
+    size = 0
+    for name, tensor in tensors:
+        if chunk and size + tensor.nbytes > chunk_bytes:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append((name, tensor))
+        size += tensor.nbytes
+    if chunk:
+        yield chunk
+
+
+def checkpoint_bytes(checkpoint: Path) -> int:
+    return sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))

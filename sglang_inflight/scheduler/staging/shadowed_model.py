@@ -1,0 +1,116 @@
+"""One model of a rank, the target or a draft, with its shadow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.utils import dynamic_import
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import Source, TensorSource
+from sglang_inflight.scheduler.staging.guard import Guard
+from sglang_inflight.scheduler.staging.mode import StagingMode
+from sglang_inflight.scheduler.staging.shadow import Shadow
+from sglang_inflight.scheduler.staging.sources import FLATTENED_BUCKET
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+DIRECT = "direct"
+
+
+class ShadowedModel:
+    """Loads tensors into the shadow of one model. Used on the staging thread."""
+
+    def __init__(self, role: str, runner: ModelRunner, on_write: Callable[[], None]) -> None:
+        """``on_write`` is called before each write of a parameter."""
+        self.role = role
+        self.runner = runner
+        self._on_write = on_write
+        self._guard: Guard | None = None
+        self._shadow: Shadow | None = None
+        self._served: dict[str, tuple[int, ...]] | None = None
+
+    def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
+        """At the first update, so that a server that has none pays nothing."""
+        if self._shadow is not None:
+            return
+        storage = torch.device("cpu") if mode is StagingMode.HOST else device
+        self._shadow = Shadow(
+            self.runner.model,
+            self._note_write,
+            storage=None if mode is StagingMode.OFF else storage,
+        )
+
+    @property
+    def shadow(self) -> Shadow:
+        assert self._shadow is not None
+        return self._shadow
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.runner.model.parameters())
+
+    @property
+    def served(self) -> dict[str, tuple[int, ...]]:
+        """Shapes in the checkpoint the server was started with; none if it is not here."""
+        if self._served is None:
+            self._served = {}
+            for file in Path(self.runner.model_config.model_path).glob("*.safetensors"):
+                with safe_open(file, framework="pt") as tensors:
+                    for name in tensors.keys():  # noqa: SIM118
+                        self._served[name] = tuple(tensors.get_slice(name).get_shape())
+        return self._served
+
+    def load(self, source: Source, weights: Weights, *, check_finite: bool) -> Guard:
+        """Load ``weights`` through the model's own loader; returns what was counted."""
+        load_format = source.load_format if isinstance(source, TensorSource) else None
+        is_checkpoint = load_format in (None, FLATTENED_BUCKET)
+        guard = Guard(
+            served=self.served if is_checkpoint else {},
+            expects_writes=is_checkpoint or load_format == DIRECT,
+            check_finite=check_finite,
+        )
+        watched = guard.watch(weights)
+        self._guard = guard
+        try:
+            with set_default_torch_dtype(self.runner.model_config.dtype):
+                self._load(load_format, watched)
+            # a loader may stop before the end: what it did not take is not loaded
+            for _ in watched:
+                pass
+        except Exception as error:
+            raise guard.explain(error) from error
+        finally:
+            self._guard = None
+        return guard
+
+    def _load(self, load_format: str | None, weights: Weights) -> Any:
+        twin: Any = self.shadow.twin
+        if load_format in (None, FLATTENED_BUCKET):
+            return twin.load_weights(weights)
+        if load_format == DIRECT:
+            return self._load_direct(weights)
+        if load_format in self.runner.weight_updater.custom_weight_loaders:
+            return dynamic_import(load_format)(twin, weights)
+        raise Refused(f"load_format {load_format!r} is not known for tensors")
+
+    def _load_direct(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Names are the parameters' own, shapes are those of this rank's shard."""
+        parameters = dict(self.shadow.twin.named_parameters())
+        for name, tensor in weights:
+            default_weight_loader(parameters[name], tensor)
+            self._note_write(name)
+
+    def _note_write(self, parameter: str) -> None:
+        if self._guard is not None:
+            self._guard.note_write(parameter)
+        self._on_write()

@@ -1,0 +1,47 @@
+"""One update on its way through one rank."""
+
+from __future__ import annotations
+
+import time
+
+from sglang_inflight.errors import Dropped
+from sglang_inflight.messages import OpenCall
+
+
+class Update:
+    """What is known of an update between its ``OpenCall`` and its commit or drop.
+
+    The staging thread writes it, but for ``dropped``, which the scheduler's thread sets
+    and the staging thread looks at. Each is set once, so neither needs a lock.
+    """
+
+    def __init__(self, call: OpenCall) -> None:
+        self.id = call.update_id
+        self.partial = call.partial
+        self.roles: set[str] = set()
+        self.names: set[str] = set()
+        self.tensors = 0
+        self.bytes = 0
+        self.base_digest = ""
+        self.digest = ""
+        self.model_path: str | None = None
+        self.load_format: str | None = None
+        # complete and checked: the rank has voted for it
+        self.sealed = False
+        # why a call of this update failed, so that it cannot be sealed any more
+        self.failed: str | None = None
+        self.dropped: str | None = None
+        self._deadline = float("inf")
+
+    def allow(self, seconds: float) -> None:
+        """Give the call that begins now this long. Renewed by each call."""
+        self._deadline = time.monotonic() + seconds
+
+    def check(self) -> None:
+        """Raise ``Dropped`` when it is of no use to go on."""
+        if self.dropped is not None:
+            raise Dropped(f"the update was dropped: {self.dropped}")
+        if self.failed is not None:
+            raise Dropped(f"a call of the update failed: {self.failed}")
+        if time.monotonic() > self._deadline:
+            raise Dropped("the update's time ran out")

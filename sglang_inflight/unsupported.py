@@ -1,0 +1,38 @@
+"""What SGLang can do and we cannot: refused at start or at the call, never half done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_disagg, get_parallel
+
+
+class Unsupported(SystemExit):
+    """A server argument that goes with none of this. A ``SystemExit`` stops the start."""
+
+
+def refuse_at_start(engine_class: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    """Before any process is launched."""
+    if server_args.tokenizer_worker_num > 1:
+        raise Unsupported(
+            "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
+            "further tokenizer workers"
+        )
+    if server_args.nnodes > 1:
+        raise Unsupported(
+            "SGLang Inflight needs --nnodes 1: ranks of other nodes cannot answer for themselves"
+        )
+    if envs.SGLANG_RUST_SERVER.get():
+        raise Unsupported("SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python")
+
+
+def why_no_pause() -> str | None:
+    """Why this server's event loop has no pause states, or None where it has."""
+    if get_parallel().pp_size > 1:
+        return "a pause needs --pp-size 1: the pipeline loop has no pause states"
+    if get_disagg().disaggregation_mode != "null":
+        return "a pause needs a server without --disaggregation-mode"
+    if get_disagg().enable_pdmux:
+        return "a pause needs a server without --enable-pdmux"
+    return None
