@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_inflight import messages
+from sglang_inflight.settings import Settings
 
 
 def install() -> None:
@@ -12,6 +13,7 @@ def install() -> None:
     swallows what they raise, except ``SystemExit``. So whatever fails here raises one:
     a server never starts half patched.
     """
+    Settings.from_environment()
     messages.make_known()
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -59,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 # A step may take long, and a commit waits for its end.
 COMMIT_TIMEOUT_S = 120.0
+# A rank whose staging thread hangs drops an update later; its caller need not wait.
+DROP_TIMEOUT_S = 10.0
 # Ranks keep the time limit themselves; one that hangs is given up this much later.
 GRACE_S = 5.0
 # How often a call that waits for running requests looks whether somebody paused them.
@@ -323,7 +325,7 @@ class Updates:
         self._close(update)
         call = DropCall(call_id="", update_id=update.id, reason=reason)
         try:
-            await self._ranks.call(call, COMMIT_TIMEOUT_S)
+            await self._ranks.call(call, DROP_TIMEOUT_S)
         except RankSilent as error:
             # its shadow is refused to the next update until it has let go
             logger.error("Dropping a weight update: %s", error)
