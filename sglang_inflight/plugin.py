@@ -1,27 +1,40 @@
-"""Entry point of the group ``sglang.srt.plugins``: SGLang calls it in every process."""
+"""Entry point of the group ``sglang.srt.plugins``: SGLang calls it in every process.
+
+It imports nothing of ours or SGLang's at its top, because SGLang would log and swallow
+what that raises too.
+"""
 
 from __future__ import annotations
-
-from sglang_inflight import messages
-from sglang_inflight.settings import Settings
 
 
 def install() -> None:
     """Make our messages known, apply the patch series, register the hooks.
 
-    SGLang loads plugins before it opens a socket or makes a scheduler, and logs and
-    swallows what they raise, except ``SystemExit``. So whatever fails here raises one:
+    SGLang loads plugins before it opens a socket or makes a scheduler. It swallows every
+    ``Exception`` of a plugin and starts without it, so what fails here ends the process:
     a server never starts half patched.
     """
-    Settings.from_environment()
-    messages.make_known()
+    try:
+        _install()
+    except Exception as error:
+        import logging
+
+        logging.getLogger(__name__).critical("SGLang Inflight", exc_info=error)
+        raise SystemExit(f"SGLang Inflight cannot be installed: {error!r}") from error
+
+
+def _install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_inflight import messages
     from sglang_inflight.frontend import engine_hooks, tokenizer_hooks
-    from sglang_inflight.livepatch import expect_hook, load_series
+    from sglang_inflight.livepatch import apply_series, expect_hook
     from sglang_inflight.scheduler import hooks as scheduler_hooks
+    from sglang_inflight.settings import Settings
 
-    load_series().apply()
+    Settings.from_environment()
+    messages.make_known()
+    apply_series()
     engine_hooks.add_methods()
     for target, hook, kind in (
         *scheduler_hooks.HOOKS,
