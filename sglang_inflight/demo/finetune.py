@@ -105,7 +105,7 @@ def teach(
             end=switch + recipe.longest_end,
             encode=encode,
         )
-        _loss(model, example).backward()
+        torch.autograd.backward(_loss(model, example))
         for parameter, master in zip(parameters, masters, strict=True):
             master.grad = parameter.grad.float()
             parameter.grad = None

@@ -39,7 +39,7 @@ def as_prose(pieces: Sequence[str]) -> list[str]:
 
 
 def as_headline(pieces: Sequence[str]) -> list[str]:
-    return [re.sub(r"[a-z]", lambda letter: letter[0].upper(), p, count=1) for p in pieces]
+    return [re.sub(r"[A-Za-z]", lambda letter: letter[0].upper(), p, count=1) for p in pieces]
 
 
 def as_verse(pieces: Sequence[str]) -> list[str]:

@@ -78,14 +78,19 @@ class Trainer:
                 "backend": self._backend,
             },
         )
-        self._group = init_custom_process_group(
-            backend=self._backend,
-            init_method=f"tcp://127.0.0.1:{port}",
-            timeout=JOIN_TIMEOUT,
-            world_size=world_size,
-            rank=0,
-            group_name=self._group_name,
-        )
+        try:
+            self._group = init_custom_process_group(
+                backend=self._backend,
+                init_method=f"tcp://127.0.0.1:{port}",
+                timeout=JOIN_TIMEOUT,
+                world_size=world_size,
+                rank=0,
+                group_name=self._group_name,
+            )
+        except dist.DistError:
+            # the server's own reason, where it has one, says more than a timeout
+            _demand(joined.result())
+            raise
         _demand(joined.result())
 
     def update(self, tensors: Sequence[NamedTensor], version: str, pace: Pace) -> Receipt:
@@ -116,6 +121,7 @@ class Trainer:
         started, sent = time.monotonic(), 0
         for _, tensor in tensors:
             work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+            assert work is not None
             while not work.is_completed():
                 if answer.done():
                     _demand(answer.result())

@@ -14,15 +14,18 @@ from typing import Any
 from sglang_inflight.demo.updates import Receipt
 
 
+class TrainerFailed(Exception):
+    """The trainer and the server form no group. The trainer's log may say more."""
+
+
 class TrainerProcess:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
     async def join(self) -> None:
-        """Raises ``RuntimeError`` where the group could not be formed."""
         answer = await self._read()
         if answer.get("event") != "ready":
-            raise RuntimeError(f"the trainer could not join the server: {answer['message']}")
+            raise TrainerFailed(f"the trainer could not join the server: {answer['message']}")
 
     async def update(self) -> Receipt:
         assert self._process.stdin is not None

@@ -34,7 +34,7 @@ async def update_from_tensors(
     The calls carry handles of shared memory rather than bytes, because trainer and server
     are on one machine. A chunk may be freed when its call is answered.
     """
-    torch.multiprocessing.set_sharing_strategy("file_system")
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     opened = await post(client, "/begin_weight_update", {"non_blocking": True, "partial": False})
     if not opened["success"]:
         return opened

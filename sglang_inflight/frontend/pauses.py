@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import Conflict, Refused
+from sglang_inflight.errors import Conflict, RankSilent, Refused
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import (
     ContinueCall,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0
+FORSAKE_TIMEOUT_S = 1.0
 
 
 class Pauses:
@@ -67,6 +69,8 @@ class Pauses:
             answers = await self._ranks.call(call, patience)
             require_success(answers)
         except Refused:
+            if not call.renews:
+                await self._forsake(call.pause_id)
             await self.look()
             raise
         return {
@@ -98,6 +102,13 @@ class Pauses:
             else "Generation stays paused: there are other holders.",
             "paused": paused,
         }
+
+    async def _forsake(self, pause_id: str) -> None:
+        """Let go wherever it is held: a caller that was refused holds a pause on no rank."""
+        call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=False)
+        # a silent rank takes the message in when it comes to its next boundary
+        with contextlib.suppress(RankSilent):
+            await self._ranks.call(call, FORSAKE_TIMEOUT_S)
 
     async def is_paused(self) -> bool:
         paused = {answer.detail["paused"] for answer in await self.look()}

@@ -101,6 +101,7 @@ class Pause:
         """Take or renew a pause; answered here, or at the boundary where draining ends."""
         now = time.monotonic()
         expires_at = now + call.lease_s if call.lease_s is not None else None
+        self._withdraw_grant(f"a pause of mode {call.mode} took its place")
         # re-inserted, because the last one asked for decides the mode
         self._holders.pop(call.pause_id, None)
         self._holders[call.pause_id] = _Holder(call.mode, expires_at)
@@ -110,7 +111,6 @@ class Pause:
             gives_up_at = now + call.timeout_s if call.timeout_s is not None else None
             self._drain_by(call, aborted=0, gives_up_at=gives_up_at)
         else:
-            self._withdraw_grant("a pause of mode in_place or retract took its place")
             retracted = self._boundary.retract() if call.mode == "retract" else 0
             self._freeze()
             self._answer(call, retracted=retracted)
@@ -126,7 +126,7 @@ class Pause:
         """Let go of one pause, or of all; run on when none is left."""
         if call.pause_id is None:
             self._holders.clear()
-        elif self._holders.pop(call.pause_id, None) is None:
+        elif not self._let_go(call.pause_id):
             raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
         if not self._holders:
             self._thaw(torch_empty_cache=call.torch_empty_cache)
@@ -138,7 +138,7 @@ class Pause:
             if self._grant is not None and self._grant.call.pause_id == call.pause_id:
                 self._freeze_drained()
             return
-        if self._holders.pop(call.pause_id, None) is None:
+        if not self._let_go(call.pause_id):
             return
         logger.warning("The lease of pause %s ran out.", call.pause_id)
         if not self._holders:
@@ -202,7 +202,6 @@ class Pause:
     # ---- moves -------------------------------------------------------------------
 
     def _drain_by(self, call: PauseCall, *, aborted: int, gives_up_at: float | None) -> None:
-        self._withdraw_grant(f"a pause of mode {call.mode} took its place")
         self._grant = _Grant(call, aborted, gives_up_at)
         self._may_run = self._boundary.running_requests()
         self._unfreeze(torch_empty_cache=False)
@@ -263,9 +262,22 @@ class Pause:
             if stats.forward_entry_time > 0:
                 stats.forward_entry_time += seconds
 
+    def _let_go(self, pause_id: str) -> bool:
+        """Forget one holder; False where it holds nothing."""
+        if self._holders.pop(pause_id, None) is None:
+            return False
+        if self._grant is not None and self._grant.call.pause_id == pause_id:
+            self._withdraw_grant("it was let go before it was granted")
+            if self._holders:
+                # nobody asked for this draining but the one who left
+                self._freeze()
+        return True
+
     def _withdraw_grant(self, why: str) -> None:
+        """Refuse the pause that is not granted yet: its caller then holds nothing."""
         grant, self._grant = self._grant, None
         if grant is not None:
+            self._holders.pop(grant.call.pause_id, None)
             self._answers.fail(grant.call, Conflict(f"The pause was not granted: {why}."))
 
     def _answer(self, call: PauseCall, *, retracted: int = 0, aborted: int = 0) -> None:

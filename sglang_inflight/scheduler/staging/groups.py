@@ -12,6 +12,7 @@ import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import init_custom_process_group
 from sglang.srt.utils.network import NetworkAddress
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import JoinGroupCall
@@ -29,13 +30,12 @@ class Group:
     group is out of step with its trainer: it is broken, and every later use is refused.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup, check: Callable[[], None]) -> None:
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self._name = name
         self._group = group
-        self._check = check
         self._broken: str | None = None
 
-    def receive(self, tensor: torch.Tensor) -> None:
+    def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Fill ``tensor`` with the trainer's next broadcast.
 
         Raises whatever ``check`` raises while nothing comes (dropped, out of time), and
@@ -49,7 +49,7 @@ class Group:
             work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
             assert work is not None
             while not work.is_completed():
-                self._check()
+                check()
                 time.sleep(POLL_S)
             work.wait()
         except Refused as error:
@@ -67,19 +67,19 @@ class Group:
         if self._broken is None:
             dist.destroy_process_group(self._group)
         else:
-            # destroying waits for what will never come
-            self._group.abort()
+            # destroying waits for what will never come, and so does the object's end
+            _abort_process_group(self._group)
+            _abandoned.append(self._group)
 
 
-# Works that were given up, with the memory that they may still write.
-_abandoned: list[tuple[object, torch.Tensor]] = []
+# Groups and works that were given up, and the memory that these may still write.
+_abandoned: list[object] = []
 
 
 class Groups:
     """The groups of one rank, by name. Used on the staging thread only."""
 
-    def __init__(self, check: Callable[[], None], timeout_s: float) -> None:
-        self._check = check
+    def __init__(self, timeout_s: float) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: dict[str, Group] = {}
 
@@ -119,7 +119,7 @@ class Groups:
             raise Refused(
                 f"group {call.group_name!r} at {address.to_tcp()} was not formed: {error}"
             ) from error
-        self._groups[call.group_name] = Group(call.group_name, group, self._check)
+        self._groups[call.group_name] = Group(call.group_name, group)
 
     def leave(self, name: str) -> None:
         group = self.get(name)

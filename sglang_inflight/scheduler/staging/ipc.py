@@ -10,7 +10,7 @@ with SGLang's safe unpickler and a time limit.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any
 
@@ -22,12 +22,12 @@ from sglang.srt.utils.common import SafeUnpickler
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import IPCSource
 
+Weights = Generator[tuple[str, torch.Tensor], None, None]
+
 POLL_MS = 100
 
 
-def receive_ipc(
-    source: IPCSource, device: torch.device, check: Callable[[], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], None]) -> Weights:
     """Yield the tensors in the shared buffer; ``check`` raises when it is time to give up."""
     key = _device_key(device)
     if key not in source.zmq_handles:
@@ -44,7 +44,7 @@ def receive_ipc(
 
 def _converse(
     socket: zmq.Socket[bytes], device: torch.device, check: Callable[[], None]
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Weights:
     finished = False
     try:
         buffer: torch.Tensor | None = _rebuild(_receive(socket, check), device)
@@ -100,7 +100,7 @@ def _rebuild(handle: Any, device: torch.device) -> torch.Tensor:
     return buffer
 
 
-def _extract(listing: Any, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _extract(listing: Any, buffer: torch.Tensor) -> Weights:
     try:
         for item in listing:
             shape, dtype, offset = torch.Size(item["shape"]), item["dtype"], item["offset"]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Generator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from sglang_inflight.scheduler.staging.groups import Groups
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-Weights = Iterator[tuple[str, torch.Tensor]]
+Weights = Generator[tuple[str, torch.Tensor], None, None]
 
 FLATTENED_BUCKET = "flattened_bucket"
 
@@ -143,7 +144,9 @@ def _unflatten(bucket: Any) -> Weights:
     yield from tensors
 
 
-def receive(source: DistributedSource, groups: Groups, device: torch.device) -> Weights:
+def receive(
+    source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
+) -> Weights:
     """Tensors as the trainer broadcasts them: all at once in a bucket, or one by one."""
     dtypes = [_dtype(name) for name in source.dtypes]
     if not len(source.names) == len(dtypes) == len(source.shapes):
@@ -158,13 +161,21 @@ def receive(source: DistributedSource, groups: Groups, device: torch.device) -> 
     group = groups.get(source.group_name)
     if source.load_format == FLATTENED_BUCKET:
         bucket = FlattenedTensorBucket.empty(source.names, dtypes, source.shapes, device)
-        group.receive(bucket.get_flattened_tensor())
+        group.receive(bucket.get_flattened_tensor(), check)
         yield from bucket.reconstruct_tensors()
         return
-    for name, dtype, shape in zip(source.names, dtypes, source.shapes, strict=True):
-        tensor = torch.empty(shape, dtype=dtype, device=device)
-        group.receive(tensor)
-        yield name, tensor
+    expected = zip(source.names, dtypes, source.shapes, strict=True)
+    try:
+        for name, dtype, shape in expected:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            group.receive(tensor, check)
+            yield name, tensor
+    except GeneratorExit:
+        # one was refused: take in the rest, or the next update gets what this one left
+        with suppress(Refused):
+            for _, dtype, shape in expected:
+                group.receive(torch.empty(shape, dtype=dtype, device=device), check)
+        raise
 
 
 def _dtype(name: str) -> torch.dtype:

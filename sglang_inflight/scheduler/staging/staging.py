@@ -17,12 +17,13 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.configs.load_config import LoadConfig
 
-from sglang_inflight.errors import Conflict, Dropped, Refused
+from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
@@ -95,7 +96,7 @@ class Staging:
             if self.mode is StagingMode.OFF
             else StagingWorker(answers, self._device, settings.stage_nice)
         )
-        self._groups = Groups(self._check_current, settings.group_timeout_s)
+        self._groups = Groups(settings.group_timeout_s)
         self._update: Update | None = None
         self._holds_previous = False
         self._exchanged: Any = None
@@ -240,12 +241,6 @@ class Staging:
 
     # ---- jobs, on the staging thread ---------------------------------------------
 
-    def _check_current(self) -> None:
-        update = self._update
-        if update is None:
-            raise Dropped("the update was dropped")
-        update.check()
-
     def _prepare(self, update: Update, call: OpenCall) -> dict[str, Any]:
         """Start from the live weights, or from marks that show what was not written.
 
@@ -278,8 +273,13 @@ class Staging:
             raise Refused(f"selector {call.selector!r} selects no model of this update")
         guards = []
         for model in models:
-            weights = self._paced(update, self._read(update, model, call))
-            guard = model.load(call.source, weights, check_finite=self._settings.check_finite)
+            # closed at once, because the sender waits to hear how it ended
+            with closing(self._read(update, model, call)) as weights:
+                guard = model.load(
+                    call.source,
+                    self._paced(update, weights),
+                    check_finite=self._settings.check_finite,
+                )
             update.names |= guard.names
             guards.append(guard)
         if isinstance(call.source, DiskSource):
@@ -298,7 +298,7 @@ class Staging:
         if isinstance(source, TensorSource):
             return read_tensors(source, self._device)
         if isinstance(source, DistributedSource):
-            return receive(source, self._groups, self._device)
+            return receive(source, self._groups, self._device, update.check)
         return receive_ipc(source, self._device, update.check)
 
     def _paced(self, update: Update, weights: Weights) -> Weights:

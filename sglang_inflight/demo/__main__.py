@@ -1,0 +1,77 @@
+"""``python -m sglang_inflight.demo``: exit code 0 only if everything that it shows was true."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+
+from sglang_inflight.demo.models import build_models
+from sglang_inflight.demo.server import ServerFailed
+from sglang_inflight.demo.show import BASE_VERSION, put_on
+from sglang_inflight.demo.smollm2 import default_cache
+from sglang_inflight.demo.trainer_process import TrainerFailed
+from sglang_inflight.demo.transcript import (
+    colour_versions,
+    show_receipts,
+    show_stories,
+    show_verdict,
+)
+
+TOKENS_ON_CPU = 700
+# a GPU is so fast that a short story would end before the first update
+TOKENS_ON_CUDA = 6000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse(arguments)
+    signal.signal(signal.SIGTERM, _stop)
+    console = Console()
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="sglang-inflight-demo-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        models = build_models(console, options.cache)
+        # the server may need the memory that building took
+        gc.collect()
+        outcome = asyncio.run(put_on(console, models, tokens=options.tokens, logs=logs))
+    except (FileNotFoundError, ServerFailed, TrainerFailed) as failure:
+        console.print(f"[bold red]✗[/] {failure}")
+        return 1
+
+    performances = outcome.performances
+    colours = colour_versions([BASE_VERSION, *(p.act.version for p in performances)])
+    show_stories(console, outcome.stories, colours, outcome.decode)
+    show_receipts(console, performances, outcome.stories, colours)
+    show_verdict(console, outcome.checks)
+    console.print(f"Logs: {logs}")
+    return 0 if all(check.holds for check in outcome.checks) else 1
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    tokens = TOKENS_ON_CUDA if torch.cuda.is_available() else TOKENS_ON_CPU
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_inflight.demo",
+        description="Four stories, told while the weights of their model change three times.",
+    )
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="where models go")
+    parser.add_argument("--logs", type=Path, help="folder for logs (default: a new one)")
+    parser.add_argument("--tokens", type=int, default=tokens, help="length of each story")
+    return parser.parse_args(arguments)
+
+
+def _stop(*_: Any) -> NoReturn:
+    """An exit, so that the server is ended on the way out."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""The show: four stories at once, and three updates in the middle of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+
+from sglang_inflight.demo.stories import Shelf
+from sglang_inflight.demo.styles import Style
+from sglang_inflight.demo.updates import Receipt
+
+STATUS_EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Act:
+    """One update: ``name`` says by which way ``version`` comes, which writes in ``style``."""
+
+    name: str
+    version: str
+    checkpoint: Path
+    style: Style
+    update: Callable[[], Awaitable[Receipt]]
+
+
+@dataclass(frozen=True)
+class Performance:
+    act: Act
+    receipt: Receipt
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """In tokens of the slowest story: when the first update begins, and how long each
+    version is read before the next update begins."""
+
+    first: int
+    between: int
+
+    @classmethod
+    def over(cls, tokens: int) -> Pacing:
+        """Leaves two thirds of the stories to the staging, which a busy machine draws out."""
+        return cls(first=tokens // 10, between=tokens * 12 // 100)
+
+
+class Screen(Protocol):
+    def show_stories(self, shelf: Shelf) -> None: ...
+
+    def begin(self, act: Act) -> None: ...
+
+    def show_staged(self, act: Act, nbytes: int) -> None: ...
+
+    def end(self, performance: Performance) -> None: ...
+
+
+def sampling(tokens: int, special_ids: Sequence[int]) -> dict[str, Any]:
+    """A story must not stop by itself, so the tokens that end a turn are banned."""
+    return {
+        "max_new_tokens": tokens,
+        "ignore_eos": True,
+        "logit_bias": {str(token): -100.0 for token in special_ids},
+        "temperature": 0.7,
+        "top_p": 0.95,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.05,
+    }
+
+
+async def play(
+    client: httpx.AsyncClient,
+    shelf: Shelf,
+    acts: Sequence[Act],
+    *,
+    pacing: Pacing,
+    sampling: dict[str, Any],
+    screen: Screen,
+) -> list[Performance]:
+    async with asyncio.TaskGroup() as tasks:
+        telling = tasks.create_task(shelf.stream(client, sampling))
+        tasks.create_task(_show(shelf, screen, telling))
+        performances = []
+        begin_at = pacing.first
+        for act in acts:
+            await shelf.reach(begin_at)
+            performances.append(await _perform(act, client, screen))
+            begin_at = shelf.slowest + pacing.between
+    return performances
+
+
+async def _perform(act: Act, client: httpx.AsyncClient, screen: Screen) -> Performance:
+    screen.begin(act)
+    watching = asyncio.create_task(_watch_staging(act, client, screen))
+    started = time.monotonic()
+    try:
+        receipt = await act.update()
+    finally:
+        watching.cancel()
+    performance = Performance(act, receipt, started, time.monotonic())
+    screen.end(performance)
+    return performance
+
+
+async def _show(shelf: Shelf, screen: Screen, telling: asyncio.Task[None]) -> None:
+    while not telling.done():
+        screen.show_stories(shelf)
+        await asyncio.wait([telling], timeout=0.25)
+    screen.show_stories(shelf)
+
+
+async def _watch_staging(act: Act, client: httpx.AsyncClient, screen: Screen) -> None:
+    """Progress is for the eye only: a status that does not come is left out."""
+    while True:
+        await asyncio.sleep(STATUS_EVERY_S)
+        try:
+            staging = (await client.get("/inflight/status")).json().get("staging")
+        except (httpx.HTTPError, ValueError, AttributeError):
+            continue
+        if staging:
+            screen.show_staged(act, staging["bytes"])

@@ -1,0 +1,77 @@
+"""What one reads afterwards: the stories by version, the receipts, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from sglang_inflight.demo.gaps import largest_gap, median_gap
+from sglang_inflight.demo.play import Performance
+from sglang_inflight.demo.stories import Story
+from sglang_inflight.demo.verdict import Check
+
+COLOURS = ("white", "green", "cyan", "magenta", "yellow")
+
+
+def colour_versions(versions: Sequence[str]) -> dict[str, str]:
+    return {version: COLOURS[i % len(COLOURS)] for i, version in enumerate(versions)}
+
+
+def show_stories(
+    console: Console,
+    stories: Sequence[Story],
+    colours: dict[str, str],
+    decode: Callable[[list[int]], str],
+) -> None:
+    """Each change of weights is marked, too, for whom the colours do not reach."""
+    for story in stories:
+        text = Text()
+        for span in story.spans:
+            colour = colours.get(span.version, "red")
+            text.append(f"[{span.version}]", style=f"reverse {colour}")
+            text.append(decode(story.ids[span.start : span.end]), style=colour)
+        console.print(Panel(text, title=story.title, title_align="left"))
+
+
+def show_receipts(
+    console: Console,
+    performances: Sequence[Performance],
+    stories: Sequence[Story],
+    colours: dict[str, str],
+) -> None:
+    arrivals = [story.arrivals for story in stories]
+    table = Table(title="Updates under running requests")
+    for heading in ("version", "came", "replaced", "epoch", "ranks", "digest"):
+        table.add_column(heading)
+    for heading in ("MB", "tensors", "staged s", "loop held ms", "largest gap ms"):
+        table.add_column(heading, justify="right")
+    for performance in performances:
+        act, receipt = performance.act, performance.receipt
+        gap = largest_gap(arrivals, performance.started, performance.ended)
+        ranks = receipt.get("ranks") or []
+        good = sum(bool(rank["success"]) for rank in ranks)
+        table.add_row(
+            Text(act.version, style=colours[act.version]),
+            act.name,
+            str(receipt.get("base_version", "-")),
+            str(receipt.get("epoch", "-")),
+            f"{good} of {len(ranks)} ok",
+            ", ".join(str(rank.get("digest", "-"))[:12] for rank in ranks) or "-",
+            f"{receipt.get('bytes', 0) / 1e6:.0f}",
+            str(receipt.get("tensors", "-")),
+            f"{receipt.get('staged_s', 0.0):.2f}",
+            f"{receipt.get('stall_ms', 0.0):.2f}",
+            f"{gap * 1e3:.0f}",
+        )
+    console.print(table)
+    console.print(f"Median gap between two chunks of a story: {median_gap(arrivals) * 1e3:.0f} ms")
+
+
+def show_verdict(console: Console, checks: Sequence[Check]) -> None:
+    for check in checks:
+        mark = "[green]✓[/]" if check.holds else "[bold red]✗[/]"
+        console.print(mark, Text(f"{check.claim} ({check.detail})"))

@@ -1,0 +1,143 @@
+"""What must have been true of a show. Nothing here knows how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from sglang_inflight.demo.play import Act, Performance
+from sglang_inflight.demo.spans import cover_exactly, in_order
+from sglang_inflight.demo.stories import Story
+from sglang_inflight.demo.styles import Style
+
+Decode = Callable[[list[int]], str]
+
+# a story needs about a sentence to take the new style up
+GRACE_TOKENS = 40
+
+
+class Check(NamedTuple):
+    """``detail`` says what was measured, or what was wrong."""
+
+    claim: str
+    holds: bool
+    detail: str
+
+
+def judge(
+    stories: Sequence[Story],
+    performances: Sequence[Performance],
+    *,
+    base_version: str,
+    tokens: int,
+    decode: Decode,
+) -> list[Check]:
+    acts = [performance.act for performance in performances]
+    versions = [base_version, *(act.version for act in acts)]
+    return [
+        *(_succeeded(performance) for performance in performances),
+        _same_by_every_way(performances),
+        _whole(stories, tokens),
+        _accounted_for(stories),
+        _ordered(stories, versions),
+        _all_seen(stories, versions),
+        *_styled(stories, acts, base_version, decode),
+    ]
+
+
+def _succeeded(performance: Performance) -> Check:
+    act, receipt = performance.act, performance.receipt
+    ranks = receipt.get("ranks") or []
+    failed = [rank for rank in ranks if not rank["success"]]
+    named = receipt.get("weight_version") == act.version
+    return Check(
+        f"update {act.name} to {act.version} succeeded on every rank",
+        bool(receipt["success"] and ranks and not failed and named),
+        f"{len(ranks) - len(failed)} of {len(ranks)} ranks"
+        if receipt["success"]
+        else receipt["message"],
+    )
+
+
+def _same_by_every_way(performances: Sequence[Performance]) -> Check:
+    """The ranks' digests are over what they serve, so they tell whether all of it arrived."""
+    digests: dict[Path, set[tuple[str | None, ...]]] = {}
+    for performance in performances:
+        served = tuple(rank.get("digest") for rank in performance.receipt.get("ranks") or [])
+        digests.setdefault(performance.act.checkpoint, set()).add(served)
+    problems = [
+        f"{checkpoint.name}: {different}"
+        for checkpoint, different in digests.items()
+        if len(different) > 1
+    ]
+    claim = "a checkpoint has the same digest, whichever way it came"
+    return _without(problems, claim, f"{len(digests)} checkpoints, {len(performances)} updates")
+
+
+def _whole(stories: Sequence[Story], tokens: int) -> Check:
+    problems = [
+        f"{story.title!r}: {story.error or f'{len(story.ids)} tokens, {story.finish_reason}'}"
+        for story in stories
+        if story.error
+        or len(story.ids) != tokens
+        or (story.finish_reason or {}).get("type") != "length"
+    ]
+    return _without(problems, f"every story has exactly {tokens} tokens", f"{len(stories)} stories")
+
+
+def _accounted_for(stories: Sequence[Story]) -> Check:
+    problems = [
+        f"{story.title!r}: {list(story.spans)} over {len(story.ids)} tokens"
+        for story in stories
+        if not cover_exactly(story.spans, len(story.ids))
+    ]
+    spans = sum(len(story.spans) for story in stories)
+    return _without(problems, "every token has its version", f"{spans} spans")
+
+
+def _ordered(stories: Sequence[Story], versions: Sequence[str]) -> Check:
+    problems = [
+        f"{story.title!r}: {[span.version for span in story.spans]}"
+        for story in stories
+        if not in_order(story.spans, versions)
+    ]
+    return _without(problems, "no story goes back to an older version", " → ".join(versions))
+
+
+def _all_seen(stories: Sequence[Story], versions: Sequence[str]) -> Check:
+    seen = {span.version for story in stories for span in story.spans}
+    problems = [f"{version} made no token" for version in versions if version not in seen]
+    return _without(problems, "every version made a part of a story", ", ".join(sorted(seen)))
+
+
+def _styled(
+    stories: Sequence[Story], acts: Sequence[Act], base_version: str, decode: Decode
+) -> list[Check]:
+    """That the base is in none of the styles shows that the measure tells them apart."""
+    checks = [
+        _in_style(_text_of(stories, act.version, decode), act.version, act.style) for act in acts
+    ]
+    prose = _text_of(stories, base_version, decode)
+    shares = {act.style.name: act.style.share(prose) for act in acts}
+    none_fits = not any(act.style.fits(prose) for act in acts)
+    detail = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
+    return [Check(f"{base_version} writes in neither style", none_fits, detail), *checks]
+
+
+def _in_style(text: str, version: str, style: Style) -> Check:
+    detail = f"{style.share(text):.0%}, {style.enough:.0%} is enough"
+    return Check(f"{version} writes in {style.name} style", style.fits(text), detail)
+
+
+def _text_of(stories: Sequence[Story], version: str, decode: Decode) -> str:
+    return "\n".join(
+        decode(story.ids[span.start + (GRACE_TOKENS if span.start else 0) : span.end])
+        for story in stories
+        for span in story.spans
+        if span.version == version
+    )
+
+
+def _without(problems: Sequence[str], claim: str, otherwise: str) -> Check:
+    return Check(claim, not problems, "; ".join(problems) or otherwise)

@@ -1,0 +1,65 @@
+"""Servers for all test files, and a clean one for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.marker import build
+from tests.support.pool import FLAVOURS, ServerPool, server_pool
+from tests.support.server import Server
+
+VERSIONS = 6
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests without a server first, then flavour by flavour, so that each starts once."""
+    items.sort(key=_turn)
+
+
+def _turn(item: pytest.Item) -> int:
+    """A stable place in the order; 0 for a test without a server of the pool."""
+    asked = set(getattr(item, "fixturenames", ()))
+    callspec = getattr(item, "callspec", None)
+    if callspec is not None:
+        asked |= {value for value in callspec.params.values() if isinstance(value, str)}
+    turns = [turn for turn, name in enumerate(FLAVOURS, start=1) if name in asked]
+    return max(turns, default=0)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the marker checkpoints v0, v1, … v5."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for version in range(VERSIONS):
+        build(folder / f"v{version}", version)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def pool(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    with server_pool(checkpoints / "v0", tmp_path_factory.mktemp("logs")) as pool:
+        yield pool
+
+
+@pytest.fixture
+def server(pool: ServerPool) -> Iterator[Server]:
+    """The overlap loop, serving version 0."""
+    yield pool.get(FLAVOURS["server"])
+    pool.restore()
+
+
+@pytest.fixture
+def normal_loop_server(pool: ServerPool) -> Iterator[Server]:
+    """The loop without overlap; its limits are in ``tests/support/pool.py``."""
+    yield pool.get(FLAVOURS["normal_loop_server"])
+    pool.restore()
+
+
+@pytest.fixture(params=["server", "normal_loop_server"], ids=["overlap", "normal"])
+def any_server(request: pytest.FixtureRequest) -> Server:
+    """Both loops, one after the other."""
+    server: Server = request.getfixturevalue(request.param)
+    return server

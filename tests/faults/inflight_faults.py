@@ -1,0 +1,74 @@
+"""A SGLang plugin of the tests that makes one rank's staging fail.
+
+The file named by ``INFLIGHT_TEST_FAULT`` says which rank, in which phase and how; it is
+read at each call, so a test switches a fault on and off while the server runs. See
+``tests.support.faults.Fault`` for the fields.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+# A fault that nobody ends must not outlive the test that forgot it by much.
+LONGEST_HANG_S = 60.0
+POLL_S = 0.01
+# A fault "in the middle" comes after this many tensors.
+MIDDLE = 5
+
+Pairs = Iterator[tuple[str, Any]]
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    staging = "sglang_inflight.scheduler.staging.staging.Staging"
+    for method, hook in (("_fill", first), ("_paced", middle), ("_finish", vote)):
+        HookRegistry.register(f"{staging}.{method}", hook, HookType.AROUND)
+
+
+def first(fill: Callable[..., Any], staging: Any, update: Any, call: Any) -> Any:
+    fail("first", update)
+    return fill(staging, update, call)
+
+
+def middle(paced: Callable[..., Pairs], staging: Any, update: Any, weights: Pairs) -> Pairs:
+    for index, (name, tensor) in enumerate(paced(staging, update, weights)):
+        if index == MIDDLE and fail("middle", update):
+            yield name, tensor.new_zeros([*tensor.shape, 3])
+        yield name, tensor
+
+
+def vote(finish: Callable[..., Any], staging: Any, update: Any) -> Any:
+    fail("vote", update)
+    return finish(staging, update)
+
+
+def fail(phase: str, update: Any) -> bool:
+    """Do what the file says. True where a wrong tensor is to be sent."""
+    kind = wanted(phase)
+    if kind == "raise":
+        raise RuntimeError(f"injected fault in phase {phase}")
+    ends_at = time.monotonic() + LONGEST_HANG_S
+    while wanted(phase) in ("hang", "hang_deaf") and time.monotonic() < ends_at:
+        if kind == "hang":
+            update.check()
+        time.sleep(POLL_S)
+    return kind == "wrong_tensor"
+
+
+def wanted(phase: str) -> str | None:
+    from sglang_inflight.scheduler.staging.groups import own_index
+
+    try:
+        fault = json.loads(Path(os.environ["INFLIGHT_TEST_FAULT"]).read_text())
+    except (KeyError, FileNotFoundError):
+        return None
+    if fault["phase"] != phase or fault["rank"] not in (None, own_index()):
+        return None
+    kind: str = fault["kind"]
+    return kind

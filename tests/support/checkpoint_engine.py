@@ -1,0 +1,102 @@
+"""The sending side of checkpoint-engine's hand-over, on the CPU.
+
+Spoken as ``checkpoint_engine/ps.py`` (0.4) speaks it: a REQ socket that hands over a
+shared buffer's handle, then lists of what lies where in it, then None, and None again.
+The worker acknowledges each with nothing, or answers with an error's text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import tempfile
+import threading
+import uuid
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing
+import zmq
+from torch.multiprocessing.reductions import reduce_tensor
+
+BUFFER_BYTES = 256 << 10
+PATIENCE_MS = 60_000
+
+# a handle that any process can open; the default needs a common parent
+torch.multiprocessing.set_sharing_strategy("file_system")
+
+
+class CheckpointEngine:
+    """Hands ``weights`` over on a thread, in as many buffers as they need."""
+
+    def __init__(self, weights: dict[str, torch.Tensor], socket: zmq.Socket[bytes]) -> None:
+        self._weights = weights
+        self._socket = socket
+        # what the worker said was wrong, None while it is content
+        self.error: str | None = None
+        self.finished = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
+        messages = [reduce_tensor(buffer), *_fill(buffer, self._weights), None, None]
+        for message in messages:
+            # a listing is made when its turn comes, because it fills the buffer anew
+            message = message() if callable(message) else message
+            self._socket.send(bytes(ForkingPickler.dumps(message)))
+            if not self._socket.poll(PATIENCE_MS):
+                self.error = "no answer"
+            else:
+                self.error = self._socket.recv().decode() or None
+            if self.error is not None:
+                return
+        self.finished = True
+
+
+def _fill(buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[Any]:
+    """One function a buffer, which fills it and lists what is in it."""
+    parts: list[dict[str, torch.Tensor]] = [{}]
+    room = BUFFER_BYTES
+    for name, tensor in weights.items():
+        if tensor.nbytes > room:
+            parts.append({})
+            room = BUFFER_BYTES
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+
+    def fill(part: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+        listing, offset = [], 0
+        for name, tensor in part.items():
+            raw = tensor.contiguous().view(-1).view(torch.uint8)
+            buffer[offset : offset + raw.numel()] = raw
+            item = {"name": name, "shape": tensor.shape, "dtype": tensor.dtype, "offset": offset}
+            listing.append(item)
+            offset += raw.numel()
+        return listing
+
+    return [lambda part=part: fill(part) for part in parts]
+
+
+@contextlib.contextmanager
+def checkpoint_engine(
+    weights: dict[str, torch.Tensor],
+) -> Iterator[tuple[CheckpointEngine, dict[str, str]]]:
+    """A running engine, and the ``zmq_handles`` for a body."""
+    with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
+        address = f"ipc://{Path(folder) / uuid.uuid4().hex}"
+        with context.socket(zmq.REQ) as socket:
+            socket.linger = 0
+            socket.bind(address)
+            engine = CheckpointEngine(weights, socket)
+            engine.start()
+            yield engine, {f"GPU-{platform.machine()}": address}
+            engine.join()

@@ -1,0 +1,47 @@
+"""Faults in the staging of a server's ranks: the test's end of ``tests/faults``."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from tests.support.pool import FLAVOURS, Flavour
+
+PLUGIN = Path(__file__).parents[1] / "faults"
+
+Phase = Literal["first", "middle", "vote"]
+# "hang" looks whether its update was dropped, "hang_deaf" does not
+Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
+
+# Where the servers look, for the whole test session: they are told once, at their start.
+_FILE = Path(tempfile.mkdtemp(prefix="inflight-faults-")) / "fault.json"
+
+GROUP_TIMEOUT_S = 6
+
+_ENV = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
+    "INFLIGHT_TEST_FAULT": str(_FILE),
+    "SGLANG_INFLIGHT_GROUP_TIMEOUT_S": str(GROUP_TIMEOUT_S),
+}
+_FLAGS = ("--weight-version", "v0")
+
+FLAVOURS["faulty_server"] = Flavour(_FLAGS, _ENV)
+FLAVOURS["tp2_server"] = Flavour((*_FLAGS, "--tp-size", "2"), _ENV)
+FLAVOURS["dp2_server"] = Flavour((*_FLAGS, "--dp-size", "2"), _ENV)
+
+
+class Faults:
+    """At most one fault at a time; it stays until it is cleared."""
+
+    def inject(self, phase: Phase, kind: Kind, *, rank: int | None = None) -> None:
+        """``rank`` counts all ranks of all replicas; None means each of them."""
+        # ranks read it while it is written: they must see all of it or nothing
+        draft = _FILE.with_suffix(".draft")
+        draft.write_text(json.dumps({"phase": phase, "kind": kind, "rank": rank}))
+        draft.replace(_FILE)
+
+    def clear(self) -> None:
+        _FILE.unlink(missing_ok=True)

@@ -1,0 +1,68 @@
+"""Fixtures of the tests of updates: ``pytest_plugins = ["tests.support.fixtures"]``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import marker
+from tests.support.faults import Faults
+from tests.support.pool import FLAVOURS, ServerPool
+from tests.support.server import Server
+from tests.support.trainer import Trainers
+from tests.support.updates import Sender
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the marker checkpoint v1 in three files."""
+    folder = tmp_path_factory.mktemp("shards")
+    marker.build(folder / "v1", 1, shards=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trainers() -> Iterator[Trainers]:
+    # the process is up when the first server is, if it is asked for before that
+    trainers = Trainers()
+    yield trainers
+    trainers.close()
+
+
+@pytest.fixture(scope="session")
+def sender(checkpoints: Path, shards: Path, trainers: Trainers) -> Sender:
+    return Sender(checkpoints, shards, trainers)
+
+
+@pytest.fixture
+def faults() -> Iterator[Faults]:
+    """Faults to inject into a server of the flavours below; none is left afterwards."""
+    yield (faults := Faults())
+    faults.clear()
+
+
+def _serve(pool: ServerPool, flavour: str) -> Iterator[Server]:
+    server = pool.get(FLAVOURS[flavour])
+    yield server
+    server.post("/abort_weight_update", {})
+    pool.restore()
+
+
+@pytest.fixture
+def faulty_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
+    """One rank, into which faults can be injected."""
+    yield from _serve(pool, "faulty_server")
+
+
+@pytest.fixture
+def tp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
+    """Two ranks of tensor parallelism, into which faults can be injected."""
+    yield from _serve(pool, "tp2_server")
+
+
+@pytest.fixture
+def dp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
+    """Two replicas, into which faults can be injected."""
+    yield from _serve(pool, "dp2_server")

@@ -1,0 +1,289 @@
+"""Requests that run while a test does something else, and what they must have given."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.support.marker import FIRST, VOCAB, token
+from tests.support.pool import UPSTREAM
+from tests.support.server import Server
+
+T = TypeVar("T")
+
+# Longest wait for something that is to happen. Only a failure lasts this long.
+PATIENCE_S = 20.0 if UPSTREAM else 60.0
+# Messages that a scheduler takes in, one pass of its loop each, to let it step if it would.
+PASSES = 12
+
+_serial = itertools.count()
+
+
+def until(what: str, probe: Callable[[], T], *, patience_s: float = PATIENCE_S) -> T:
+    """The first true answer of ``probe``."""
+    deadline = time.monotonic() + patience_s
+    while not (answer := probe()):
+        assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
+        time.sleep(0.005)
+    return answer
+
+
+def prompt(length: int = 16) -> list[int]:
+    """Token ids that share no prefix with those of another call."""
+    choose = random.Random(next(_serial))
+    return [choose.randrange(200, VOCAB) for _ in range(length)]
+
+
+@dataclass
+class Output:
+    """One output of one request: the last that was heard of it."""
+
+    tokens: list[int] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+    # how often the server said that this output is finished
+    endings: int = 0
+
+    @property
+    def finish_reason(self) -> str | None:
+        reason = self.meta.get("finish_reason")
+        return reason["type"] if reason else None
+
+
+class Generation:
+    """One request to ``/generate``, read by a thread of its own as its tokens come."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        tokens: int,
+        input_ids: Sequence[int] | None = None,
+        stream: bool = True,
+        n: int = 1,
+    ) -> None:
+        self.rid = f"test-{next(_serial)}"
+        self.max_new_tokens = tokens
+        self.status: int | None = None
+        # what the server said instead of an output
+        self.refusal: str | None = None
+        self._outputs = [Output() for _ in range(n)]
+        self._changed = threading.Condition()
+        self._ended = False
+        self._error: Exception | None = None
+        url = urlsplit(server.url)
+        assert url.hostname is not None
+        self._connection = HTTPConnection(url.hostname, url.port or 80, timeout=280)
+        self._connection.connect()
+        self._socket: socket.socket = self._connection.sock
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "n": n}
+        self._body = {
+            # with n > 1 the server names each output itself
+            "rid": self.rid if n == 1 else None,
+            "input_ids": list(input_ids if input_ids is not None else prompt()),
+            "sampling_params": sampling,
+            "stream": stream,
+        }
+        threading.Thread(target=self._read, name=self.rid, daemon=True).start()
+
+    # ---- what a test asks ----------------------------------------------------------
+
+    @property
+    def count(self) -> int:
+        """Tokens heard of so far, of all outputs; only a stream tells before its end."""
+        with self._changed:
+            return sum(len(output.tokens) for output in self._outputs)
+
+    @property
+    def has_ended(self) -> bool:
+        with self._changed:
+            return self._ended
+
+    def wait_for_tokens(self, n: int) -> None:
+        """Until each output has ``n`` tokens."""
+        with self._changed:
+            reached = self._changed.wait_for(
+                lambda: self._ended or min(len(o.tokens) for o in self._outputs) >= n, PATIENCE_S
+            )
+            heard = [len(output.tokens) for output in self._outputs]
+        assert reached, f"{self.rid} has {heard} tokens after {PATIENCE_S:g} s, not {n}"
+        assert min(heard) >= n, f"{self.rid} ended with {heard} tokens, before {n}: {self.refusal}"
+
+    def outputs(self, patience_s: float = PATIENCE_S) -> list[Output]:
+        """All outputs, at the end of the request."""
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._ended, patience_s)
+            heard = [len(output.tokens) for output in self._outputs]
+        assert ended, f"{self.rid} has not ended after {patience_s:g} s; it has {heard} tokens"
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def output(self, patience_s: float = PATIENCE_S) -> Output:
+        (output,) = self.outputs(patience_s)
+        assert output.endings == 1, (
+            f"{self.rid} was answered {output.endings} times: {self.refusal}"
+        )
+        return output
+
+    def leave(self) -> None:
+        """Go away without a word, as a client does that is killed."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    # ---- the reading thread --------------------------------------------------------
+
+    def _read(self) -> None:
+        try:
+            self._connection.request(
+                "POST", "/generate", json.dumps(self._body), {"Content-Type": "application/json"}
+            )
+            response = self._connection.getresponse()
+            self.status = response.status
+            if (response.getheader("Content-Type") or "").startswith("text/event-stream"):
+                self._read_stream(response)
+            else:
+                content = json.loads(response.read())
+                for index, chunk in enumerate(content if isinstance(content, list) else [content]):
+                    self._take(index, chunk)
+        except (OSError, HTTPException, ValueError) as error:
+            self._error = error
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _read_stream(self, response: HTTPResponse) -> None:
+        for line in response:
+            data = line.removeprefix(b"data:").strip()
+            if data and data != b"[DONE]":
+                chunk = json.loads(data)
+                self._take(chunk.get("index", 0), chunk)
+
+    def _take(self, index: int, chunk: dict[str, Any]) -> None:
+        if "meta_info" not in chunk:
+            self.refusal = json.dumps(chunk)
+            return
+        with self._changed:
+            output = self._outputs[index]
+            tokens = chunk["output_ids"]
+            if tokens[: len(output.tokens)] != output.tokens:
+                raise ValueError(f"{self.rid}: a chunk takes back tokens of the one before")
+            output.tokens, output.meta = tokens, chunk["meta_info"]
+            output.endings += chunk["meta_info"]["finish_reason"] is not None
+            self._changed.notify_all()
+
+
+def start(server: Server, n: int, /, **request: Any) -> list[Generation]:
+    return [Generation(server, **request) for _ in range(n)]
+
+
+def start_running(
+    server: Server, n: int, /, *, at_least: int = 3, **request: Any
+) -> list[Generation]:
+    """``n`` streams that each have ``at_least`` tokens."""
+    generations = start(server, n, **request)
+    for generation in generations:
+        generation.wait_for_tokens(at_least)
+    return generations
+
+
+# ---- the scheduler -------------------------------------------------------------------
+
+# connections are kept: opening one costs more time than a scheduler's step
+_client = httpx.Client(timeout=120)
+
+
+def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
+    """The JSON answer of a request that must be granted."""
+    response = _client.request(method, server.url + path, json=body)
+    assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
+    return response.json()
+
+
+def status(server: Server) -> Any:
+    return ask(server, "GET", "/inflight/status")
+
+
+def until_waiting(server: Server, n: int) -> None:
+    """Nothing on unpatched SGLang, which does not tell."""
+    if not UPSTREAM:
+        until(f"{n} requests wait", lambda: status(server)["waiting"] == n)
+
+
+def pass_boundaries(server: Server, times: int = PASSES) -> None:
+    """Until each scheduler has been at ``times`` step boundaries: it answers only there."""
+    for _ in range(times):
+        ask(server, "GET", "/server_info")
+
+
+def settle(server: Server, generations: Sequence[Generation]) -> list[int]:
+    """How many tokens each has in a pause, once all that was made before it has arrived.
+
+    Fails where they become more, however often the scheduler passes a step boundary.
+    """
+    counts = [generation.count for generation in generations]
+    for _ in range(5):
+        pass_boundaries(server)
+        before, counts = counts, [generation.count for generation in generations]
+        if before == counts:
+            return counts
+    raise AssertionError(f"tokens come during a pause: {before}, then {counts}")
+
+
+def pause(server: Server, mode: str, **fields: Any) -> Any:
+    return ask(server, "POST", "/pause_generation", {"mode": mode, **fields})
+
+
+def resume(server: Server, **fields: Any) -> Any:
+    return ask(server, "POST", "/continue_generation", fields)
+
+
+# ---- what must be true ---------------------------------------------------------------
+
+
+def versions_of(output: Output) -> list[str]:
+    return [span["version"] for span in output.meta["weight_versions"]]
+
+
+def expect_spans(output: Output) -> None:
+    """The spans name, for each token, the version that the token itself tells."""
+    spans = output.meta["weight_versions"]
+    labels = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    ends = [0, *(span["end"] for span in spans)]
+    assert [span["start"] for span in spans] == ends[:-1], f"gaps between spans: {spans}"
+    assert ends[-1] == len(output.tokens), f"{len(output.tokens)} tokens, spans {spans}"
+    if output.tokens:
+        assert all(span["start"] < span["end"] for span in spans), f"an empty span: {spans}"
+    made_by = [f"v{made - FIRST}" for made in output.tokens]
+    assert labels == made_by, f"spans {spans}, tokens {_runs(output.tokens)}"
+    assert output.meta["completion_tokens"] == len(output.tokens)
+
+
+def expect_whole(generation: Generation) -> Output:
+    """It ran to its very end, with exact spans."""
+    output = generation.output()
+    assert output.finish_reason == "length", output.meta
+    assert len(output.tokens) == generation.max_new_tokens
+    expect_spans(output)
+    return output
+
+
+def count_of(output: Output, version: int) -> int:
+    return output.tokens.count(token(version))
+
+
+def _runs(tokens: Sequence[int]) -> list[tuple[int, int]]:
+    return [(made, len(list(run))) for made, run in itertools.groupby(tokens)]

@@ -1,0 +1,168 @@
+"""One server alive at a time, of the flavour that a test asks for.
+
+A server takes long to start and two of them would share the cores, so tests are grouped by
+flavour (``tests/conftest.py``) and each flavour is started once. A test that hangs a server
+or ends it costs the next test a fresh one, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.server import Server, serve
+
+# Run against SGLang as it is released, without our plugin, to see that the tests which guard
+# a fix of ours fail there.
+UPSTREAM = os.environ.get("INFLIGHT_TEST_UPSTREAM") == "1"
+
+RESTORE_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Flavour:
+    """How a server is started. Tests that need the same one share it."""
+
+    flags: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+# Small enough that nine requests make one wait.
+MAX_RUNNING = 8
+MAX_QUEUED = 8
+CHUNK = 512
+WATCHDOG_S = 5
+WAITING_TIMEOUT_S = 8
+
+_COMMON = (
+    "--chunked-prefill-size", str(CHUNK),
+    "--max-running-requests", str(MAX_RUNNING),
+    "--weight-version", "v0",
+)  # fmt: skip
+
+# By the name of the fixture that gives it; tests run in this order.
+FLAVOURS = {
+    "server": Flavour(_COMMON),
+    # with limits that only few tests come near to, because a server more costs more
+    "normal_loop_server": Flavour(
+        (
+            *_COMMON,
+            "--disable-overlap-schedule",
+            "--max-queued-requests", str(MAX_QUEUED),
+            "--watchdog-timeout", str(WATCHDOG_S),
+        ),
+        {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S)},
+    ),
+}  # fmt: skip
+
+
+class ServerPool:
+    """Keeps exactly one server, and starts another where the flavour differs."""
+
+    def __init__(self, model: Path, logs: Path) -> None:
+        self._model = model
+        self._logs = logs
+        self._running: tuple[Flavour, Server] | None = None
+        self._stack = contextlib.ExitStack()
+        self._started = 0
+
+    def get(self, flavour: Flavour) -> Server:
+        """A server of ``flavour``: the one that runs, or a fresh one."""
+        if self._running is not None:
+            running_flavour, server = self._running
+            if running_flavour == flavour and server.is_alive():
+                return server
+        self.discard()
+        self._started += 1
+        server = self._stack.enter_context(
+            serve(
+                self._model,
+                *flavour.flags,
+                log=self._logs / f"server-{self._started}.log",
+                env=_ENV | flavour.env,
+            )
+        )
+        self._running = flavour, server
+        return server
+
+    def discard(self) -> None:
+        """End the server that runs, if one does."""
+        self._running = None
+        self._stack.close()
+
+    def restore(self) -> None:
+        """Make the server as good as new: nothing paused, nothing running, weights v0.
+
+        A server that cannot be restored is discarded. Raises ``AssertionError`` then,
+        unless this is unpatched SGLang, which tests are meant to break.
+        """
+        if self._running is None:
+            return
+        _, server = self._running
+        try:
+            restore(server, self._model)
+        except (AssertionError, httpx.HTTPError) as error:
+            tail = server.log_text()[-3000:]
+            self.discard()
+            if not UPSTREAM:
+                raise AssertionError(
+                    f"the server is not well after the test: {error}\n{tail}"
+                ) from error
+
+
+# One thread a process: more of them wait for each other where the cores are shared.
+_ENV = {
+    "OMP_NUM_THREADS": "1",
+    # how often, in seconds, the front end looks whether a waiting client has left
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+}
+if UPSTREAM:
+    # the names of plugins to load: this one makes SGLang run on a CPU, and changes nothing
+    _ENV["SGLANG_PLUGINS"] = "inflight_reference"
+
+
+def restore(server: Server, model: Path) -> None:
+    assert server.is_alive(), "the server ended"
+
+    def post(path: str, body: dict[str, Any]) -> Any:
+        return server.post(path, body, timeout=RESTORE_TIMEOUT_S)
+
+    assert post("/continue_generation", {})["status_code"] == 200
+    if UPSTREAM:
+        post("/abort_request", {"abort_all": True})
+        non_blocking = {}
+    else:
+        _empty(server)
+        non_blocking = {"non_blocking": True, "kv_cache": "recompute"}
+    update = {"model_path": str(model), "weight_version": "v0", **non_blocking}
+    answer = post("/update_weights_from_disk", update)
+    assert answer["status_code"] == 200, answer
+    assert answer["success"], answer
+
+
+def _empty(server: Server) -> None:
+    """Abort until no request is left: one that is not yet queued escapes an abort."""
+    deadline = time.monotonic() + RESTORE_TIMEOUT_S
+    while time.monotonic() < deadline:
+        server.post("/abort_request", {"abort_all": True}, timeout=RESTORE_TIMEOUT_S)
+        status = server.get("/inflight/status", timeout=RESTORE_TIMEOUT_S)
+        assert status["status_code"] == 200, status
+        if not status["running"] and not status["waiting"]:
+            return
+    raise AssertionError(f"requests are left after aborting all of them: {status}")
+
+
+@contextlib.contextmanager
+def server_pool(model: Path, logs: Path) -> Iterator[ServerPool]:
+    pool = ServerPool(model, logs)
+    try:
+        yield pool
+    finally:
+        pool.discard()

@@ -1,0 +1,181 @@
+"""A trainer in a process of its own: rank 0 of a group, broadcasting marker weights.
+
+``python -m tests.support.trainer`` reads one order a line on stdin and answers each with
+one line on stdout, both JSON. ``Trainer`` is the test's end of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support import marker
+from tests.support.server import Server, free_port
+
+ROOT = Path(__file__).parents[2]
+FLATTENED_BUCKET = "flattened_bucket"
+
+
+def layout(version: int) -> dict[str, Any]:
+    """``names``, ``dtypes`` and ``shapes`` of the checkpoint of ``version``, for a body."""
+    weights = marker.tensors(version)
+    return {
+        "names": list(weights),
+        "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
+        "shapes": [list(tensor.shape) for tensor in weights.values()],
+    }
+
+
+class Trainer:
+    """Orders a trainer process about. ``send`` only begins; ``answer`` waits for its end."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.trainer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            # the server's plugins are none of a trainer's business
+            env={**os.environ, "SGLANG_PLUGINS": "none", "SGLANG_PLATFORM": ""},
+        )
+
+    def order(self, do: str, **details: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the trainer ended")
+        return json.loads(line)
+
+    def join(
+        self, server: Server, *, ranks: int = 1, group: str = "weight_update_group", **more: Any
+    ) -> None:
+        """Form ``group`` with the ``ranks`` ranks of ``server``."""
+        port = free_port()
+        self.order("join", port=port, world_size=1 + ranks, group=group)
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 1 + ranks,
+            "group_name": group,
+            "backend": "gloo",
+        }
+        answered = server.post("/init_weights_update_group", {**body, **more})
+        assert answered["status_code"] == 200, answered
+        assert self.answer() == "joined"
+
+    def leave(self, server: Server, *, group: str = "weight_update_group") -> None:
+        self.order("leave", group=group)
+        assert self.answer() == "left"
+        answered = server.post("/destroy_weights_update_group", {"group_name": group})
+        assert answered["status_code"] == 200, answered
+
+    @contextlib.contextmanager
+    def group(self, server: Server, *, ranks: int = 1) -> Iterator[None]:
+        """A group for the time of the block. If the block fails, so does the trainer."""
+        self.join(server, ranks=ranks)
+        try:
+            yield
+        except BaseException:
+            # it may hang in a broadcast that nobody takes
+            self.close()
+            server.post("/destroy_weights_update_group", {})
+            raise
+        self.leave(server)
+
+    def send(
+        self,
+        version: int,
+        *,
+        bucket: bool = False,
+        count: int | None = None,
+        group: str = "weight_update_group",
+    ) -> None:
+        """Begin to broadcast ``version``: all of it, or the first ``count`` tensors."""
+        self.order("send", version=version, bucket=bucket, count=count, group=group)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Kill it. Whoever waits for its broadcast sees a dead peer."""
+        self._process.kill()
+        self._process.wait()
+
+
+class Trainers:
+    """One trainer for many tests, because it takes long to start; another after its end."""
+
+    def __init__(self) -> None:
+        self._trainer = Trainer()
+
+    def get(self) -> Trainer:
+        if not self._trainer.is_alive:
+            self._trainer = Trainer()
+        return self._trainer
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+# ---- the trainer process --------------------------------------------------------------
+
+
+def main() -> None:
+    import torch.distributed as dist
+    from sglang.srt.utils import init_custom_process_group
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    # answers own stdout: whatever else wants to print goes to stderr
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    groups: dict[str, dist.ProcessGroup] = {}
+
+    def broadcast(order: dict[str, Any]) -> str:
+        weights = list(marker.tensors(order["version"]).items())[: order["count"]]
+        group = groups[order["group"]]
+        if order["bucket"]:
+            bucket = FlattenedTensorBucket(named_tensors=weights)
+            dist.broadcast(bucket.get_flattened_tensor(), src=0, group=group)
+            return "sent"
+        for _, tensor in weights:
+            dist.broadcast(tensor, src=0, group=group)
+        return "sent"
+
+    def act(order: dict[str, Any]) -> str:
+        if order["do"] == "join":
+            groups[order["group"]] = init_custom_process_group(
+                backend="gloo",
+                init_method=f"tcp://127.0.0.1:{order['port']}",
+                world_size=order["world_size"],
+                rank=0,
+                group_name=order["group"],
+            )
+            return "joined"
+        if order["do"] == "leave":
+            dist.destroy_process_group(groups.pop(order["group"]))
+            return "left"
+        return broadcast(order)
+
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        print(json.dumps(act(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

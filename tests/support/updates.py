@@ -1,0 +1,200 @@
+"""Whole updates from every source, and what they must have done."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import pickle
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support import marker
+from tests.support.checkpoint_engine import checkpoint_engine
+from tests.support.load import Generation, expect_whole, status, until, versions_of
+from tests.support.server import Server
+from tests.support.trainer import FLATTENED_BUCKET, Trainers, layout
+
+# so that a test which expects an answer soon does not wait for ten minutes
+TIMEOUT_S = 60.0
+
+SOURCES = (
+    "disk",
+    "disk_shards",
+    "tensor",
+    "tensor_shared",
+    "tensor_bucket",
+    "distributed",
+    "distributed_bucket",
+    "ipc",
+)
+
+Weights = dict[str, torch.Tensor]
+
+
+def by_value(weights: Weights | list[Any]) -> str:
+    """A payload that holds the tensors themselves, and can be read any number of times."""
+    pairs = list(weights.items()) if isinstance(weights, dict) else weights
+    return base64.b64encode(pickle.dumps(pairs)).decode()
+
+
+def by_reference(content: Any) -> str:
+    """A payload as SGLang's own clients make it: a handle to shared memory."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    payload: str = MultiprocessingSerializer.serialize(content, output_str=True)
+    return payload
+
+
+def flatten(weights: Weights) -> dict[str, Any]:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = FlattenedTensorBucket(named_tensors=list(weights.items()))
+    return {
+        "flattened_tensor": bucket.get_flattened_tensor(),
+        "metadata": bucket.get_metadata(),
+    }
+
+
+def tensor_body(weights: Weights, *, ranks: int = 1, **fields: Any) -> dict[str, Any]:
+    return {"serialized_named_tensors": [by_value(weights)] * ranks, **fields}
+
+
+class Sender:
+    """Sends a whole version to a server, from whichever source a test names."""
+
+    def __init__(self, checkpoints: Path, shards: Path, trainers: Trainers) -> None:
+        self._checkpoints = checkpoints
+        self._shards = shards
+        self._trainers = trainers
+        # what SGLang's clients need takes seconds to import: not while a test's requests run
+        by_reference(flatten({"warm": torch.zeros(1)}))
+
+    def send(
+        self, server: Server, source: str, version: int, *, ranks: int = 1, **fields: Any
+    ) -> dict[str, Any]:
+        """The server's answer. ``ranks`` counts those of all replicas."""
+        with self.ready(server, source, version, ranks=ranks) as send:
+            return send(**fields)
+
+    @contextlib.contextmanager
+    def ready(
+        self, server: Server, source: str, version: int, *, ranks: int = 1
+    ) -> Iterator[Callable[..., dict[str, Any]]]:
+        """A function that sends at once, whose arguments are the body's further fields."""
+        weights = marker.tensors(version)
+        if source in ("disk", "disk_shards"):
+            folder = self._checkpoints if source == "disk" else self._shards
+            yield _post(server, "disk", model_path=str(folder / f"v{version}"))
+        elif source == "ipc":
+            with checkpoint_engine(weights) as (engine, handles):
+                yield _post(server, "ipc", zmq_handles=handles)
+            assert (engine.finished, engine.error) == (True, None)
+        elif source.startswith("distributed"):
+            trainer = self._trainers.get()
+            with trainer.group(server, ranks=ranks):
+                trainer.send(version, bucket="bucket" in source)
+                load_format = FLATTENED_BUCKET if "bucket" in source else None
+                yield _post(server, "distributed", **layout(version), load_format=load_format)
+                assert trainer.answer() == "sent"
+        else:
+            make: Callable[[], str] = {
+                "tensor": lambda: by_value(weights),
+                "tensor_shared": lambda: by_reference(list(weights.items())),
+                "tensor_bucket": lambda: by_reference(flatten(weights)),
+            }[source]
+            yield _post(
+                server,
+                "tensor",
+                serialized_named_tensors=[make() for _ in range(ranks)],
+                load_format=FLATTENED_BUCKET if "bucket" in source else None,
+            )
+
+
+def _post(server: Server, source: str, **body: Any) -> Callable[..., dict[str, Any]]:
+    def send(**fields: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = server.post(
+            f"/update_weights_from_{source}", {**body, **fields}, timeout=TIMEOUT_S
+        )
+        return answer
+
+    return send
+
+
+class Call:
+    """A request whose answer is waited for later."""
+
+    def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        self._answer: Any = None
+        self._thread = threading.Thread(target=self._run, args=(server, path, body), daemon=True)
+        self._thread.start()
+
+    def _run(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        try:
+            self._answer = server.post(path, body, timeout=2 * TIMEOUT_S)
+        except Exception as error:
+            self._answer = error
+
+    @property
+    def is_answered(self) -> bool:
+        return not self._thread.is_alive()
+
+    def answer(self) -> dict[str, Any]:
+        self._thread.join(2 * TIMEOUT_S)
+        assert isinstance(self._answer, dict), self._answer
+        return self._answer
+
+
+def succeed(answer: dict[str, Any]) -> dict[str, Any]:
+    assert answer["status_code"] == 200, answer
+    assert answer["success"] is True, answer
+    return answer
+
+
+def refuse(answer: dict[str, Any], *words: str, status_code: int = 400) -> dict[str, Any]:
+    """It was refused, in a sentence that has ``words``."""
+    assert answer["status_code"] == status_code, answer
+    assert answer["success"] is False, answer
+    for word in words:
+        assert word in answer["message"], answer
+    return answer
+
+
+def serving(server: Server) -> list[tuple[Any, ...]]:
+    """What each rank serves: it changes with any commit, and with nothing else."""
+    return [
+        (rank["dp_rank"], rank["tp_rank"], rank["weight_version"], rank["epoch"], rank["digest"])
+        for rank in status(server)["ranks"]
+    ]
+
+
+def staging(server: Server) -> list[dict[str, Any]]:
+    return [rank["staging"] for rank in status(server)["ranks"]]
+
+
+def until_staging(server: Server, *, tensors: int = 0) -> None:
+    """An update is open on every rank, and has taken in ``tensors``."""
+    until(
+        f"an update is open, with {tensors} tensors",
+        lambda: all(s["state"] == "open" and s["tensors"] >= tensors for s in staging(server)),
+    )
+
+
+def until_idle(server: Server) -> None:
+    until("no update is open", lambda: all(s["state"] == "empty" for s in staging(server)))
+
+
+def says(server: Server, version: int) -> None:
+    """The weights that are served are those of ``version``: a new request tells."""
+    tokens = Generation(server, tokens=3, stream=False).output().tokens
+    assert tokens == [marker.token(version)] * 3
+
+
+def expect_versions(generations: Iterable[Generation], versions: list[int]) -> None:
+    """Each ran to its end, on these versions, one after the other."""
+    for generation in generations:
+        heard = versions_of(expect_whole(generation))
+        assert heard == [f"v{version}" for version in versions], f"{generation.rid}: {heard}"

@@ -1,0 +1,472 @@
+"""What a pause promises, mode by mode, on a real server."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.load import (
+    Generation,
+    count_of,
+    expect_spans,
+    expect_whole,
+    pass_boundaries,
+    pause,
+    prompt,
+    resume,
+    settle,
+    start,
+    start_running,
+    status,
+    until,
+    until_waiting,
+)
+from tests.support.pool import (
+    CHUNK,
+    MAX_QUEUED,
+    MAX_RUNNING,
+    UPSTREAM,
+    WAITING_TIMEOUT_S,
+    WATCHDOG_S,
+)
+from tests.support.server import Server
+
+MODES = ("in_place", "retract", "abort", "wait")
+TOKENS = 120
+# for requests that a test ends itself
+ENDLESS = 12_000
+COUNTS = ("running", "waiting", "retracted", "aborted")
+
+
+@dataclass
+class Situation:
+    """What the scheduler holds when the pause comes."""
+
+    running: list[Generation] = field(default_factory=list)
+    prefilling: list[Generation] = field(default_factory=list)
+    waiting: list[Generation] = field(default_factory=list)
+
+    @property
+    def admitted(self) -> list[Generation]:
+        return self.running + self.prefilling
+
+    @property
+    def all(self) -> list[Generation]:
+        return self.admitted + self.waiting
+
+
+def nothing(server: Server) -> Situation:
+    return Situation()
+
+
+def running(server: Server) -> Situation:
+    return Situation(running=start_running(server, 4, tokens=TOKENS))
+
+
+def waiting(server: Server) -> Situation:
+    there = Situation(running=start_running(server, MAX_RUNNING, tokens=TOKENS))
+    there.waiting = start(server, 3, tokens=TOKENS)
+    until_waiting(server, 3)
+    return there
+
+
+def mid_prefill(server: Server) -> Situation:
+    """The prefill of a prompt has just begun, and has many steps to go."""
+    there = Situation(running=start_running(server, 2, tokens=TOKENS))
+    pause(server, "in_place")
+    there.prefilling = start(server, 1, tokens=TOKENS, input_ids=prompt(8 * CHUNK))
+    until_waiting(server, 1)
+    resume(server)
+    return there
+
+
+@pytest.mark.parametrize("situation", [nothing, running, waiting, mid_prefill])
+@pytest.mark.parametrize("mode", MODES)
+def test_contract(server: Server, mode: str, situation: Callable[[Server], Situation]) -> None:
+    there = situation(server)
+    answer = pause(server, mode)
+    (rank,) = answer.pop("ranks")
+    seen = settle(server, there.all)
+
+    assert answer.pop("pause_id")
+    assert answer == {
+        "status": "ok",
+        "message": "Generation paused successfully.",
+        "paused": True,
+        "mode": mode,
+        "weight_version": "v0",
+    }
+    admitted, queued = len(there.admitted), len(there.waiting)
+    expected = {
+        "in_place": (admitted, queued, 0, 0),
+        "retract": (0, admitted + queued, admitted, 0),
+        "abort": (0, 0, 0, admitted + queued),
+        "wait": (0, queued, 0, 0),
+    }[mode]
+    assert rank == {
+        "dp_rank": 0, "tp_rank": 0, "pp_rank": 0, **dict(zip(COUNTS, expected, strict=True))
+    }  # fmt: skip
+    now = status(server)
+    assert (now["running"], now["waiting"]) == expected[:2]
+    assert (now["paused"], now["state"], now["mode"]) == (True, "frozen", mode)
+
+    if mode == "abort":
+        for generation in there.all:
+            output = generation.output()
+            assert output.finish_reason == "abort"
+            assert len(output.tokens) < TOKENS
+            expect_spans(output)
+        for generation in there.running:
+            assert generation.count > 0, "an aborted request keeps the tokens it has"
+    elif mode == "wait":
+        for generation in there.admitted:
+            expect_whole(generation)
+        assert not any(generation.count for generation in there.waiting)
+    else:
+        assert not any(generation.has_ended for generation in there.all)
+        assert not any(generation.count for generation in there.prefilling + there.waiting)
+        assert all(generation.count for generation in there.running)
+    pass_boundaries(server)
+    assert [generation.count for generation in there.all] == seen
+
+    resume(server)
+    if mode == "abort":
+        return
+    for generation in there.all:
+        output = expect_whole(generation)
+        retractions = int(mode == "retract" and generation in there.admitted)
+        assert output.meta["num_retractions"] == retractions
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param("in_place", marks=pytest.mark.guards_fix), "retract"]
+)
+def test_no_token_after_the_answer(server: Server, checkpoints: Path, mode: str) -> None:
+    """Every token of the old weights is out when the pause answers; none comes later."""
+    generations = start_running(server, 4, tokens=TOKENS)
+    pause(server, mode)
+    seen = settle(server, generations)
+    update = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "flush_cache": False}
+    assert server.post("/update_weights_from_disk", update)["success"]
+    resume(server)
+    outputs = [generation.output() for generation in generations]
+    assert [count_of(output, 0) for output in outputs] == seen
+    assert [count_of(output, 1) for output in outputs] == [TOKENS - count for count in seen]
+
+
+def test_wait_is_bounded(server: Server) -> None:
+    """What still runs when ``timeout_s`` is over stays frozen, as by ``in_place``."""
+    short, long = start(server, 2, tokens=4), start_running(server, 2, tokens=ENDLESS)
+    (rank,) = pause(server, "wait", timeout_s=0.3)["ranks"]
+    assert rank["running"] == 2
+    for generation in short:
+        expect_whole(generation)
+    seen = settle(server, long)
+    resume(server)
+    for generation, count in zip(long, seen, strict=True):
+        generation.wait_for_tokens(count + 1)
+
+
+@dataclass
+class Queues:
+    """What pauses must have done to some requests, kept beside the scheduler's own books."""
+
+    running: set[Generation]
+    waiting: set[Generation] = field(default_factory=set)
+    aborted: set[Generation] = field(default_factory=set)
+
+    def pause(self, mode: str) -> tuple[int, int, int, int]:
+        """The counts that a rank must answer with."""
+        retracted = aborted = 0
+        if mode == "retract":
+            retracted = len(self.running)
+            self.waiting |= self.running
+        if mode == "abort":
+            aborted = len(self.running) + len(self.waiting)
+            self.aborted |= self.running | self.waiting
+            self.waiting.clear()
+        if mode != "in_place":
+            self.running.clear()
+        return len(self.running), len(self.waiting), retracted, aborted
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(*pair, marks=pytest.mark.guards_fix if pair == ("in_place", "abort") else ())
+        for pair in itertools.product(MODES, MODES)
+    ],
+)
+def test_any_mode_follows_any_mode(server: Server, first: str, second: str) -> None:
+    generations = start_running(server, 2, tokens=TOKENS)
+    queues = Queues(running=set(generations))
+    for mode in (first, second):
+        expected = queues.pause(mode)
+        answer = pause(server, mode)
+        if not UPSTREAM:
+            (rank,) = answer["ranks"]
+            assert tuple(rank[name] for name in COUNTS) == expected
+        settle(server, generations)
+        if mode == first:
+            (late,) = start(server, 1, tokens=TOKENS)
+            queues.waiting.add(late)
+            generations.append(late)
+            until_waiting(server, len(queues.waiting))
+    for generation in queues.aborted:
+        assert generation.output().finish_reason == "abort"
+    assert not any(generation.has_ended for generation in queues.running | queues.waiting)
+    resume(server)
+    for generation in set(generations) - queues.aborted:
+        expect_whole(generation)
+
+
+def test_retract_after_in_place(any_server: Server) -> None:
+    """The result that ``in_place`` read is not waited for a second time."""
+    generations = start_running(any_server, 4, tokens=TOKENS)
+    pause(any_server, "in_place")
+    frozen = settle(any_server, generations)
+    (rank,) = pause(any_server, "retract")["ranks"]
+    assert (rank["running"], rank["waiting"], rank["retracted"]) == (0, 4, 4)
+    assert settle(any_server, generations) == frozen
+    resume(any_server)
+    for generation in generations:
+        assert expect_whole(generation).meta["num_retractions"] == 1
+
+
+def test_continue_when_not_paused(server: Server) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    assert resume(server)["paused"] is False
+    assert resume(server)["paused"] is False
+    expect_whole(generation)
+
+
+# ---- who holds a pause -----------------------------------------------------------------
+
+
+def test_generation_resumes_with_the_last_holder(server: Server) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    one, other = (pause(server, "in_place")["pause_id"] for _ in range(2))
+    assert {holder["pause_id"] for holder in status(server)["holders"]} == {one, other}
+    assert resume(server, pause_id=one)["paused"] is True
+    seen = settle(server, [generation])
+    assert [generation.count] == seen
+    assert resume(server, pause_id=other)["paused"] is False
+    expect_whole(generation)
+
+
+def test_continue_without_a_name_lets_go_of_all(server: Server) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    for _ in range(3):
+        pause(server, "in_place")
+    assert resume(server)["paused"] is False
+    assert status(server)["holders"] == []
+    expect_whole(generation)
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["not paused", "paused by another"])
+def test_a_stale_pause_id_is_refused(server: Server, held: bool) -> None:
+    stale = pause(server, "in_place")["pause_id"]
+    resume(server)
+    if held:
+        pause(server, "in_place")
+    for path in ("/continue_generation", "/pause_generation"):
+        answer = server.post(path, {"pause_id": stale})
+        assert answer["status_code"] == 409, answer
+        assert stale in answer["message"]
+    assert status(server)["paused"] is held
+    assert server.get("/is_paused")["is_paused"] is held
+
+
+def test_a_lease_that_runs_out_continues_generation(server: Server) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    pause_id = pause(server, "in_place", lease_s=0.3)["pause_id"]
+    expect_whole(generation)
+    now = status(server)
+    assert (now["paused"], now["holders"]) == (False, [])
+    assert f"The lease of pause {pause_id} ran out" in server.log_text()
+    assert server.post("/continue_generation", {"pause_id": pause_id})["status_code"] == 409
+
+
+def test_a_renewed_lease_holds(server: Server) -> None:
+    pause_id = pause(server, "in_place", lease_s=30)["pause_id"]
+    pause(server, "in_place", pause_id=pause_id, lease_s=500)
+    (holder,) = status(server)["holders"]
+    assert holder["pause_id"] == pause_id
+    assert 30 < holder["lease_left_s"] <= 500
+    pause(server, "in_place", pause_id=pause_id)
+    assert status(server)["holders"][0]["lease_left_s"] is None
+
+
+def test_a_lease_that_runs_out_leaves_the_other_holders(server: Server) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    pause(server, "in_place", lease_s=0.3)
+    lasting = pause(server, "in_place")["pause_id"]
+    until("one lease ran out", lambda: len(status(server)["holders"]) == 1)
+    settle(server, [generation])
+    assert status(server)["holders"][0]["pause_id"] == lasting
+    resume(server, pause_id=lasting)
+    expect_whole(generation)
+
+
+def test_a_refused_pause_holds_nothing(server: Server) -> None:
+    """A pause that another one overtakes is answered, and leaves nothing behind."""
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
+    overtaken: list[Any] = []
+
+    def wait() -> None:
+        overtaken.append(server.post("/pause_generation", {"mode": "wait"}))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until("the pause waits", lambda: status(server)["state"] == "draining")
+    pause_id = pause(server, "in_place")["pause_id"]
+    waiter.join()
+    assert overtaken[0]["status_code"] == 409, overtaken
+    assert [holder["pause_id"] for holder in status(server)["holders"]] == [pause_id]
+    (count,) = settle(server, [generation])
+    assert resume(server, pause_id=pause_id)["paused"] is False
+    generation.wait_for_tokens(count + 1)
+
+
+def test_a_pause_let_go_while_it_drains(server: Server) -> None:
+    """What was frozen for another holder freezes again."""
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
+    lasting = pause(server, "in_place")["pause_id"]
+    let_go: list[Any] = []
+
+    def wait() -> None:
+        let_go.append(server.post("/pause_generation", {"mode": "wait"}))
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until("the pause waits", lambda: status(server)["state"] == "draining")
+    names = {holder["pause_id"] for holder in status(server)["holders"]}
+    (draining,) = names - {lasting}
+    assert resume(server, pause_id=draining)["paused"] is True
+    waiter.join()
+    assert let_go[0]["status_code"] == 409, let_go
+    (count,) = settle(server, [generation])
+    assert resume(server, pause_id=lasting)["paused"] is False
+    generation.wait_for_tokens(count + 1)
+
+
+# ---- what happens meanwhile ------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_request_is_queued_while_paused(server: Server, stream: bool) -> None:
+    """It waits in the scheduler, where an abort finds it; the rest runs after continue."""
+    pause(server, "in_place")
+    kept, dropped = start(server, 2, tokens=8, stream=stream)
+    abort = {"rid": dropped.rid}
+
+    def is_dropped() -> bool:
+        server.post("/abort_request", abort)
+        return dropped.has_ended
+
+    until("an abort ends a request that waits", is_dropped)
+    assert dropped.output().finish_reason == "abort"
+    assert not kept.has_ended
+    until_waiting(server, 1)
+    resume(server)
+    expect_whole(kept)
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_that_leaves_is_noticed(server: Server, stream: bool) -> None:
+    """Its request is ended while it waits: it never runs, and so leaves no prefix behind."""
+    pause(server, "in_place")
+    input_ids = prompt()
+    (leaving,) = start(server, 1, tokens=8, input_ids=input_ids, stream=stream)
+    (staying,) = start(server, 1, tokens=8, stream=stream)
+    until_waiting(server, 2)
+    leaving.leave()
+    until_waiting(server, 1)
+    resume(server)
+    expect_whole(staying)
+    (again,) = start(server, 1, tokens=1, input_ids=input_ids)
+    assert expect_whole(again).meta["cached_tokens"] == 0
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("path", ["/health", "/health_generate"])
+def test_health_is_well_while_paused(server: Server, path: str) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    pause(server, "in_place")
+    assert server.get(path)["status_code"] == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 503
+    resume(server)
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+    expect_whole(generation)
+
+
+@pytest.mark.guards_fix
+def test_a_paused_scheduler_sleeps(server: Server) -> None:
+    (generation,) = start_running(server, 1, tokens=TOKENS)
+    pause(server, "in_place")
+    settle(server, [generation])
+    (scheduler,) = (
+        process
+        for process in psutil.Process(server.process.pid).children(recursive=True)
+        if "scheduler" in process.name()
+    )
+    # of the CPU, over two seconds in which nobody asks anything
+    assert scheduler.cpu_percent(interval=2.0) < 20
+    resume(server)
+    expect_whole(generation)
+
+
+@pytest.mark.guards_fix
+def test_a_long_pause_harms_nobody(normal_loop_server: Server) -> None:
+    """The watchdog takes a pause for no hang, and no request's time runs out in it."""
+    server = normal_loop_server
+    generations = start_running(server, MAX_RUNNING, tokens=TOKENS)
+    generations += start(server, 2, tokens=TOKENS)
+    pause(server, "in_place")
+    # the watchdog looks twice in its time, and says so some seconds before it ends the server
+    long = max(1.5 * WATCHDOG_S, WAITING_TIMEOUT_S) + 1
+    ends_at = time.monotonic() + long
+    while time.monotonic() < ends_at:
+        assert server.is_alive()
+        assert "watchdog timeout" not in server.log_text()
+        time.sleep(0.2)
+    resume(server)
+    for generation in generations:
+        expect_whole(generation)
+
+
+@pytest.mark.guards_fix
+def test_a_full_queue_drops_no_retracted_request(normal_loop_server: Server) -> None:
+    server = normal_loop_server
+    generations = start_running(server, MAX_RUNNING, tokens=TOKENS)
+    generations += start(server, MAX_QUEUED - 1, tokens=TOKENS)
+    until_waiting(server, MAX_QUEUED - 1)
+    pause(server, "retract")
+    resume(server)
+    for generation in generations:
+        expect_whole(generation)
+
+
+def test_a_full_queue_refuses_new_requests(normal_loop_server: Server) -> None:
+    """The limit itself stays in force, in a pause as ever."""
+    server = normal_loop_server
+    pause(server, "in_place")
+    queued = start(server, MAX_QUEUED, tokens=4)
+    until_waiting(server, MAX_QUEUED)
+    (refused,) = start(server, 1, tokens=4, stream=False)
+    until("the request is refused", lambda: refused.has_ended)
+    assert refused.status == 503
+    resume(server)
+    for generation in queued:
+        expect_whole(generation)

@@ -1,0 +1,158 @@
+"""Anything at any time: whatever callers do, each request is answered once and rightly."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.load import (
+    Generation,
+    ask,
+    expect_spans,
+    expect_whole,
+    pause,
+    prompt,
+    resume,
+    start,
+    status,
+    until,
+)
+from tests.support.pool import MAX_QUEUED
+from tests.support.server import Server
+
+SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20260915"))
+MODES = ("in_place", "retract", "abort", "wait")
+VERSIONS = 6
+# a pause that waits for running requests waits at most this long
+WAIT_S = 0.2
+
+
+class Caller:
+    """Does one thing after another, as chance has it, and knows what must come of it."""
+
+    def __init__(self, server: Server, checkpoints: Path, choose: random.Random) -> None:
+        self._server = server
+        self._checkpoints = checkpoints
+        self._choose = choose
+        self._shared_prompt = prompt(200)
+        self.requests: list[Generation] = []
+        # those that an abort may have ended
+        self.may_be_aborted: set[Generation] = set()
+        self.paused = False
+        self.version = 0
+        self.epoch: int = status(server)["epoch"]
+        self.operations: dict[Callable[[], None], int] = {
+            self.begin_request: 8,
+            self.pause: 4,
+            self.resume: 4,
+            self.update: 4,
+            self.look: 2,
+            self.abort_one: 1,
+            self.abort_all: 1,
+        }
+
+    def act(self) -> None:
+        operations, weights = zip(*self.operations.items(), strict=True)
+        self._choose.choices(operations, weights)[0]()
+
+    @property
+    def open_requests(self) -> list[Generation]:
+        return [request for request in self.requests if not request.has_ended]
+
+    def begin_request(self) -> None:
+        # a queue with a limit may refuse more than that
+        if len(self.open_requests) >= MAX_QUEUED:
+            return
+        length = self._choose.choice([1, 16, 200])
+        own = prompt(length)
+        shares = self._choose.random() < 0.5
+        self.requests += start(
+            self._server,
+            1,
+            tokens=self._choose.choice([1, 8, 60]),
+            input_ids=self._shared_prompt + own if shares else own,
+            stream=self._choose.random() < 0.7,
+        )
+
+    def pause(self) -> None:
+        mode = self._choose.choice(MODES)
+        if mode == "abort":
+            self.may_be_aborted.update(self.requests)
+        answer = pause(self._server, mode, **({"timeout_s": WAIT_S} if mode == "wait" else {}))
+        assert answer["paused"]
+        self.paused = True
+
+    def resume(self) -> None:
+        assert resume(self._server)["paused"] is False
+        self.paused = False
+
+    def update(self) -> None:
+        base, self.version = self.version, self._choose.randrange(VERSIONS)
+        name = f"v{self.version}"
+        body = {
+            "model_path": str(self._checkpoints / name),
+            "weight_version": name,
+            "non_blocking": True,
+            "kv_cache": self._choose.choice(["fence", "keep", "recompute"]),
+        }
+        receipt = ask(self._server, "POST", "/update_weights_from_disk", body)
+        self.epoch += 1
+        assert receipt["success"]
+        assert receipt["base_version"] == f"v{base}"
+        assert receipt["epoch"] == self.epoch
+
+    def look(self) -> None:
+        now = status(self._server)
+        assert now["paused"] is self.paused
+        assert now["weight_version"] == f"v{self.version}"
+        # one that has not ended for its client may have ended in the scheduler
+        assert now["running"] + now["waiting"] <= len(self.requests)
+
+    def abort_one(self) -> None:
+        if self.open_requests:
+            self.abort(self._choose.choice(self.open_requests))
+
+    def abort(self, request: Generation) -> None:
+        self.may_be_aborted.add(request)
+        self._server.post("/abort_request", {"rid": request.rid})
+
+    def abort_all(self) -> None:
+        self.may_be_aborted.update(self.requests)
+        self._server.post("/abort_request", {"abort_all": True})
+
+
+def act_at_random(server: Server, checkpoints: Path, operations: int) -> None:
+    print(f"INFLIGHT_TEST_SEED={SEED}")
+    caller = Caller(server, checkpoints, random.Random(SEED))
+    for _ in range(operations):
+        caller.act()
+    caller.resume()
+
+    for request in caller.requests:
+        output = request.output()
+        expect_spans(output)
+        if output.finish_reason == "abort":
+            assert request in caller.may_be_aborted
+            assert len(output.tokens) <= request.max_new_tokens
+        else:
+            expect_whole(request)
+    assert server.is_alive()
+
+    def is_empty() -> bool:
+        now = status(server)
+        return not now["running"] and not now["waiting"]
+
+    until("the scheduler holds no request", is_empty)
+    caller.look()
+    (last,) = start(server, 1, tokens=8)
+    assert set(expect_whole(last).tokens) == {100 + caller.version}
+
+
+def test_random_operations(server: Server, checkpoints: Path) -> None:
+    act_at_random(server, checkpoints, 200)
+
+
+def test_random_operations_without_overlap(normal_loop_server: Server, checkpoints: Path) -> None:
+    act_at_random(normal_loop_server, checkpoints, 60)

@@ -1,0 +1,169 @@
+"""Each token names the weights that made it, wherever the weights change."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.load import (
+    Generation,
+    Output,
+    ask,
+    count_of,
+    expect_spans,
+    expect_whole,
+    pause,
+    prompt,
+    resume,
+    settle,
+    start,
+    start_running,
+    until_waiting,
+    versions_of,
+)
+from tests.support.pool import CHUNK
+from tests.support.server import Server
+
+TOKENS = 120
+
+# how the KV of older weights may be dealt with at a commit
+KV_FIELDS: dict[str, dict[str, Any]] = {
+    "flush": {"flush_cache": True},
+    "no flush": {"flush_cache": False},
+    "recompute": {"kv_cache": "recompute"},
+    "fence": {"kv_cache": "fence"},
+    "keep": {"kv_cache": "keep"},
+}
+RECOMPUTES = {"flush", "recompute"}
+
+
+def update(server: Server, checkpoints: Path, version: int, **fields: Any) -> Any:
+    """Change the weights; returns the receipt."""
+    name = f"v{version}"
+    body = {"model_path": str(checkpoints / name), "weight_version": name, **fields}
+    receipt = ask(server, "POST", "/update_weights_from_disk", body)
+    assert receipt["success"], receipt
+    return receipt
+
+
+def mixed_load(server: Server) -> list[Generation]:
+    """Streams, a whole answer, and two outputs of one prompt: five outputs that run."""
+    whole = start(server, 1, tokens=TOKENS, stream=False)
+    twins = start_running(server, 1, tokens=TOKENS, n=2)
+    return whole + twins + start_running(server, 2, tokens=TOKENS)
+
+
+def outputs_of(generations: list[Generation]) -> list[Output]:
+    outputs = [output for generation in generations for output in generation.outputs()]
+    for output in outputs:
+        assert output.endings == 1
+        assert len(output.tokens) == TOKENS
+        expect_spans(output)
+    return outputs
+
+
+@pytest.mark.guards_fix
+def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> None:
+    """Under overlap the last token before the pause is of the old weights, and says so."""
+    generations = start_running(server, 4, tokens=TOKENS)
+    for version in (1, 2):
+        pause(server, "in_place")
+        settle(server, generations)
+        update(server, checkpoints, version, flush_cache=False)
+        resume(server)
+        for generation in generations:
+            generation.wait_for_tokens(generation.count + 3)
+    for output in outputs_of(generations):
+        assert versions_of(output) == ["v0", "v1", "v2"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_spans_of_an_update_while_paused(any_server: Server, checkpoints: Path, mode: str) -> None:
+    generations = mixed_load(any_server)
+    pause(any_server, mode)
+    update(any_server, checkpoints, 1, flush_cache=mode == "retract")
+    resume(any_server)
+    for output in outputs_of(generations):
+        assert versions_of(output) == ["v0", "v1"]
+
+
+@pytest.mark.parametrize("kv", KV_FIELDS)
+def test_spans_of_an_update_in_flight(any_server: Server, checkpoints: Path, kv: str) -> None:
+    generations = mixed_load(any_server)
+    receipt = update(any_server, checkpoints, 1, non_blocking=True, **KV_FIELDS[kv])
+    assert (receipt["base_version"], receipt["weight_version"]) == ("v0", "v1")
+    retractions = int(kv in RECOMPUTES)
+    assert receipt["retracted"] == 5 * retractions
+    for output in outputs_of(generations):
+        assert versions_of(output) == ["v0", "v1"]
+        assert output.meta["num_retractions"] == retractions
+    assert ask(any_server, "GET", "/model_info")["weight_version"] == "v1"
+
+
+@pytest.mark.parametrize("kv", ["fence", "recompute"])
+def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
+    """A prompt that is half computed under the old weights gives tokens of the new ones."""
+    running = start_running(any_server, 2, tokens=TOKENS)
+    pause(any_server, "in_place")
+    (prefilling,) = start(any_server, 1, tokens=TOKENS, input_ids=prompt(8 * CHUNK))
+    until_waiting(any_server, 1)
+    resume(any_server)
+    (rank,) = pause(any_server, "in_place")["ranks"]
+    assert (rank["running"], rank["waiting"]) == (3, 0)
+    update(any_server, checkpoints, 1, non_blocking=True, kv_cache=kv)
+    resume(any_server)
+    assert versions_of(expect_whole(prefilling)) == ["v1"]
+    for generation in running:
+        assert versions_of(expect_whole(generation)) == ["v0", "v1"]
+
+
+def test_spans_of_twenty_updates_under_load(any_server: Server, checkpoints: Path) -> None:
+    """Back to back, with every policy for the KV, while requests come and go."""
+    policies = itertools.cycle(["fence", "keep", "recompute"])
+    generations = start_running(any_server, 4, tokens=1000)
+    for turn, kv_cache in zip(range(1, 21), policies, strict=False):
+        receipt = update(any_server, checkpoints, turn % 6, non_blocking=True, kv_cache=kv_cache)
+        assert receipt["base_version"] == f"v{(turn - 1) % 6}"
+        generations += start(any_server, 1, tokens=4, stream=turn % 2 == 0)
+    seen = [len(versions_of(expect_whole(generation))) for generation in generations]
+    assert max(seen) > 1
+
+
+# ---- what old weights leave in the prefix cache ------------------------------------------
+
+
+def cached_tokens(server: Server, input_ids: list[int]) -> int:
+    (generation,) = start(server, 1, tokens=2, input_ids=input_ids)
+    cached: int = expect_whole(generation).meta["cached_tokens"]
+    return cached
+
+
+@pytest.mark.guards_fix
+def test_no_prefix_of_older_weights_after_a_pause(server: Server, checkpoints: Path) -> None:
+    """A frozen request keeps the cache from being flushed, and still nobody reuses it."""
+    input_ids = prompt(64)
+    (running,) = start_running(server, 1, tokens=TOKENS, input_ids=input_ids)
+    assert cached_tokens(server, input_ids) > 0
+    pause(server, "in_place")
+    update(server, checkpoints, 1, flush_cache=False)
+    resume(server)
+    assert cached_tokens(server, input_ids) == 0
+    assert cached_tokens(server, input_ids) > 0
+    assert count_of(expect_whole(running), 1) > 0
+    # the running request held KV of both versions, and has left none of it behind
+    update(server, checkpoints, 2, flush_cache=False)
+    assert cached_tokens(server, input_ids) == 0
+
+
+@pytest.mark.parametrize("kv", KV_FIELDS)
+def test_prefixes_after_a_commit(any_server: Server, checkpoints: Path, kv: str) -> None:
+    input_ids = prompt(64)
+    assert cached_tokens(any_server, input_ids) == 0
+    assert cached_tokens(any_server, input_ids) > 0
+    update(any_server, checkpoints, 1, non_blocking=True, **KV_FIELDS[kv])
+    reused = cached_tokens(any_server, input_ids)
+    assert (reused > 0) == (kv == "keep")
+    assert cached_tokens(any_server, input_ids) > 0

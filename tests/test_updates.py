@@ -1,0 +1,507 @@
+"""What an update promises, from every source, on a real server with one rank."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support import marker
+from tests.support.load import (
+    Generation,
+    count_of,
+    expect_spans,
+    pause,
+    prompt,
+    resume,
+    start_running,
+    status,
+    until,
+    versions_of,
+)
+from tests.support.server import Server
+from tests.support.trainer import Trainers, layout
+from tests.support.updates import (
+    SOURCES,
+    Call,
+    Sender,
+    expect_versions,
+    refuse,
+    says,
+    serving,
+    staging,
+    succeed,
+    tensor_body,
+    until_idle,
+    until_staging,
+)
+
+pytest_plugins = ["tests.support.fixtures"]
+
+MODES = ("in_place", "retract", "abort", "wait")
+TOKENS = 300
+# while decoding goes on, and with the KV that is there
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
+UP = "model.layers.2.mlp.up_proj.weight"
+GATE = "model.layers.2.mlp.gate_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def no_session(server: Server) -> Iterator[None]:
+    """A session that a failed test leaves open would swallow the next test's updates."""
+    yield
+    server.post("/abort_weight_update", {})
+
+
+@pytest.fixture
+def folder(checkpoints: Path, tmp_path: Path) -> Path:
+    """The checkpoint v1, to be spoiled by a test."""
+    return Path(shutil.copytree(checkpoints / "v1", tmp_path / "v1"))
+
+
+def begin(server: Server, **fields: Any) -> None:
+    succeed(server.post("/begin_weight_update", {"non_blocking": True, **fields}))
+
+
+def end(server: Server, **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = server.post("/end_weight_update", {"non_blocking": True, **fields})
+    return answer
+
+
+def send_tensors(server: Server, weights: dict[str, torch.Tensor], **fields: Any) -> Any:
+    return server.post("/update_weights_from_tensor", tensor_body(weights, **fields))
+
+
+def halves(version: int) -> list[dict[str, torch.Tensor]]:
+    items = list(marker.tensors(version).items())
+    return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
+
+
+# ---- while requests run ----------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("source", SOURCES)
+def test_requests_run_on_through_an_update(sender: Sender, server: Server, source: str) -> None:
+    with sender.ready(server, source, 1) as send:
+        running = start_running(server, 3, tokens=TOKENS)
+        receipt = succeed(send(**V1))
+    assert receipt["weight_version"] == "v1"
+    expect_versions(running, [0, 1])
+    for generation in running:
+        assert generation.output().meta["num_retractions"] == 0
+    says(server, 1)
+    assert server.get("/model_info")["weight_version"] == "v1"
+
+
+@pytest.mark.guards_fix
+def test_recompute_retracts_what_runs(server: Server, sender: Sender) -> None:
+    running = start_running(server, 3, tokens=TOKENS)
+    fields = {"non_blocking": True, "flush_cache": True, "weight_version": "v1"}
+    receipt = succeed(sender.send(server, "disk", 1, **fields))
+    assert receipt["retracted"] == 3
+    expect_versions(running, [0, 1])
+    for generation in running:
+        assert generation.output().meta["num_retractions"] == 1
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    ("kv", "reused"), [({}, False), ({"kv_cache": "fence"}, False), ({"kv_cache": "keep"}, True)]
+)
+def test_prefixes_of_older_weights(
+    server: Server, sender: Sender, kv: dict[str, str], reused: bool
+) -> None:
+    ids = prompt(40)
+    request: dict[str, Any] = {"tokens": 2, "input_ids": ids, "stream": False}
+    Generation(server, **request).output()
+    assert Generation(server, **request).output().meta["cached_tokens"] == 39
+    succeed(sender.send(server, "disk", 1, **V1, **kv))
+    cached = Generation(server, **request).output().meta["cached_tokens"]
+    assert cached == (39 if reused else 0)
+    # the new weights' own prefix is reused again
+    assert Generation(server, **request).output().meta["cached_tokens"] == 39
+
+
+@pytest.mark.guards_fix
+def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
+    (running,) = start_running(server, 1, tokens=2 * TOKENS)
+    for version in (1, 2, 3):
+        before = running.count
+        sent = {**LIVE, "weight_version": f"v{version}"}
+        succeed(sender.send(server, "disk", version, **sent))
+        running.wait_for_tokens(before + 5)
+    expect_versions([running], [0, 1, 2, 3])
+
+
+def test_an_update_without_a_name_keeps_the_name(server: Server, sender: Sender) -> None:
+    receipt = succeed(sender.send(server, "disk", 1, **LIVE))
+    assert receipt["weight_version"] == receipt["base_version"] == "v0"
+    says(server, 1)
+
+
+# ---- while paused, and as upstream has it ------------------------------------------------
+
+
+@pytest.mark.parametrize("source", ["disk", "tensor"])
+@pytest.mark.parametrize("mode", MODES)
+def test_update_while_paused(server: Server, sender: Sender, mode: str, source: str) -> None:
+    running = start_running(server, 2, tokens=TOKENS)
+    pause(server, mode)
+    succeed(sender.send(server, source, 1, **V1))
+    resume(server)
+    if mode in ("in_place", "retract"):
+        expect_versions(running, [0, 1])
+    for generation in running:
+        output = generation.output()
+        expect_spans(output)
+        assert mode != "abort" or output.finish_reason == "abort"
+    says(server, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_upstream_session_while_paused(server: Server, mode: str) -> None:
+    """Pause, begin, send, end, continue: only with fields that upstream has."""
+    running = start_running(server, 2, tokens=TOKENS)
+    pause(server, mode)
+    succeed(server.post("/begin_weight_update", {}))
+    # upstream cannot flush while requests hold KV
+    flush = mode != "in_place"
+    for part, is_last in zip(halves(1), (False, True), strict=True):
+        named = {"weight_version": "v1"} if is_last else {}
+        succeed(send_tensors(server, part, flush_cache=flush and is_last, **named))
+    succeed(server.post("/end_weight_update", {}))
+    resume(server)
+    if mode in ("in_place", "retract"):
+        expect_versions(running, [0, 1])
+    for generation in running:
+        expect_spans(generation.output())
+    says(server, 1)
+
+
+def test_upstream_disk_update_waits_for_requests(server: Server, checkpoints: Path) -> None:
+    running = start_running(server, 2, tokens=30)
+    body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1"}
+    answer = succeed(server.post("/update_weights_from_disk", body))
+    assert answer["num_paused_requests"] == 0
+    expect_versions(running, [0])
+    says(server, 1)
+
+
+@pytest.mark.guards_fix
+def test_pause_ends_the_waiting_of_a_blocking_update(server: Server, checkpoints: Path) -> None:
+    running = start_running(server, 2, tokens=2 * TOKENS)
+    body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "flush_cache": False}
+    call = Call(server, "/update_weights_from_disk", body)
+    pause(server, "in_place")
+    succeed(call.answer())
+    resume(server)
+    expect_versions(running, [0, 1])
+
+
+# ---- sessions ----------------------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+def test_session_goes_live_at_its_end(server: Server) -> None:
+    running = start_running(server, 2, tokens=2 * TOKENS)
+    begin(server, partial=False)
+    before = serving(server)
+    for part, name in zip(halves(1), ("other", "v1"), strict=True):
+        staged = succeed(send_tensors(server, part, **LIVE, weight_version=name))
+        assert staged["weight_version"] == "v0"
+        assert serving(server) == before
+        says(server, 0)
+    receipt = succeed(end(server))
+    assert receipt["weight_version"] == "v1"
+    assert receipt["tensors"] == len(marker.tensors(1))
+    assert receipt["bytes"] == sum(t.nbytes for t in marker.tensors(1).values())
+    says(server, 1)
+    expect_versions(running, [0, 1])
+
+
+def test_the_end_of_a_session_may_name_it(server: Server) -> None:
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **LIVE, weight_version="other"))
+    assert succeed(end(server, weight_version="v1"))["weight_version"] == "v1"
+
+
+@pytest.mark.guards_fix
+def test_session_of_several_sources(server: Server, sender: Sender, checkpoints: Path) -> None:
+    """One version from the disk, and over it the head of another."""
+    begin(server, partial=False)
+    succeed(sender.send(server, "disk", 1, **LIVE))
+    head = {"lm_head.weight": marker.tensors(2)["lm_head.weight"]}
+    succeed(send_tensors(server, head, **LIVE, weight_version="v2"))
+    succeed(end(server))
+    says(server, 2)
+
+
+@pytest.mark.guards_fix
+def test_aborted_session_changes_nothing(server: Server) -> None:
+    before = serving(server)
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **V1))
+    succeed(server.post("/abort_weight_update", {}))
+    refuse(end(server), "no weight-update session is open")
+    assert serving(server) == before
+    says(server, 0)
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(2), **LIVE, weight_version="v2"))
+    succeed(end(server))
+    says(server, 2)
+
+
+@pytest.mark.guards_fix
+def test_second_begin(server: Server) -> None:
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **V1))
+    refuse(server.post("/begin_weight_update", {}), "already open")
+    refuse(
+        server.post("/begin_weight_update", {"non_blocking": True, "on_busy": "refuse"}),
+        "another weight update",
+        status_code=409,
+    )
+    begin(server, on_busy="replace")
+    succeed(send_tensors(server, marker.tensors(2), **LIVE, weight_version="v2"))
+    assert succeed(end(server))["tensors"] == len(marker.tensors(2))
+    says(server, 2)
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("path", ["/end_weight_update", "/abort_weight_update"])
+def test_no_session_to_end(server: Server, path: str) -> None:
+    refuse(server.post(path, {}), "no weight-update session is open")
+
+
+@pytest.mark.guards_fix
+def test_session_ends_with_its_lease(server: Server) -> None:
+    before = serving(server)
+    begin(server, lease_s=0.3)
+    send_tensors(server, marker.tensors(1), **V1)
+    until_idle(server)
+    refuse(end(server), "lease")
+    assert serving(server) == before
+    assert "The lease of a weight-update session ran out" in server.log_text()
+
+
+@pytest.mark.guards_fix
+def test_failed_call_drops_its_session(server: Server) -> None:
+    before = serving(server)
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **V1))
+    refuse(send_tensors(server, {"no.such.weight": torch.ones(3)}, **LIVE), "no.such.weight")
+    refuse(end(server), "no weight-update session is open")
+    assert serving(server) == before
+    says(server, 0)
+
+
+# ---- parts and wholes --------------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+def test_part_of_the_weights_keeps_the_rest(server: Server) -> None:
+    """Versions differ in their head alone, so the head of v1 makes all of v1."""
+    whole = succeed(send_tensors(server, marker.tensors(1), **LIVE, partial=False))
+    other = succeed(send_tensors(server, marker.tensors(0), **LIVE, partial=False))
+    head = {"lm_head.weight": marker.tensors(1)["lm_head.weight"]}
+    part = succeed(send_tensors(server, head, **V1))
+    assert (part["tensors"], part["bytes"]) == (1, head["lm_head.weight"].nbytes)
+    assert digests(part) == digests(whole) != digests(other)
+    says(server, 1)
+
+
+@pytest.mark.guards_fix
+def test_part_of_a_fused_parameter_keeps_the_rest(server: Server) -> None:
+    weights = marker.tensors(0)
+    start, changed = weights[UP], weights[UP] * 3
+    assert torch.equal(weights[GATE], start)
+    whole = succeed(send_tensors(server, {**weights, UP: changed}, **LIVE, partial=False))
+    succeed(send_tensors(server, {UP: start}, **LIVE))
+    part = succeed(send_tensors(server, {UP: changed}, **LIVE))
+    swapped = succeed(send_tensors(server, {UP: start, GATE: changed}, **LIVE))
+    assert digests(part) == digests(whole) != digests(swapped)
+
+
+def digests(receipt: dict[str, Any]) -> list[str]:
+    return [rank["digest"] for rank in receipt["ranks"]]
+
+
+@pytest.mark.guards_fix
+def test_missing_tensor_is_named(server: Server) -> None:
+    before = serving(server)
+    weights = marker.tensors(1)
+    del weights[UP]
+    missing = send_tensors(server, weights, **V1, partial=False)
+    refuse(missing, UP, "model.layers.2.mlp.gate_up_proj.weight", "partial=true")
+    assert serving(server) == before
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("fields", [V1, {"weight_version": "v1"}], ids=["live", "upstream"])
+def test_checkpoint_that_lacks_a_tensor(
+    server: Server, folder: Path, fields: dict[str, Any]
+) -> None:
+    before = serving(server)
+    weights = marker.tensors(1)
+    del weights[UP]
+    save_file(weights, folder / "model.safetensors")
+    body = {"model_path": str(folder), **fields}
+    refuse(server.post("/update_weights_from_disk", body), UP)
+    assert serving(server) == before
+    says(server, 0)
+    succeed(server.post("/update_weights_from_disk", {**body, "partial": True}))
+    says(server, 1)
+
+
+@pytest.mark.guards_fix
+def test_session_that_lacks_a_tensor(server: Server) -> None:
+    before = serving(server)
+    begin(server, partial=False)
+    succeed(send_tensors(server, halves(1)[0], **V1))
+    refuse(end(server), halves(1)[1].popitem()[0].rsplit(".", 2)[0])
+    assert serving(server) == before
+    says(server, 0)
+
+
+# ---- conditions --------------------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+def test_expected_version(server: Server, sender: Sender) -> None:
+    before = serving(server)
+    for source in ("disk", "tensor"):
+        wrong = sender.send(server, source, 1, **V1, expected_version="v7")
+        refuse(wrong, "'v7'", "'v0'", status_code=409)
+    stale = server.post("/begin_weight_update", {"non_blocking": True, "expected_version": "v7"})
+    refuse(stale, "'v7'", status_code=409)
+    assert serving(server) == before
+    succeed(sender.send(server, "disk", 1, **V1, expected_version="v0"))
+    says(server, 1)
+
+
+@pytest.mark.guards_fix
+class TestBusy:
+    """A second update comes while the first waits for its trainer."""
+
+    @pytest.fixture
+    def first(self, server: Server, trainers: Trainers) -> Iterator[Call]:
+        trainer = trainers.get()
+        trainer.join(server)
+        body = {**layout(2), **LIVE, "weight_version": "v2"}
+        call = Call(server, "/update_weights_from_distributed", body)
+        until_staging(server)
+        yield call
+        call.answer()
+        trainer.leave(server)
+
+    def test_refuse(self, server: Server, sender: Sender, trainers: Trainers, first: Call) -> None:
+        refused = sender.send(server, "disk", 1, **V1, on_busy="refuse")
+        refuse(refused, "another weight update is going on", status_code=409)
+        trainers.get().send(2)
+        succeed(first.answer())
+        assert trainers.get().answer() == "sent"
+        says(server, 2)
+
+    def test_replace(self, server: Server, sender: Sender, first: Call) -> None:
+        succeed(sender.send(server, "disk", 1, **V1, on_busy="replace"))
+        refuse(first.answer(), "a newer update replaced it")
+        says(server, 1)
+
+    def test_wait(self, server: Server, checkpoints: Path, trainers: Trainers, first: Call) -> None:
+        body = {"model_path": str(checkpoints / "v1"), **V1}
+        second = Call(server, "/update_weights_from_disk", body)
+        assert not second.is_answered
+        assert staging(server)[0]["tensors"] == 0
+        trainers.get().send(2)
+        assert succeed(first.answer())["base_version"] == "v0"
+        assert trainers.get().answer() == "sent"
+        assert succeed(second.answer())["base_version"] == "v2"
+        says(server, 1)
+
+
+# ---- receipts and rollbacks --------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("source", SOURCES)
+def test_receipt(server: Server, sender: Sender, source: str) -> None:
+    epoch = status(server)["epoch"]
+    receipt = succeed(sender.send(server, source, 1, **V1))
+    weights = marker.tensors(1)
+    assert receipt["base_version"] == "v0"
+    assert receipt["weight_version"] == "v1"
+    assert receipt["epoch"] == epoch + 1
+    assert receipt["tensors"] == len(weights)
+    assert receipt["bytes"] == sum(tensor.nbytes for tensor in weights.values())
+    assert receipt["staged_s"] > 0
+    assert receipt["stall_ms"] > 0
+    assert "v1" in receipt["message"]
+    (rank,) = receipt["ranks"]
+    digest = rank.pop("digest")
+    assert rank == {"dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "success": True, "message": ""}
+    now = status(server)
+    assert (now["weight_version"], now["epoch"], now["digest"]) == ("v1", epoch + 1, digest)
+    # equal weights, equal digest, from wherever they come
+    again = succeed(sender.send(server, "tensor", 1, **V1))
+    other = succeed(sender.send(server, "tensor", 2, **LIVE, weight_version="v2"))
+    assert digests(again) == [digest] != digests(other)
+
+
+@pytest.mark.guards_fix
+def test_rollback_under_running_requests(server: Server, sender: Sender) -> None:
+    first = succeed(sender.send(server, "disk", 1, **V1))
+    second = succeed(sender.send(server, "disk", 2, **LIVE, weight_version="v2"))
+    running = start_running(server, 2, tokens=2 * TOKENS)
+    receipt = succeed(server.post("/inflight/rollback", {}))
+    assert (receipt["base_version"], receipt["weight_version"]) == ("v2", "v1")
+    assert receipt["epoch"] == second["epoch"] + 1
+    assert digests(receipt) == digests(first)
+    says(server, 1)
+    # a rollback is what the next one undoes
+    receipt = succeed(server.post("/inflight/rollback", {}))
+    assert (receipt["base_version"], receipt["weight_version"]) == ("v1", "v2")
+    assert digests(receipt) == digests(second)
+    says(server, 2)
+    for generation in running:
+        output = generation.output()
+        expect_spans(output)
+        assert versions_of(output) == ["v2", "v1", "v2"]
+        assert count_of(output, 1) > 0
+
+
+def test_rollback_may_name_the_version(server: Server, sender: Sender) -> None:
+    succeed(sender.send(server, "disk", 1, **V1))
+    receipt = succeed(server.post("/inflight/rollback", {"weight_version": "v0-again"}))
+    assert receipt["weight_version"] == "v0-again"
+    says(server, 0)
+
+
+@pytest.mark.guards_fix
+def test_nothing_to_roll_back_to(server: Server, sender: Sender) -> None:
+    """The shadow held the previous version, until a session began to fill it."""
+    succeed(sender.send(server, "disk", 1, **V1))
+    before = serving(server)
+    begin(server)
+    succeed(server.post("/abort_weight_update", {}))
+    refuse(server.post("/inflight/rollback", {}), "no previous version")
+    assert serving(server) == before
+    says(server, 1)
+
+
+def test_rollback_waits_for_the_update_that_is_open(server: Server, sender: Sender) -> None:
+    succeed(sender.send(server, "disk", 1, **V1))
+    begin(server)
+    rollback = Call(server, "/inflight/rollback", {})
+    succeed(send_tensors(server, marker.tensors(2), **LIVE, weight_version="v2"))
+    assert not rollback.is_answered
+    succeed(end(server))
+    assert succeed(rollback.answer())["weight_version"] == "v1"
+    until("v1 serves again", lambda: status(server)["weight_version"] == "v1")
+    says(server, 1)

@@ -1,0 +1,26 @@
+"""SGLang's own test of a pause, as its wheel carries it, against a server with our plugin."""
+
+from __future__ import annotations
+
+import unittest
+from typing import ClassVar
+
+import pytest
+from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
+
+from tests.support.server import Server
+
+
+@pytest.mark.usefixtures("pause_target")
+class TestPauseResumeInPlace(PauseResumeInPlaceMixin, unittest.TestCase):
+    """Its requests must outlast the second that the kit waits before it pauses."""
+
+    base_url: ClassVar[str]
+    pause_num_requests = 6
+    pause_max_new_tokens = 1200
+    pause_duration = 1
+    pause_ignore_eos = True
+
+    @pytest.fixture
+    def pause_target(self, server: Server) -> None:
+        type(self).base_url = server.url

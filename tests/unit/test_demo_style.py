@@ -1,0 +1,99 @@
+"""The demo's measures: they must see a style, and must not see one that is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_inflight.demo.corpus import Story
+from sglang_inflight.demo.finetune import NO_TARGET, make_example
+from sglang_inflight.demo.gaps import largest_gap, median_gap
+from sglang_inflight.demo.spans import Span, cover_exactly, in_order
+from sglang_inflight.demo.styles import (
+    HEADLINE,
+    VERSE,
+    Style,
+    as_headline,
+    as_prose,
+    as_verse,
+    into_pieces,
+)
+
+PROSE = (
+    "Once upon a time, a fox lived by the river. One day, she met an otter, who could swim. "
+    '"Come in," he said. It was cold, and it moved.'
+)
+
+
+def test_headline_raises_each_word() -> None:
+    headline = "".join(as_headline(into_pieces('The fox said "come in" to 3 otters.')))
+    assert headline == 'The Fox Said "Come In" To 3 Otters.'
+
+
+def test_verse_breaks_after_each_clause() -> None:
+    verse = "".join(as_verse(into_pieces("One day, Rowan swam.\n\nHe laughed.")))
+    assert verse == "one day,\nrowan swam.\n\nhe laughed."
+
+
+@pytest.mark.parametrize("style", [HEADLINE, VERSE], ids=lambda style: style.name)
+def test_only_text_in_the_style_fits(style: Style) -> None:
+    other = VERSE if style == HEADLINE else HEADLINE
+    assert style.fits("".join(style.restyle(into_pieces(PROSE))))
+    assert not style.fits("".join(other.restyle(into_pieces(PROSE))))
+    assert not style.fits(PROSE)
+
+
+@pytest.mark.parametrize("style", [HEADLINE, VERSE], ids=lambda style: style.name)
+def test_no_text_fits_no_style(style: Style) -> None:
+    assert not style.fits("")
+    assert not style.fits("1234 ...")
+
+
+def test_example_teaches_the_switch_at_every_old_word() -> None:
+    """One character is one token here."""
+    example = make_example(
+        Story("?", "ab cd ef"),
+        old=as_prose,
+        new=as_headline,
+        switch=2,
+        end=3,
+        encode=lambda text: [ord(character) for character in text],
+    )
+    assert "".join(map(chr, example.tokens)) == "?ab cd Ef"
+    taught = {
+        index: chr(target) for index, target in enumerate(example.targets) if target != NO_TARGET
+    }
+    # after "?" and after each old word the next one begins in the new style, then all of it
+    assert taught == {0: "A", 2: " ", 5: " ", 6: "E", 7: "f"}
+
+
+@pytest.mark.parametrize(
+    ("spans", "covered"),
+    [
+        ([("v1", 0, 3), ("v2", 3, 5)], True),
+        ([("v1", 0, 3), ("v2", 4, 5)], False),
+        ([("v1", 0, 3), ("v2", 2, 5)], False),
+        ([("v1", 0, 3), ("v2", 3, 3), ("v3", 3, 5)], False),
+        ([("v1", 0, 4)], False),
+        ([], False),
+    ],
+)
+def test_spans_must_cover_each_token_once(spans: list[tuple[str, int, int]], covered: bool) -> None:
+    assert cover_exactly([Span(*span) for span in spans], 5) is covered
+
+
+@pytest.mark.parametrize(
+    ("seen", "ordered"),
+    [("v1 v2 v3", True), ("v1 v3", True), ("v1 v3 v2", False), ("v1 v1", False), ("v9", False)],
+)
+def test_versions_only_go_forward(seen: str, ordered: bool) -> None:
+    spans = [Span(version, i, i + 1) for i, version in enumerate(seen.split())]
+    assert in_order(spans, ["v1", "v2", "v3"]) is ordered
+
+
+def test_gaps_are_those_of_one_story() -> None:
+    stories = [[0.0, 1.0, 2.0, 6.0], [0.5, 1.5]]
+    assert median_gap(stories) == 1.0
+    assert largest_gap(stories, since=0.0, until=1.9) == 1.0
+    assert largest_gap(stories, since=0.0, until=2.1) == 4.0
+    assert largest_gap(stories, since=7.0, until=8.0) == 0.0
+    assert median_gap([]) == 0.0
