@@ -1,0 +1,158 @@
+"""Streams of tokens, and when each token came."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import httpx
+
+from benchmarks.common.models import FIRST_WORD, SHAPES
+from benchmarks.common.peers import Peer
+
+SILENCE_S = 120.0  # a stream that says nothing for so long is an error
+
+
+class Arrival(NamedTuple):
+    at: float  # time.perf_counter()
+    tokens: int  # how many came at once
+    request: int  # which of the stream's requests they belong to
+
+
+class Gap(NamedTuple):
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass
+class Stream:
+    """One client. It asks again when its answer is whole."""
+
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    def gaps(self) -> list[Gap]:
+        """Between neighbouring tokens of one request."""
+        pairs = itertools.pairwise(self.arrivals)
+        return [Gap(a.at, b.at) for a, b in pairs if a.request == b.request]
+
+    def largest_gap(self, start: float, end: float) -> float:
+        """The largest of the gaps that touch a window, in seconds."""
+        touching = (g.seconds for g in self.gaps() if g.end >= start and g.start <= end)
+        return max(touching, default=0.0)
+
+    def seconds_per_token(self, start: float, end: float) -> float:
+        """On average, between the first and the last arrival in a window."""
+        first, *others = (a for a in self.arrivals if start <= a.at <= end)
+        return (others[-1].at - first.at) / sum(a.tokens for a in others)
+
+    def median_gap(self, start: float, end: float) -> float:
+        """Of the gaps that lie whole in a window, in seconds."""
+        inside = (g.seconds for g in self.gaps() if g.start >= start and g.end <= end)
+        return statistics.median(inside)
+
+
+class Load:
+    """Several streams that run."""
+
+    def __init__(self, count: int) -> None:
+        self.streams = [Stream() for _ in range(count)]
+        self._arrived = asyncio.Event()
+
+    def note(self, stream: Stream, arrival: Arrival) -> None:
+        stream.arrivals.append(arrival)
+        self._arrived.set()
+
+    async def wait_for(self, arrivals: int) -> None:
+        """Until each stream has had so many more arrivals."""
+        goals = [len(stream.arrivals) + arrivals for stream in self.streams]
+        async with asyncio.timeout(SILENCE_S):
+            while any(len(s.arrivals) < goal for s, goal in zip(self.streams, goals, strict=True)):
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    def last_arrival(self) -> float:
+        return max((s.arrivals[-1].at for s in self.streams if s.arrivals), default=0.0)
+
+    def tokens(self, start: float, end: float) -> int:
+        return sum(a.tokens for s in self.streams for a in s.arrivals if start <= a.at < end)
+
+
+@asynccontextmanager
+async def load(
+    peer: Peer, client: httpx.AsyncClient, streams: int, *, prompt_tokens: int, max_tokens: int
+) -> AsyncIterator[Load]:
+    """Keep ``streams`` requests running. At the end they are left, and the server drops them."""
+    running = Load(streams)
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(_ask_again(peer, client, running, s, prompt_tokens, max_tokens))
+            for s in running.streams
+        ]
+        try:
+            yield running
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _ask_again(
+    peer: Peer,
+    client: httpx.AsyncClient,
+    running: Load,
+    stream: Stream,
+    prompt_tokens: int,
+    max_tokens: int,
+) -> None:
+    for request in itertools.count():
+        async for at, tokens in read_stream(peer, client, prompt(prompt_tokens), max_tokens):
+            running.note(stream, Arrival(at, tokens, request))
+
+
+async def read_stream(
+    peer: Peer, client: httpx.AsyncClient, prompt: list[int], max_tokens: int
+) -> AsyncIterator[tuple[float, int]]:
+    """When tokens come, and how many. What one read brings came at once."""
+    had, rest = 0, ""
+    body = peer.body(prompt, max_tokens, stream=True)
+    async with client.stream("POST", peer.stream_path, json=body) as response:
+        response.raise_for_status()
+        async for text in response.aiter_text():
+            at = time.perf_counter()
+            *lines, rest = (rest + text).split("\n")
+            has = max((_tokens(peer, line) for line in lines), default=0)
+            if has > had:
+                yield at, has - had
+                had = has
+
+
+def _tokens(peer: Peer, line: str) -> int:
+    """How many tokens the request has by this line of server-sent events."""
+    if not line.startswith("data: ") or line == "data: [DONE]":
+        return 0
+    return peer.tokens_so_far(json.loads(line.removeprefix("data: ")))
+
+
+async def generate(
+    peer: Peer, client: httpx.AsyncClient, *, prompt_tokens: int, max_tokens: int
+) -> None:
+    """One request without streaming, which costs the client nothing while it runs."""
+    body = peer.body(prompt(prompt_tokens), max_tokens, stream=False)
+    (await client.post(peer.stream_path, json=body)).raise_for_status()
+
+
+def prompt(tokens: int) -> list[int]:
+    """A prompt that no cache has seen."""
+    vocab = min(shape.vocab for shape in SHAPES.values())
+    return [random.randrange(FIRST_WORD, vocab) for _ in range(tokens)]

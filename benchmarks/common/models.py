@@ -1,0 +1,118 @@
+"""The models that are served: Llamas of several sizes with random weights, and SmolLM2.
+
+What is measured depends on a model's shape and not on its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from sglang_inflight.demo.smollm2 import build_base, default_cache
+
+SMOLLM2 = "smollm2"
+FIRST_WORD = 10  # the ids before it are left to a tokenizer's special tokens
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    vocab: int = 49152
+    head_dim: int = 64
+
+
+SHAPES = {
+    "tiny": Shape(hidden=128, ffn=256, layers=4, heads=2, kv_heads=1, vocab=1024),
+    # that of SmolLM2-135M
+    "135m": Shape(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3),
+    "500m": Shape(hidden=1280, ffn=3456, layers=25, heads=20, kv_heads=5),
+    "1.5b": Shape(hidden=2048, ffn=5632, layers=32, heads=32, kv_heads=4),
+}
+
+
+def build(folder: Path, size: str) -> Path:
+    """A checkpoint in ``folder``, or in the demo's cache for ``smollm2``.
+
+    The tokenizer of a random model says ``ti`` for token i.
+    """
+    if size == SMOLLM2:
+        return build_base(default_cache())
+    shape = SHAPES[size]
+    torch.manual_seed(0)
+    save_file(dict(_tensors(shape)), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(_config(shape)))
+    _write_tokenizer(folder, shape.vocab)
+    return folder
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _tensors(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
+    def normal(*size: int) -> torch.Tensor:
+        return torch.empty(*size, dtype=torch.bfloat16).normal_(std=0.02)
+
+    def ones() -> torch.Tensor:
+        return torch.ones(shape.hidden, dtype=torch.bfloat16)
+
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    # embeddings are tied: a checkpoint of such a model has no lm_head
+    yield "model.embed_tokens.weight", normal(shape.vocab, shape.hidden)
+    for layer in range(shape.layers):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", ones()
+        yield f"{prefix}.self_attn.q_proj.weight", normal(q, shape.hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", normal(kv, shape.hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", normal(kv, shape.hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", normal(shape.hidden, q)
+        yield f"{prefix}.post_attention_layernorm.weight", ones()
+        yield f"{prefix}.mlp.gate_proj.weight", normal(shape.ffn, shape.hidden)
+        yield f"{prefix}.mlp.up_proj.weight", normal(shape.ffn, shape.hidden)
+        yield f"{prefix}.mlp.down_proj.weight", normal(shape.hidden, shape.ffn)
+    yield "model.norm.weight", ones()
+
+
+def _config(shape: Shape) -> dict[str, object]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocab,
+        "max_position_embeddings": 16384,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def _write_tokenizer(folder: Path, vocab: int) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{i}": i for i in range(vocab)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="t0", bos_token="t1", eos_token="t2"
+    ).save_pretrained(folder)

@@ -1,0 +1,16 @@
+"""Command-line options that every benchmark has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Json = Annotated[Path | None, typer.Option("--json", help="also write the result to this file")]
+Rounds = Annotated[
+    int, typer.Option(min=1, help="how often each server is started, one after the other")
+]
+Size = Annotated[str, typer.Option(help="model: smollm2, tiny, 135m, 500m or 1.5b")]
+Sizes = Annotated[str, typer.Option(help="models, smallest first, with commas between")]
+Streams = Annotated[int, typer.Option(min=1, help="requests that run at a time")]

@@ -1,0 +1,164 @@
+"""The servers that are compared: how each is started, asked for tokens, and paused.
+
+``ours`` is the patched SGLang. ``upstream`` is the same installation with only the
+reference platform loaded, so the two differ in the patches and in nothing else. ``vllm``
+runs from an environment of its own, whose python ``VLLM_PYTHON`` names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import httpx
+
+from tests.support.server import free_port, serve
+
+Kind = Literal["ours", "upstream", "vllm"]
+
+START_TIMEOUT_S = 300
+
+
+class Peer(ABC):
+    """A server that runs."""
+
+    stream_path: ClassVar[str]
+    pause_path: ClassVar[str]
+    pause_body: ClassVar[dict[str, Any]]
+    resume_path: ClassVar[str]
+
+    def __init__(self, kind: Kind, url: str, pid: int) -> None:
+        self.kind: Kind = kind
+        self.url = url
+        self.pid = pid
+
+    @abstractmethod
+    def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
+        """A greedy request for exactly ``max_tokens`` tokens."""
+
+    @abstractmethod
+    def tokens_so_far(self, chunk: dict[str, Any]) -> int:
+        """How many tokens the request has by this chunk of its answer."""
+
+    def client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=self.url, timeout=None)
+
+    async def pause(self, client: httpx.AsyncClient) -> None:
+        (await client.post(self.pause_path, json=self.pause_body)).raise_for_status()
+
+    async def resume(self, client: httpx.AsyncClient) -> None:
+        (await client.post(self.resume_path, json={})).raise_for_status()
+
+
+class SGLang(Peer):
+    stream_path = "/generate"
+    pause_path = "/pause_generation"
+    pause_body: ClassVar[dict[str, Any]] = {"mode": "in_place"}
+    resume_path = "/continue_generation"
+
+    def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
+        sampling = {"temperature": 0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": sampling, "stream": stream}
+
+    def tokens_so_far(self, chunk: dict[str, Any]) -> int:
+        tokens: int = chunk["meta_info"]["completion_tokens"]
+        return tokens
+
+
+class VLLM(Peer):
+    stream_path = "/v1/completions"
+    # without clear_cache=false "keep" recomputes the running requests
+    pause_path = "/pause?mode=keep&clear_cache=false"
+    pause_body: ClassVar[dict[str, Any]] = {}
+    resume_path = "/resume"
+
+    def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
+        usage = {"include_usage": True, "continuous_usage_stats": True}
+        return {
+            "model": "model",
+            "prompt": prompt,
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "stream": stream,
+            **({"stream_options": usage} if stream else {}),
+        }
+
+    def tokens_so_far(self, chunk: dict[str, Any]) -> int:
+        tokens: int = chunk["usage"]["completion_tokens"]
+        return tokens
+
+
+def has_vllm() -> bool:
+    return "VLLM_PYTHON" in os.environ
+
+
+@contextlib.contextmanager
+def start(
+    kind: Kind, model: Path, *, chunk: int | None = None, env: dict[str, str] | None = None
+) -> Iterator[Peer]:
+    """Start a server and end it afterwards. ``chunk`` bounds the tokens of one prefill step."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        server = (
+            _vllm(model, log, chunk) if kind == "vllm" else _sglang(kind, model, log, chunk, env)
+        )
+        with server as peer:
+            yield peer
+
+
+@contextlib.contextmanager
+def _sglang(
+    kind: Kind, model: Path, log: Path, chunk: int | None, env: dict[str, str] | None
+) -> Iterator[Peer]:
+    flags = ["--incremental-streaming-output", "--max-total-tokens", "32768"]
+    if chunk is not None:
+        flags += ["--chunked-prefill-size", str(chunk)]
+    plugins = {} if kind == "ours" else {"SGLANG_PLUGINS": "inflight_reference"}
+    with serve(model, *flags, log=log, env={**plugins, **(env or {})}) as server:
+        yield SGLang(kind, server.url, server.process.pid)
+
+
+@contextlib.contextmanager
+def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
+    port = free_port()
+    command = [
+        os.environ["VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server",
+        "--model", str(model), "--served-model-name", "model",
+        "--host", "127.0.0.1", "--port", str(port), "--dtype", "bfloat16",
+        "--enforce-eager", "--gpu-memory-utilization", "0.1",
+        "--max-model-len", "16384", "--max-num-seqs", "64",
+        *(["--max-num-batched-tokens", str(chunk)] if chunk is not None else []),
+    ]  # fmt: skip
+    # the routes that pause exist in this mode only
+    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_up(process, url, log)
+        yield VLLM("vllm", url, process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url + "/health", timeout=30).status_code == 200:
+                return
+        time.sleep(0.3)
+    raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")

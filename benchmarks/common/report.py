@@ -1,0 +1,129 @@
+"""Medians with their range, as a table and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+FILE_WIDTH = 160  # of a table that does not go to a terminal
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Of one quantity measured several times."""
+
+    median: float
+    low: float
+    high: float
+    p95: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Summary:
+        known = list(values)
+        # quantiles needs two, and one value is its own percentile
+        p95 = statistics.quantiles(known * 2, n=20, method="inclusive")[18]
+        return cls(statistics.median(known), min(known), max(known), p95, len(known))
+
+    def show(self) -> str:
+        return f"{_round(self.median)} ({_round(self.low)} to {_round(self.high)})"
+
+
+@dataclass
+class Goal:
+    """A ratio that the project promises, and what came out."""
+
+    text: str
+    value: float
+    is_met: bool
+
+
+@dataclass
+class Report:
+    """One benchmark's result. ``rows`` hold what the table shows, as numbers."""
+
+    name: str
+    columns: Sequence[str]
+    options: dict[str, Any]
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    goals: list[Goal] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, **cells: Any) -> None:
+        self.rows.append(cells)
+
+    def goal(
+        self,
+        text: str,
+        value: float,
+        *,
+        at_most: float = float("inf"),
+        at_least: float = float("-inf"),
+    ) -> None:
+        self.goals.append(Goal(text, value, at_least <= value <= at_most))
+
+    def show(self) -> None:
+        console = Console()
+        if not console.is_terminal:
+            console.width = FILE_WIDTH
+        table = Table(title=f"{self.name}: median (min to max)")
+        for column in self.columns:
+            table.add_column(column)
+        for row in self.rows:
+            table.add_row(*(_cell(value) for value in row.values()))
+        console.print(table)
+        for goal in self.goals:
+            mark = "[green]met[/]" if goal.is_met else "[red]missed[/]"
+            console.print(f"{goal.text}: {goal.value:.3g} {mark}")
+        for note in self.notes:
+            console.print(f"[dim]{note}[/]")
+
+    def write(self, file: Path | None) -> None:
+        if file is None:
+            return
+        content = {
+            "benchmark": self.name,
+            "environment": _environment(),
+            "options": self.options,
+            "rows": [{k: _plain(v) for k, v in row.items()} for row in self.rows],
+            "goals": [asdict(goal) for goal in self.goals],
+            "notes": self.notes,
+        }
+        file.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Summary):
+        return value.show()
+    if isinstance(value, float):
+        return _round(value)
+    return "" if value is None else str(value)
+
+
+def _round(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Summary) else value
+
+
+def _environment() -> dict[str, Any]:
+    return {
+        "sglang": version("sglang"),
+        "sglang-inflight": version("sglang-inflight"),
+        "torch": version("torch"),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }

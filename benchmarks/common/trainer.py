@@ -1,0 +1,235 @@
+"""A trainer in a process of its own, which sends one checkpoint over and over.
+
+To the patched server it sends ``non_blocking`` updates. Upstream is asked as its own
+clients ask it: pause in place, begin, send, end, continue, and the cache kept. Both get
+the same bytes by the same calls. The weights sent are those that are served: what an
+update costs does not depend on the values, and the streams stay the same throughout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import torch
+
+from benchmarks.common.peers import Kind, Peer
+from tests.support.server import free_port
+
+Transport = Literal["disk", "tensor", "distributed"]
+
+GROUP = "benchmark"
+BUCKET_BYTES = 16 << 20
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Update:
+    sent: float  # time.perf_counter(), which all processes of a machine share
+    answered: float
+    stall_ms: float | None  # how long the receipt says that the loop was held
+
+    @property
+    def seconds(self) -> float:
+        return self.answered - self.sent
+
+
+class Trainer:
+    """The benchmark's end of the trainer process."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def update(self, transport: Transport) -> Update:
+        """Send the checkpoint, and wait until it is live."""
+        self._connection.send(transport)
+        answer = self._connection.recv()
+        if isinstance(answer, BaseException):
+            raise answer
+        assert isinstance(answer, Update)
+        return answer
+
+
+@contextlib.contextmanager
+def trainer(peer: Peer, model: Path, *, bytes_per_s: float = 0) -> Iterator[Trainer]:
+    """``bytes_per_s`` holds back what goes by ``distributed``; 0 does not."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=_run, args=(theirs, peer.kind, peer.url, model, bytes_per_s), daemon=True
+    )
+    process.start()
+    theirs.close()
+    try:
+        yield Trainer(ours)
+    finally:
+        process.kill()
+        process.join()
+
+
+# ---- the trainer process ------------------------------------------------------------
+
+
+def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: float) -> None:
+    torch.set_num_threads(1)
+    # handles that any process may open, not only a child of this one
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    with httpx.Client(base_url=url, timeout=600) as client:
+        sender = _Sender(client, model, is_ours=kind == "ours", bytes_per_s=bytes_per_s)
+        while True:
+            try:
+                orders.send(sender.update(orders.recv()))
+            except EOFError:
+                return
+            except Exception as error:
+                orders.send(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+class _Sender:
+    def __init__(
+        self, client: httpx.Client, model: Path, *, is_ours: bool, bytes_per_s: float
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._is_ours = is_ours
+        self._bytes_per_s = bytes_per_s
+        self._how = {"non_blocking": True} if is_ours else {}
+        self._weights: Named | None = None
+        self._buckets: list[Named] = []
+        self._group: torch.distributed.ProcessGroup | None = None
+        self._count = 0
+
+    def update(self, transport: Transport) -> Update:
+        self._count += 1
+        pieces = self._prepare(transport)
+        sent = time.perf_counter()
+        with contextlib.nullcontext() if self._is_ours else self._paused():
+            receipt = self._from_disk() if transport == "disk" else self._session(pieces)
+        return Update(sent, time.perf_counter(), receipt.get("stall_ms"))
+
+    # ---- what there is to send, made ready beforehand --------------------------------
+
+    def _prepare(self, transport: Transport) -> list[Any]:
+        if transport == "disk":
+            return []
+        if self._weights is None:
+            from safetensors.torch import load_file
+
+            self._weights = list(load_file(self._model / "model.safetensors").items())
+            self._buckets = list(_fill_buckets(self._weights))
+        if transport == "tensor":
+            from sglang.srt.utils import MultiprocessingSerializer
+
+            return [MultiprocessingSerializer.serialize(self._weights, output_str=True)]
+        if self._group is None:
+            self._group = self._join_group()
+        return self._buckets
+
+    def _join_group(self) -> torch.distributed.ProcessGroup:
+        from sglang.srt.utils import init_custom_process_group
+
+        port = free_port()
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "group_name": GROUP,
+            "backend": "gloo",
+        }
+        with self._while_posting("/init_weights_update_group", body):
+            group: torch.distributed.ProcessGroup = init_custom_process_group(
+                backend="gloo",
+                init_method=f"tcp://127.0.0.1:{port}",
+                world_size=2,
+                rank=0,
+                group_name=GROUP,
+            )
+        return group
+
+    # ---- sending ---------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._post("/pause_generation", {"mode": "in_place"})
+        yield
+        self._post("/continue_generation", {})
+
+    def _from_disk(self) -> dict[str, Any]:
+        body = {"model_path": str(self._model), **self._label(), **self._how}
+        return self._post("/update_weights_from_disk", body)
+
+    def _session(self, pieces: list[Any]) -> dict[str, Any]:
+        self._post("/begin_weight_update", self._how)
+        for piece in pieces:
+            if isinstance(piece, str):
+                body = {"serialized_named_tensors": [piece], **self._label(), **self._how}
+                self._post("/update_weights_from_tensor", body)
+            else:
+                self._broadcast(piece)
+        return self._post("/end_weight_update", self._how)
+
+    def _broadcast(self, bucket: Named) -> None:
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+        flat = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
+        body = {
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            "group_name": GROUP,
+            "load_format": "flattened_bucket",
+            **self._label(),
+            **self._how,
+        }
+        with self._while_posting("/update_weights_from_distributed", body):
+            if self._bytes_per_s:
+                # the receiver waits in its collective, as it would on a slow wire
+                time.sleep(flat.nbytes / self._bytes_per_s)
+            torch.distributed.broadcast(flat, src=0, group=self._group)
+
+    def _label(self) -> dict[str, Any]:
+        return {"weight_version": f"v{self._count}", "flush_cache": False}
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        response = self._client.post(path, json=body)
+        answer: dict[str, Any] = response.json()
+        if response.status_code != 200 or not answer.get("success", True):
+            raise RuntimeError(f"{path}: {response.status_code} {answer}")
+        return answer
+
+    @contextlib.contextmanager
+    def _while_posting(self, path: str, body: dict[str, Any]) -> Iterator[None]:
+        """A collective: the server answers when both have taken part."""
+        failures: list[Exception] = []
+
+        def post() -> None:
+            try:
+                self._post(path, body)
+            except Exception as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=post)
+        thread.start()
+        yield
+        thread.join()
+        if failures:
+            raise failures[0]
+
+
+def _fill_buckets(weights: Named) -> Iterator[Named]:
+    bucket: Named = []
+    for name, tensor in weights:
+        if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append((name, tensor))
+    yield bucket

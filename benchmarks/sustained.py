@@ -1,0 +1,194 @@
+"""Tokens/s with an update every two seconds, over the same server's without; and memory.
+
+Windows with and without updates follow one another on a server. An update that takes
+longer than its turn is followed by the next at once; ``updates`` says how many there were.
+Memory is the scheduler's, over what it held before its first update, in copies of the
+weights. ``own`` leaves out pages shared with the page cache or with the trainer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import psutil  # type: ignore[import-untyped]
+import typer
+
+from benchmarks.common import models, options
+from benchmarks.common.load import Load, load
+from benchmarks.common.peers import Kind, Peer, start
+from benchmarks.common.report import Report, Summary
+from benchmarks.common.trainer import Trainer, Transport, trainer
+
+PAIR: tuple[Kind, Kind] = ("ours", "upstream")
+TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
+LOOK_S = 0.05  # how often memory is looked at
+
+
+@dataclass
+class Memory:
+    """The scheduler's, in bytes: at first, and the most since."""
+
+    process: psutil.Process
+    own: int = 0
+    all: int = 0
+    first_own: int = 0
+    first_all: int = 0
+
+    def look(self) -> None:
+        info = self.process.memory_info()
+        self.own = max(self.own, info.rss - info.shared)
+        self.all = max(self.all, info.rss)
+
+    def begin(self) -> None:
+        self.own = self.all = 0
+        self.look()
+        self.first_own, self.first_all = self.own, self.all
+
+
+@dataclass
+class Found:
+    ratios: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    updates: list[float] = field(default_factory=list)
+    own_copies: list[float] = field(default_factory=list)
+    all_copies: list[float] = field(default_factory=list)
+
+
+def main(
+    size: options.Size = "smollm2",
+    streams: options.Streams = 4,
+    window: Annotated[float, typer.Option(help="seconds of one window")] = 20,
+    windows: Annotated[int, typer.Option(help="pairs of windows of each transport and start")] = 3,
+    every: Annotated[float, typer.Option(help="seconds from one update to the next")] = 2,
+    rounds: options.Rounds = 2,
+    json: options.Json = None,
+) -> None:
+    """Throughput and memory of a run with many updates."""
+    report = Report(
+        "sustained",
+        ("server", "update", "ratio", "tokens/s without", "updates", "own memory", "all memory"),
+        {"size": size, "streams": streams, "window": window, "every": every, "rounds": rounds},
+        notes=[
+            "ratio: tokens/s with updates over those of the windows before and after.",
+            "updates: in one window. Memory: the most over the start, in copies of the weights.",
+        ],
+    )
+    found: dict[tuple[Transport, Kind], Found] = defaultdict(Found)
+    with tempfile.TemporaryDirectory() as folder:
+        model = models.build(Path(folder), size)
+        for _ in range(rounds):
+            for transport in TRANSPORTS:
+                for kind in PAIR:
+                    with start(kind, model) as peer, trainer(peer, model) as sender:
+                        run = _Run(peer, sender, transport, models.bytes_of(model), every)
+                        coroutine = run.measure(found[transport, kind], streams, window, windows)
+                        asyncio.run(coroutine)
+    for (transport, kind), it in found.items():
+        report.add(
+            server=kind,
+            update=transport,
+            ratio=Summary.of(it.ratios),
+            rate=Summary.of(it.rates),
+            updates=Summary.of(it.updates),
+            own_copies=Summary.of(it.own_copies),
+            all_copies=Summary.of(it.all_copies),
+        )
+    for transport in TRANSPORTS:
+        ours = found[transport, "ours"]
+        ratio = Summary.of(ours.ratios).median
+        report.goal(f"ours, {transport}: ratio, at least 0.95", ratio, at_least=0.95)
+        most = max(ours.own_copies)
+        report.goal(
+            f"ours, {transport}: extra copies in own memory, at most 1.1", most, at_most=1.1
+        )
+    report.show()
+    report.write(json)
+
+
+@dataclass
+class _Run:
+    """One server from start to end."""
+
+    peer: Peer
+    sender: Trainer
+    transport: Transport
+    model_bytes: int
+    every_s: float
+
+    async def measure(self, found: Found, streams: int, window_s: float, windows: int) -> None:
+        memory = Memory(_scheduler(self.peer.pid))
+        async with (
+            self.peer.client() as client,
+            load(self.peer, client, streams, prompt_tokens=32, max_tokens=512) as running,
+            _watched(memory),
+        ):
+            await running.wait_for(arrivals=20)
+            memory.begin()
+            before = await _window(running, window_s)
+            for _ in range(windows):
+                updates, rate = await self._window_with_updates(running, window_s)
+                after = await _window(running, window_s)
+                found.updates.append(updates)
+                found.ratios.append(rate / ((before + after) / 2))
+                found.rates.append(after)
+                before = after
+        found.own_copies.append((memory.own - memory.first_own) / self.model_bytes)
+        found.all_copies.append((memory.all - memory.first_all) / self.model_bytes)
+
+    async def _window_with_updates(self, running: Load, window_s: float) -> tuple[int, float]:
+        """Updates that were made, and tokens/s up to the end of the last one."""
+        began = time.perf_counter()
+        count = 0
+        while time.perf_counter() - began < window_s:
+            due = began + count * self.every_s
+            await asyncio.sleep(max(0, due - time.perf_counter()))
+            await asyncio.to_thread(self.sender.update, self.transport)
+            count += 1
+        return count, _rate(running, began)
+
+
+async def _window(running: Load, window_s: float) -> float:
+    began = time.perf_counter()
+    await asyncio.sleep(window_s)
+    return _rate(running, began)
+
+
+def _rate(running: Load, began: float) -> float:
+    now = time.perf_counter()
+    return running.tokens(began, now) / (now - began)
+
+
+def _scheduler(server: int) -> psutil.Process:
+    for process in psutil.Process(server).children(recursive=True):
+        if any("sglang::scheduler" in part for part in (process.name(), *process.cmdline())):
+            return process
+    raise RuntimeError("the server has no scheduler process")
+
+
+@asynccontextmanager
+async def _watched(memory: Memory) -> AsyncIterator[None]:
+    async def watch() -> None:
+        while True:
+            memory.look()
+            await asyncio.sleep(LOOK_S)
+
+    task = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,152 @@
+"""What a reader of a stream notices of an update: its largest gap over its median gap.
+
+Beside every update stands a window of equal kind without one (``none``): of many gaps
+the largest is above the median anyway, and that much is the machine's, not the update's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import httpx
+import typer
+
+from benchmarks.common import models, options
+from benchmarks.common.load import Load, load
+from benchmarks.common.peers import Kind, Peer, start
+from benchmarks.common.report import Report, Summary
+from benchmarks.common.trainer import Trainer, Transport, trainer
+
+PAIR: tuple[Kind, Kind] = ("ours", "upstream")
+What = Literal["none", "disk", "tensor", "distributed"]
+
+QUIET_S = 3.0  # before each update, for the median
+LINK_BYTES_PER_S = 100e6
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One stream during one update."""
+
+    median_ms: float
+    largest_ms: float
+    update_s: float
+    rate: float  # tokens/s during the update over those before it
+
+    @property
+    def ratio(self) -> float:
+        return self.largest_ms / self.median_ms
+
+
+def main(
+    size: options.Size = "smollm2",
+    streams: options.Streams = 4,
+    updates: Annotated[int, typer.Option(help="of each transport and start")] = 3,
+    rounds: options.Rounds = 2,
+    json: options.Json = None,
+) -> None:
+    """Largest gap over median gap of running streams, for each way to send weights."""
+    report = Report(
+        "update_gap",
+        (
+            "server",
+            "update",
+            "largest / median gap",
+            "largest, ms",
+            "median, ms",
+            "update, s",
+            "rate",
+        ),
+        {"size": size, "streams": streams, "updates": updates, "rounds": rounds},
+        notes=[
+            "rate: tokens/s during the update over those just before it.",
+            "distributed: the trainer's link is held to 100 MB/s.",
+        ],
+    )
+    samples: dict[tuple[What, Kind], list[Sample]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        model = models.build(Path(folder), size)
+        for _ in range(rounds):
+            for kind in PAIR:
+                with (
+                    start(kind, model) as peer,
+                    trainer(peer, model, bytes_per_s=LINK_BYTES_PER_S) as sender,
+                ):
+                    for what in get_args(What):
+                        samples[what, kind] += asyncio.run(
+                            _measure(peer, sender, what, streams, updates)
+                        )
+    for (what, kind), found in sorted(samples.items()):
+        _add_row(report, kind, what, found)
+    for what in get_args(Transport):
+        ours, theirs = (Summary.of(s.ratio for s in samples[what, k]).median for k in PAIR)
+        report.goal(f"ours, {what}: largest over median gap, at most 1.3", ours, at_most=1.3)
+        report.goal(f"{what}: that ratio over upstream's, below 1", ours / theirs, at_most=1)
+    report.show()
+    report.write(json)
+
+
+def _add_row(report: Report, kind: Kind, what: What, samples: list[Sample]) -> None:
+    report.add(
+        server=kind,
+        update=what,
+        ratio=Summary.of(s.ratio for s in samples),
+        largest_ms=Summary.of(s.largest_ms for s in samples),
+        median_ms=Summary.of(s.median_ms for s in samples),
+        update_s=Summary.of(s.update_s for s in samples),
+        rate=Summary.of(s.rate for s in samples),
+    )
+
+
+async def _measure(
+    peer: Peer, sender: Trainer, what: What, streams: int, updates: int
+) -> list[Sample]:
+    if what != "none":
+        await asyncio.to_thread(sender.update, what)  # joins groups, makes the shadow
+    samples: list[Sample] = []
+    async with peer.client() as client:
+        for _ in range(updates):
+            samples += await _one(peer, client, sender, what, streams)
+    return samples
+
+
+async def _one(
+    peer: Peer, client: httpx.AsyncClient, sender: Trainer, what: What, streams: int
+) -> list[Sample]:
+    """Fresh streams, a quiet window, an update."""
+    async with load(peer, client, streams, prompt_tokens=32, max_tokens=4096) as running:
+        await running.wait_for(arrivals=10)
+        began = time.perf_counter()
+        await asyncio.sleep(QUIET_S)
+        sent = time.perf_counter()
+        if what == "none":
+            await asyncio.sleep(QUIET_S)
+        else:
+            await asyncio.to_thread(sender.update, what)
+        answered = time.perf_counter()
+        await running.wait_for(arrivals=3)
+        return _read(running, began, sent, answered)
+
+
+def _read(running: Load, began: float, sent: float, answered: float) -> list[Sample]:
+    before = running.tokens(began, sent) / (sent - began)
+    during = running.tokens(sent, answered) / (answered - sent)
+    return [
+        Sample(
+            median_ms=1000 * stream.median_gap(began, sent),
+            largest_ms=1000 * stream.largest_gap(sent, answered),
+            update_s=answered - sent,
+            rate=during / before,
+        )
+        for stream in running.streams
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)
