@@ -15,9 +15,11 @@ import psutil
 import pytest
 
 from tests.support.load import (
+    ENDLESS,
     Generation,
     count_of,
-    expect_spans,
+    expect_aborted,
+    expect_all_go_on,
     expect_whole,
     pass_boundaries,
     pause,
@@ -41,9 +43,8 @@ from tests.support.pool import (
 from tests.support.server import Server
 
 MODES = ("in_place", "retract", "abort", "wait")
-TOKENS = 120
-# for requests that a test ends itself
-ENDLESS = 12_000
+# for requests that run to their end
+TOKENS = 200
 COUNTS = ("running", "waiting", "retracted", "aborted")
 
 
@@ -64,26 +65,26 @@ class Situation:
         return self.admitted + self.waiting
 
 
-def nothing(server: Server) -> Situation:
+def nothing(server: Server, tokens: int) -> Situation:
     return Situation()
 
 
-def running(server: Server) -> Situation:
-    return Situation(running=start_running(server, 4, tokens=TOKENS))
+def running(server: Server, tokens: int) -> Situation:
+    return Situation(running=start_running(server, 4, tokens=tokens))
 
 
-def waiting(server: Server) -> Situation:
-    there = Situation(running=start_running(server, MAX_RUNNING, tokens=TOKENS))
-    there.waiting = start(server, 3, tokens=TOKENS)
+def waiting(server: Server, tokens: int) -> Situation:
+    there = Situation(running=start_running(server, MAX_RUNNING, tokens=tokens))
+    there.waiting = start(server, 3, tokens=tokens)
     until_waiting(server, 3)
     return there
 
 
-def mid_prefill(server: Server) -> Situation:
-    """The prefill of a prompt has just begun, and has many steps to go."""
-    there = Situation(running=start_running(server, 2, tokens=TOKENS))
+def mid_prefill(server: Server, tokens: int) -> Situation:
+    """The prefill of a prompt has just begun, and has some steps to go."""
+    there = Situation(running=start_running(server, 2, tokens=tokens))
     pause(server, "in_place")
-    there.prefilling = start(server, 1, tokens=TOKENS, input_ids=prompt(8 * CHUNK))
+    there.prefilling = start(server, 1, tokens=tokens, input_ids=prompt(8 * CHUNK))
     until_waiting(server, 1)
     resume(server)
     return there
@@ -91,8 +92,8 @@ def mid_prefill(server: Server) -> Situation:
 
 @pytest.mark.parametrize("situation", [nothing, running, waiting, mid_prefill])
 @pytest.mark.parametrize("mode", MODES)
-def test_contract(server: Server, mode: str, situation: Callable[[Server], Situation]) -> None:
-    there = situation(server)
+def test_contract(server: Server, mode: str, situation: Callable[[Server, int], Situation]) -> None:
+    there = situation(server, TOKENS if mode == "wait" else ENDLESS)
     answer = pause(server, mode)
     (rank,) = answer.pop("ranks")
     seen = settle(server, there.all)
@@ -121,10 +122,7 @@ def test_contract(server: Server, mode: str, situation: Callable[[Server], Situa
 
     if mode == "abort":
         for generation in there.all:
-            output = generation.output()
-            assert output.finish_reason == "abort"
-            assert len(output.tokens) < TOKENS
-            expect_spans(output)
+            expect_aborted(generation)
         for generation in there.running:
             assert generation.count > 0, "an aborted request keeps the tokens it has"
     elif mode == "wait":
@@ -139,10 +137,8 @@ def test_contract(server: Server, mode: str, situation: Callable[[Server], Situa
     assert [generation.count for generation in there.all] == seen
 
     resume(server)
-    if mode == "abort":
-        return
-    for generation in there.all:
-        output = expect_whole(generation)
+    held = [generation for generation in there.all if not generation.has_ended]
+    for generation, output in zip(held, expect_all_go_on(held), strict=True):
         retractions = int(mode == "retract" and generation in there.admitted)
         assert output.meta["num_retractions"] == retractions
 
@@ -152,15 +148,17 @@ def test_contract(server: Server, mode: str, situation: Callable[[Server], Situa
 )
 def test_no_token_after_the_answer(server: Server, checkpoints: Path, mode: str) -> None:
     """Every token of the old weights is out when the pause answers; none comes later."""
-    generations = start_running(server, 4, tokens=TOKENS)
+    generations = start_running(server, 4, tokens=ENDLESS)
     pause(server, mode)
     seen = settle(server, generations)
     update = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "flush_cache": False}
     assert server.post("/update_weights_from_disk", update)["success"]
     resume(server)
-    outputs = [generation.output() for generation in generations]
+    outputs = expect_all_go_on(generations)
     assert [count_of(output, 0) for output in outputs] == seen
-    assert [count_of(output, 1) for output in outputs] == [TOKENS - count for count in seen]
+    assert [count_of(output, 1) for output in outputs] == [
+        len(output.tokens) - count for output, count in zip(outputs, seen, strict=True)
+    ]
 
 
 def test_wait_is_bounded(server: Server) -> None:
@@ -171,9 +169,9 @@ def test_wait_is_bounded(server: Server) -> None:
     for generation in short:
         expect_whole(generation)
     seen = settle(server, long)
+    assert [generation.count for generation in long] == seen
     resume(server)
-    for generation, count in zip(long, seen, strict=True):
-        generation.wait_for_tokens(count + 1)
+    expect_all_go_on(long)
 
 
 @dataclass
@@ -207,7 +205,9 @@ class Queues:
     ],
 )
 def test_any_mode_follows_any_mode(server: Server, first: str, second: str) -> None:
-    generations = start_running(server, 2, tokens=TOKENS)
+    # those that a pause waits for must end
+    tokens = TOKENS if "wait" in (first, second) else ENDLESS
+    generations = start_running(server, 2, tokens=tokens)
     queues = Queues(running=set(generations))
     for mode in (first, second):
         expected = queues.pause(mode)
@@ -217,15 +217,17 @@ def test_any_mode_follows_any_mode(server: Server, first: str, second: str) -> N
             assert tuple(rank[name] for name in COUNTS) == expected
         settle(server, generations)
         if mode == first:
-            (late,) = start(server, 1, tokens=TOKENS)
+            (late,) = start(server, 1, tokens=ENDLESS)
             queues.waiting.add(late)
             generations.append(late)
             until_waiting(server, len(queues.waiting))
     for generation in queues.aborted:
-        assert generation.output().finish_reason == "abort"
-    assert not any(generation.has_ended for generation in queues.running | queues.waiting)
+        expect_aborted(generation)
+    held = queues.running | queues.waiting
+    assert not any(generation.has_ended for generation in held)
     resume(server)
-    for generation in set(generations) - queues.aborted:
+    expect_all_go_on(held)
+    for generation in set(generations) - queues.aborted - held:
         expect_whole(generation)
 
 
@@ -243,33 +245,33 @@ def test_retract_after_in_place(any_server: Server) -> None:
 
 
 def test_continue_when_not_paused(server: Server) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     assert resume(server)["paused"] is False
     assert resume(server)["paused"] is False
-    expect_whole(generation)
+    expect_all_go_on([generation])
 
 
 # ---- who holds a pause -----------------------------------------------------------------
 
 
 def test_generation_resumes_with_the_last_holder(server: Server) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     one, other = (pause(server, "in_place")["pause_id"] for _ in range(2))
     assert {holder["pause_id"] for holder in status(server)["holders"]} == {one, other}
     assert resume(server, pause_id=one)["paused"] is True
     seen = settle(server, [generation])
     assert [generation.count] == seen
     assert resume(server, pause_id=other)["paused"] is False
-    expect_whole(generation)
+    expect_all_go_on([generation])
 
 
 def test_continue_without_a_name_lets_go_of_all(server: Server) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     for _ in range(3):
         pause(server, "in_place")
     assert resume(server)["paused"] is False
     assert status(server)["holders"] == []
-    expect_whole(generation)
+    expect_all_go_on([generation])
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["not paused", "paused by another"])
@@ -287,9 +289,9 @@ def test_a_stale_pause_id_is_refused(server: Server, held: bool) -> None:
 
 
 def test_a_lease_that_runs_out_continues_generation(server: Server) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause_id = pause(server, "in_place", lease_s=0.3)["pause_id"]
-    expect_whole(generation)
+    expect_all_go_on([generation])
     now = status(server)
     assert (now["paused"], now["holders"]) == (False, [])
     assert f"The lease of pause {pause_id} ran out" in server.log_text()
@@ -307,14 +309,14 @@ def test_a_renewed_lease_holds(server: Server) -> None:
 
 
 def test_a_lease_that_runs_out_leaves_the_other_holders(server: Server) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place", lease_s=0.3)
     lasting = pause(server, "in_place")["pause_id"]
     until("one lease ran out", lambda: len(status(server)["holders"]) == 1)
     settle(server, [generation])
     assert status(server)["holders"][0]["pause_id"] == lasting
     resume(server, pause_id=lasting)
-    expect_whole(generation)
+    expect_all_go_on([generation])
 
 
 def test_a_refused_pause_holds_nothing(server: Server) -> None:
@@ -332,9 +334,9 @@ def test_a_refused_pause_holds_nothing(server: Server) -> None:
     waiter.join()
     assert overtaken[0]["status_code"] == 409, overtaken
     assert [holder["pause_id"] for holder in status(server)["holders"]] == [pause_id]
-    (count,) = settle(server, [generation])
+    settle(server, [generation])
     assert resume(server, pause_id=pause_id)["paused"] is False
-    generation.wait_for_tokens(count + 1)
+    expect_all_go_on([generation])
 
 
 def test_a_pause_let_go_while_it_drains(server: Server) -> None:
@@ -354,9 +356,9 @@ def test_a_pause_let_go_while_it_drains(server: Server) -> None:
     assert resume(server, pause_id=draining)["paused"] is True
     waiter.join()
     assert let_go[0]["status_code"] == 409, let_go
-    (count,) = settle(server, [generation])
+    settle(server, [generation])
     assert resume(server, pause_id=lasting)["paused"] is False
-    generation.wait_for_tokens(count + 1)
+    expect_all_go_on([generation])
 
 
 # ---- what happens meanwhile ------------------------------------------------------------
@@ -402,18 +404,18 @@ def test_a_client_that_leaves_is_noticed(server: Server, stream: bool) -> None:
 @pytest.mark.guards_fix
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
 def test_health_is_well_while_paused(server: Server, path: str) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     assert server.get(path)["status_code"] == 200
     assert httpx.get(f"{server.url}/ready").status_code == 503
     resume(server)
     assert httpx.get(f"{server.url}/ready").status_code == 200
-    expect_whole(generation)
+    expect_all_go_on([generation])
 
 
 @pytest.mark.guards_fix
 def test_a_paused_scheduler_sleeps(server: Server) -> None:
-    (generation,) = start_running(server, 1, tokens=TOKENS)
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     settle(server, [generation])
     (scheduler,) = (
@@ -424,15 +426,15 @@ def test_a_paused_scheduler_sleeps(server: Server) -> None:
     # of the CPU, over two seconds in which nobody asks anything
     assert scheduler.cpu_percent(interval=2.0) < 20
     resume(server)
-    expect_whole(generation)
+    expect_all_go_on([generation])
 
 
 @pytest.mark.guards_fix
 def test_a_long_pause_harms_nobody(normal_loop_server: Server) -> None:
     """The watchdog takes a pause for no hang, and no request's time runs out in it."""
     server = normal_loop_server
-    generations = start_running(server, MAX_RUNNING, tokens=TOKENS)
-    generations += start(server, 2, tokens=TOKENS)
+    generations = start_running(server, MAX_RUNNING, tokens=ENDLESS)
+    generations += start(server, 2, tokens=ENDLESS)
     pause(server, "in_place")
     # the watchdog looks twice in its time, and says so some seconds before it ends the server
     long = max(1.5 * WATCHDOG_S, WAITING_TIMEOUT_S) + 1
@@ -442,20 +444,18 @@ def test_a_long_pause_harms_nobody(normal_loop_server: Server) -> None:
         assert "watchdog timeout" not in server.log_text()
         time.sleep(0.2)
     resume(server)
-    for generation in generations:
-        expect_whole(generation)
+    expect_all_go_on(generations)
 
 
 @pytest.mark.guards_fix
 def test_a_full_queue_drops_no_retracted_request(normal_loop_server: Server) -> None:
     server = normal_loop_server
-    generations = start_running(server, MAX_RUNNING, tokens=TOKENS)
-    generations += start(server, MAX_QUEUED - 1, tokens=TOKENS)
+    generations = start_running(server, MAX_RUNNING, tokens=ENDLESS)
+    generations += start(server, MAX_QUEUED - 1, tokens=ENDLESS)
     until_waiting(server, MAX_QUEUED - 1)
     pause(server, "retract")
     resume(server)
-    for generation in generations:
-        expect_whole(generation)
+    expect_all_go_on(generations)
 
 
 def test_a_full_queue_refuses_new_requests(normal_loop_server: Server) -> None:

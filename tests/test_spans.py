@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.load import (
+    ENDLESS,
     Generation,
     Output,
     ask,
     count_of,
+    expect_all_go_on,
     expect_spans,
     expect_whole,
     pause,
@@ -21,13 +24,13 @@ from tests.support.load import (
     settle,
     start,
     start_running,
+    status,
+    until,
     until_waiting,
     versions_of,
 )
 from tests.support.pool import CHUNK
 from tests.support.server import Server
-
-TOKENS = 120
 
 # how the KV of older weights may be dealt with at a commit
 KV_FIELDS: dict[str, dict[str, Any]] = {
@@ -49,26 +52,39 @@ def update(server: Server, checkpoints: Path, version: int, **fields: Any) -> An
     return receipt
 
 
-def mixed_load(server: Server) -> list[Generation]:
+@dataclass
+class Load:
     """Streams, a whole answer, and two outputs of one prompt: five outputs that run."""
-    whole = start(server, 1, tokens=TOKENS, stream=False)
-    twins = start_running(server, 1, tokens=TOKENS, n=2)
-    return whole + twins + start_running(server, 2, tokens=TOKENS)
+
+    streams: list[Generation]
+    twins: Generation
+    whole: Generation
+
+    def end(self, server: Server) -> list[Output]:
+        """The outputs, once each stream has got more tokens than it has now."""
+        for generation in (*self.streams, self.twins):
+            generation.wait_for_tokens(generation.count + 3)
+        ask(server, "POST", "/abort_request", {"abort_all": True})
+        generations = (*self.streams, self.twins, self.whole)
+        outputs = [output for generation in generations for output in generation.outputs()]
+        for output in outputs:
+            assert output.endings == 1
+            expect_spans(output)
+        return outputs
 
 
-def outputs_of(generations: list[Generation]) -> list[Output]:
-    outputs = [output for generation in generations for output in generation.outputs()]
-    for output in outputs:
-        assert output.endings == 1
-        assert len(output.tokens) == TOKENS
-        expect_spans(output)
-    return outputs
+def mixed_load(server: Server) -> Load:
+    (whole,) = start(server, 1, tokens=ENDLESS, stream=False)
+    (twins,) = start_running(server, 1, tokens=ENDLESS, n=2)
+    streams = start_running(server, 2, tokens=ENDLESS)
+    until("all of them run", lambda: status(server)["running"] == 5)
+    return Load(streams, twins, whole)
 
 
 @pytest.mark.guards_fix
 def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> None:
     """Under overlap the last token before the pause is of the old weights, and says so."""
-    generations = start_running(server, 4, tokens=TOKENS)
+    generations = start_running(server, 4, tokens=ENDLESS)
     for version in (1, 2):
         pause(server, "in_place")
         settle(server, generations)
@@ -76,28 +92,28 @@ def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> N
         resume(server)
         for generation in generations:
             generation.wait_for_tokens(generation.count + 3)
-    for output in outputs_of(generations):
+    for output in expect_all_go_on(generations):
         assert versions_of(output) == ["v0", "v1", "v2"]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_spans_of_an_update_while_paused(any_server: Server, checkpoints: Path, mode: str) -> None:
-    generations = mixed_load(any_server)
+    load = mixed_load(any_server)
     pause(any_server, mode)
     update(any_server, checkpoints, 1, flush_cache=mode == "retract")
     resume(any_server)
-    for output in outputs_of(generations):
+    for output in load.end(any_server):
         assert versions_of(output) == ["v0", "v1"]
 
 
 @pytest.mark.parametrize("kv", KV_FIELDS)
 def test_spans_of_an_update_in_flight(any_server: Server, checkpoints: Path, kv: str) -> None:
-    generations = mixed_load(any_server)
+    load = mixed_load(any_server)
     receipt = update(any_server, checkpoints, 1, non_blocking=True, **KV_FIELDS[kv])
     assert (receipt["base_version"], receipt["weight_version"]) == ("v0", "v1")
     retractions = int(kv in RECOMPUTES)
     assert receipt["retracted"] == 5 * retractions
-    for output in outputs_of(generations):
+    for output in load.end(any_server):
         assert versions_of(output) == ["v0", "v1"]
         assert output.meta["num_retractions"] == retractions
     assert ask(any_server, "GET", "/model_info")["weight_version"] == "v1"
@@ -106,30 +122,33 @@ def test_spans_of_an_update_in_flight(any_server: Server, checkpoints: Path, kv:
 @pytest.mark.parametrize("kv", ["fence", "recompute"])
 def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
     """A prompt that is half computed under the old weights gives tokens of the new ones."""
-    running = start_running(any_server, 2, tokens=TOKENS)
+    running = start_running(any_server, 2, tokens=ENDLESS)
     pause(any_server, "in_place")
-    (prefilling,) = start(any_server, 1, tokens=TOKENS, input_ids=prompt(8 * CHUNK))
+    (prefilling,) = start(any_server, 1, tokens=ENDLESS, input_ids=prompt(8 * CHUNK))
     until_waiting(any_server, 1)
     resume(any_server)
     (rank,) = pause(any_server, "in_place")["ranks"]
     assert (rank["running"], rank["waiting"]) == (3, 0)
     update(any_server, checkpoints, 1, non_blocking=True, kv_cache=kv)
     resume(any_server)
-    assert versions_of(expect_whole(prefilling)) == ["v1"]
-    for generation in running:
-        assert versions_of(expect_whole(generation)) == ["v0", "v1"]
+    *before, amid = expect_all_go_on([*running, prefilling])
+    assert versions_of(amid) == ["v1"]
+    for output in before:
+        assert versions_of(output) == ["v0", "v1"]
 
 
 def test_spans_of_twenty_updates_under_load(any_server: Server, checkpoints: Path) -> None:
     """Back to back, with every policy for the KV, while requests come and go."""
     policies = itertools.cycle(["fence", "keep", "recompute"])
-    generations = start_running(any_server, 4, tokens=1000)
+    lasting, passing = start_running(any_server, 4, tokens=ENDLESS), []
     for turn, kv_cache in zip(range(1, 21), policies, strict=False):
         receipt = update(any_server, checkpoints, turn % 6, non_blocking=True, kv_cache=kv_cache)
         assert receipt["base_version"] == f"v{(turn - 1) % 6}"
-        generations += start(any_server, 1, tokens=4, stream=turn % 2 == 0)
-    seen = [len(versions_of(expect_whole(generation))) for generation in generations]
-    assert max(seen) > 1
+        passing += start(any_server, 1, tokens=4, stream=turn % 2 == 0)
+    for output in expect_all_go_on(lasting):
+        assert (versions_of(output)[0], versions_of(output)[-1]) == ("v0", "v2")
+    for generation in passing:
+        expect_whole(generation)
 
 
 # ---- what old weights leave in the prefix cache ------------------------------------------
@@ -145,14 +164,15 @@ def cached_tokens(server: Server, input_ids: list[int]) -> int:
 def test_no_prefix_of_older_weights_after_a_pause(server: Server, checkpoints: Path) -> None:
     """A frozen request keeps the cache from being flushed, and still nobody reuses it."""
     input_ids = prompt(64)
-    (running,) = start_running(server, 1, tokens=TOKENS, input_ids=input_ids)
+    (running,) = start_running(server, 1, tokens=ENDLESS, input_ids=input_ids)
     assert cached_tokens(server, input_ids) > 0
     pause(server, "in_place")
     update(server, checkpoints, 1, flush_cache=False)
     resume(server)
     assert cached_tokens(server, input_ids) == 0
     assert cached_tokens(server, input_ids) > 0
-    assert count_of(expect_whole(running), 1) > 0
+    (output,) = expect_all_go_on([running])
+    assert count_of(output, 1) > 0
     # the running request held KV of both versions, and has left none of it behind
     update(server, checkpoints, 2, flush_cache=False)
     assert cached_tokens(server, input_ids) == 0

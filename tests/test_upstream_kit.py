@@ -16,8 +16,8 @@ class TestPauseResumeInPlace(PauseResumeInPlaceMixin, unittest.TestCase):
     """Its requests must outlast the second that the kit waits before it pauses."""
 
     base_url: ClassVar[str]
-    pause_num_requests = 6
-    pause_max_new_tokens = 1200
+    pause_num_requests = 4
+    pause_max_new_tokens = 800
     pause_duration = 1
     pause_ignore_eos = True
 

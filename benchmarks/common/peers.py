@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
@@ -106,6 +107,8 @@ def start(
     kind: Kind, model: Path, *, chunk: int | None = None, env: dict[str, str] | None = None
 ) -> Iterator[Peer]:
     """Start a server and end it afterwards. ``chunk`` bounds the tokens of one prefill step."""
+    # a benchmark that is told to end takes its server with it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         server = (

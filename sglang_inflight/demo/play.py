@@ -67,10 +67,10 @@ def sampling(tokens: int, special_ids: Sequence[int]) -> dict[str, Any]:
         "max_new_tokens": tokens,
         "ignore_eos": True,
         "logit_bias": {str(token): -100.0 for token in special_ids},
-        "temperature": 0.7,
+        "temperature": 0.8,
         "top_p": 0.95,
-        "presence_penalty": 0.3,
-        "frequency_penalty": 0.05,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.1,
     }
 
 

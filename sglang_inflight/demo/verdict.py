@@ -69,7 +69,7 @@ def _same_by_every_way(performances: Sequence[Performance]) -> Check:
     problems = [
         f"{checkpoint.name}: {different}"
         for checkpoint, different in digests.items()
-        if len(different) > 1
+        if len(different) > 1 or () in different
     ]
     claim = "a checkpoint has the same digest, whichever way it came"
     return _without(problems, claim, f"{len(digests)} checkpoints, {len(performances)} updates")

@@ -26,7 +26,7 @@ BUFFER_BYTES = 256 << 10
 PATIENCE_MS = 60_000
 
 # a handle that any process can open; the default needs a common parent
-torch.multiprocessing.set_sharing_strategy("file_system")
+torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
 
 
 class CheckpointEngine:
@@ -47,8 +47,9 @@ class CheckpointEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
-        messages = [reduce_tensor(buffer), *_fill(buffer, self._weights), None, None]
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+        messages = [handle, *_fill(buffer, self._weights), None, None]
         for message in messages:
             # a listing is made when its turn comes, because it fills the buffer anew
             message = message() if callable(message) else message

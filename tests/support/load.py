@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any, TypeVar
@@ -27,6 +27,9 @@ T = TypeVar("T")
 PATIENCE_S = 20.0 if UPSTREAM else 60.0
 # Messages that a scheduler takes in, one pass of its loop each, to let it step if it would.
 PASSES = 12
+
+# Tokens of a request that a test ends itself. However slow the test is, it ends it in time.
+ENDLESS = 8000
 
 _serial = itertools.count()
 
@@ -74,6 +77,7 @@ class Generation:
         n: int = 1,
     ) -> None:
         self.rid = f"test-{next(_serial)}"
+        self._server = server
         self.max_new_tokens = tokens
         self.status: int | None = None
         # what the server said instead of an output
@@ -106,6 +110,13 @@ class Generation:
             return sum(len(output.tokens) for output in self._outputs)
 
     @property
+    def tokens(self) -> list[int]:
+        """The tokens heard of so far, of the only output."""
+        with self._changed:
+            (output,) = self._outputs
+            return output.tokens
+
+    @property
     def has_ended(self) -> bool:
         with self._changed:
             return self._ended
@@ -136,6 +147,10 @@ class Generation:
             f"{self.rid} was answered {output.endings} times: {self.refusal}"
         )
         return output
+
+    def abort(self) -> None:
+        """Ask the server to end it. Its tokens so far are its output."""
+        ask(self._server, "POST", "/abort_request", {"rid": self.rid})
 
     def leave(self) -> None:
         """Go away without a word, as a client does that is killed."""
@@ -210,7 +225,7 @@ def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
     """The JSON answer of a request that must be granted."""
     response = _client.request(method, server.url + path, json=body)
     assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
-    return response.json()
+    return response.json() if response.content else None
 
 
 def status(server: Server) -> Any:
@@ -277,6 +292,33 @@ def expect_whole(generation: Generation) -> Output:
     output = generation.output()
     assert output.finish_reason == "length", output.meta
     assert len(output.tokens) == generation.max_new_tokens
+    expect_spans(output)
+    return output
+
+
+def expect_all_go_on(generations: Iterable[Generation]) -> list[Output]:
+    """Each gets more tokens; it is aborted then, and makes room for one that waits."""
+    generations = list(generations)
+    due = {generation: generation.count + 3 for generation in generations}
+
+    def all_went_on() -> bool:
+        for generation, goal in list(due.items()):
+            if generation.count >= goal:
+                del due[generation]
+                generation.abort()
+            else:
+                assert not generation.has_ended, f"{generation.rid} ended: {generation.refusal}"
+        return not due
+
+    until("every request gets more tokens", all_went_on)
+    return [expect_aborted(generation) for generation in generations]
+
+
+def expect_aborted(generation: Generation) -> Output:
+    """An abort ended it, and it has kept the tokens it had, with exact spans."""
+    output = generation.output()
+    assert output.finish_reason == "abort", output.meta
+    assert len(output.tokens) < generation.max_new_tokens
     expect_spans(output)
     return output
 

@@ -38,6 +38,7 @@ class Trainer:
     """Orders a trainer process about. ``send`` only begins; ``answer`` waits for its end."""
 
     def __init__(self) -> None:
+        self._is_up = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.trainer"],
             stdin=subprocess.PIPE,
@@ -64,6 +65,7 @@ class Trainer:
         self, server: Server, *, ranks: int = 1, group: str = "weight_update_group", **more: Any
     ) -> None:
         """Form ``group`` with the ``ranks`` ranks of ``server``."""
+        self._wait_until_up()
         port = free_port()
         self.order("join", port=port, world_size=1 + ranks, group=group)
         body = {
@@ -107,6 +109,19 @@ class Trainer:
     ) -> None:
         """Begin to broadcast ``version``: all of it, or the first ``count`` tensors."""
         self.order("send", version=version, bucket=bucket, count=count, group=group)
+
+    def reset(self) -> None:
+        """Be in no group any more, after a test that may have failed anywhere."""
+        if self.is_alive:
+            # a broadcast that it hangs in fails when the server has left, and ends it
+            with contextlib.suppress(RuntimeError, BrokenPipeError):
+                self.order("leave", group="weight_update_group")
+                self.answer()
+
+    def _wait_until_up(self) -> None:
+        if not self._is_up:
+            assert self.answer() == "up"
+            self._is_up = True
 
     @property
     def is_alive(self) -> bool:
@@ -168,13 +183,18 @@ def main() -> None:
             )
             return "joined"
         if order["do"] == "leave":
-            dist.destroy_process_group(groups.pop(order["group"]))
+            if order["group"] in groups:
+                dist.destroy_process_group(groups.pop(order["group"]))
             return "left"
         return broadcast(order)
 
+    def tell(answer: str) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
     torch.set_num_threads(1)
+    tell("up")
     for line in sys.stdin:
-        print(json.dumps(act(json.loads(line))), file=answers, flush=True)
+        tell(act(json.loads(line)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import base64
 import contextlib
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,19 @@ import torch
 
 from tests.support import marker
 from tests.support.checkpoint_engine import checkpoint_engine
-from tests.support.load import Generation, expect_whole, status, until, versions_of
+from tests.support.load import (
+    Generation,
+    expect_spans,
+    expect_whole,
+    status,
+    until,
+    versions_of,
+)
 from tests.support.server import Server
 from tests.support.trainer import FLATTENED_BUCKET, Trainers, layout
 
+# tokens of a request that a test ends itself
+ENDLESS = 12_000
 # so that a test which expects an answer soon does not wait for ten minutes
 TIMEOUT_S = 60.0
 
@@ -128,13 +137,26 @@ class Call:
     """A request whose answer is waited for later."""
 
     def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        def ask() -> dict[str, Any]:
+            answer: dict[str, Any] = server.post(path, body, timeout=2 * TIMEOUT_S)
+            return answer
+
+        self._begin(ask)
+
+    @classmethod
+    def of(cls, ask: Callable[[], dict[str, Any]]) -> Call:
+        call = cls.__new__(cls)
+        call._begin(ask)
+        return call
+
+    def _begin(self, ask: Callable[[], dict[str, Any]]) -> None:
         self._answer: Any = None
-        self._thread = threading.Thread(target=self._run, args=(server, path, body), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(ask,), daemon=True)
         self._thread.start()
 
-    def _run(self, server: Server, path: str, body: dict[str, Any]) -> None:
+    def _run(self, ask: Callable[[], dict[str, Any]]) -> None:
         try:
-            self._answer = server.post(path, body, timeout=2 * TIMEOUT_S)
+            self._answer = ask()
         except Exception as error:
             self._answer = error
 
@@ -197,4 +219,27 @@ def expect_versions(generations: Iterable[Generation], versions: list[int]) -> N
     """Each ran to its end, on these versions, one after the other."""
     for generation in generations:
         heard = versions_of(expect_whole(generation))
+        assert heard == [f"v{version}" for version in versions], f"{generation.rid}: {heard}"
+
+
+def expect_to_run_on(
+    server: Server, generations: Sequence[Generation], versions: list[int]
+) -> None:
+    """Each has run on from the first of ``versions`` to the last, and would go on.
+
+    For requests that have no end of their own, so that an update can take its time.
+    """
+    last = [marker.token(versions[-1])] * 3
+    for generation in generations:
+
+        def makes_the_last(generation: Generation = generation) -> bool:
+            return generation.tokens[-3:] == last
+
+        until(f"{generation.rid} makes tokens of v{versions[-1]}", makes_the_last)
+        assert not generation.has_ended
+        server.post("/abort_request", {"rid": generation.rid})
+    for generation in generations:
+        output = generation.output()
+        expect_spans(output)
+        heard = versions_of(output)
         assert heard == [f"v{version}" for version in versions], f"{generation.rid}: {heard}"

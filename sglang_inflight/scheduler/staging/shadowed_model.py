@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.staging.sources import FLATTENED_BUCKET
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-Weights = Generator[tuple[str, torch.Tensor], None, None]
+Weights = Iterator[tuple[str, torch.Tensor]]
 
 DIRECT = "direct"
 

@@ -44,8 +44,8 @@ from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.staging.pace import Pace
 from sglang_inflight.scheduler.staging.shadow import why_not_shadowed
-from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel, Weights
-from sglang_inflight.scheduler.staging.sources import read_disk, read_tensors, receive
+from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
 from sglang_inflight.scheduler.staging.update import Update
 from sglang_inflight.scheduler.staging.worker import InlineWorker, Job, StagingWorker
 from sglang_inflight.settings import Settings

@@ -1,0 +1,459 @@
+"""Whatever a caller sends: a 4xx and a sentence, and nothing has changed."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support import marker
+from tests.support.load import Generation, start_running
+from tests.support.pool import FLAVOURS, ServerPool
+from tests.support.server import Server
+from tests.support.trainer import layout
+from tests.support.updates import ENDLESS, by_value
+
+pytest_plugins = ["tests.support.fixtures"]
+
+DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
+DISTRIBUTED, IPC = "/update_weights_from_distributed", "/update_weights_from_ipc"
+BEGIN, END, ABORT = "/begin_weight_update", "/end_weight_update", "/abort_weight_update"
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+PAUSE, CONTINUE, ROLLBACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
+ROUTES = (
+    DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, END, ABORT, JOIN, LEAVE, PAUSE, CONTINUE, ROLLBACK
+)  # fmt: skip
+
+LIVE = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
+
+
+class Untouched:
+    """Refuses what tests send, and sees that it made no difference."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._client = httpx.Client(base_url=server.url, timeout=60)
+        self._stream = self._start()
+        self._before = self._serving()
+
+    def refuse(
+        self, path: str, body: Any, *words: str, status_codes: tuple[int, ...] = (400,)
+    ) -> None:
+        status_code, message = self._post(path, body)
+        assert status_code in status_codes, (status_code, message)
+        for word in words:
+            assert word in message, message
+        assert "Traceback" not in message
+        self.check()
+
+    def refuse_update(self, path: str, body: dict[str, Any], *words: str) -> None:
+        """Refused as an update of its own, and as a part of a session."""
+        self.refuse(path, {**LIVE, **body}, *words)
+        self.begin()
+        self.refuse(path, {**LIVE, **body}, *words)
+        self.refuse(END, {}, "no weight-update session is open")
+
+    def begin(self) -> None:
+        assert self._post(BEGIN, {"non_blocking": True})[0] == 200
+
+    def check(self) -> None:
+        assert self.server.is_alive()
+        assert self._serving() == self._before
+
+    def check_stream(self) -> None:
+        """The request that ran all the while runs on, with the old weights."""
+        self._stream.wait_for_tokens(self._stream.count + 2)
+        assert set(self._stream.tokens) == {marker.token(0)}
+        if self._stream.count > ENDLESS // 2:
+            self._stream.leave()
+            self._stream = self._start()
+
+    def close(self) -> None:
+        # a session that a failed test leaves open would swallow later updates
+        self._post(ABORT, {})
+        self._stream.leave()
+        self._client.close()
+
+    def _start(self) -> Generation:
+        (stream,) = start_running(self.server, 1, tokens=ENDLESS)
+        return stream
+
+    def _post(self, path: str, body: Any) -> tuple[int, str]:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        response = self._client.post(path, content=content)
+        return response.status_code, response.json().get("message", response.text)
+
+    def _serving(self) -> dict[str, Any]:
+        status = self._client.get("/inflight/status").json()
+        served = {name: status[name] for name in ("weight_version", "epoch", "digest", "paused")}
+        return {**served, "staging": status["staging"]["state"]}
+
+
+@pytest.fixture(scope="module")
+def servers(pool: ServerPool) -> Iterator[dict[str, Untouched]]:
+    """The server of this file under "now"; it needs no restoring, as long as tests pass."""
+    servers: dict[str, Untouched] = {}
+    yield servers
+    for untouched in servers.values():
+        untouched.close()
+    pool.restore()
+
+
+@pytest.fixture
+def untouched(pool: ServerPool, servers: dict[str, Untouched]) -> Iterator[Untouched]:
+    if "now" not in servers:
+        servers["now"] = Untouched(pool.get(FLAVOURS["server"]))
+    yield servers["now"]
+    try:
+        servers["now"].check()
+        servers["now"].check_stream()
+    except BaseException:
+        servers.pop("now").close()
+        pool.restore()
+        raise
+
+
+@pytest.fixture
+def folder(checkpoints: Path, tmp_path: Path) -> Path:
+    """The checkpoint v1, to be spoiled by a test."""
+    return Path(shutil.copytree(checkpoints / "v1", tmp_path / "v1"))
+
+
+# ---- bodies ------------------------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+def test_what_is_no_body(untouched: Untouched) -> None:
+    for path in ROUTES:
+        untouched.refuse(path, b"\xff\x00garbage", "bad request body")
+        untouched.refuse(path, b'{"mode": ', "bad request body")
+        untouched.refuse(path, [1, 2], "bad request body", "object")
+        untouched.refuse(path, "in_place", "bad request body", "object")
+        untouched.refuse(path, {"surprise": 1}, "`surprise`")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (DISK, "model_path"),
+        (TENSOR, "serialized_named_tensors"),
+        (DISTRIBUTED, "names"),
+        (IPC, "zmq_handles"),
+        (JOIN, "master_address"),
+    ],
+)
+def test_empty_body(untouched: Untouched, path: str, field: str) -> None:
+    untouched.refuse(path, b"", f"`{field}`")
+    untouched.refuse(path, b"{}", f"`{field}`")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    ("path", "field", "values"),
+    [
+        (PAUSE, "mode", ["gently", 1, None]),
+        (PAUSE, "lease_s", [0, -1, "soon", True]),
+        (PAUSE, "timeout_s", [-0.5, [], {}]),
+        (PAUSE, "pause_id", ["", 5]),
+        (CONTINUE, "pause_id", ["", 5]),
+        (BEGIN, "lease_s", [0, -1, "soon"]),
+        (BEGIN, "selector", ["both", 1]),
+        (BEGIN, "on_busy", ["cry"]),
+        (BEGIN, "expected_version", [7, ""]),
+        (END, "weight_version", [7, ""]),
+        (END, "kv_cache", ["flush"]),
+        (ROLLBACK, "weight_version", [7, ["v1"]]),
+        (ROLLBACK, "kv_cache", ["flush"]),
+        (JOIN, "master_port", [0, 70000, "http"]),
+        (JOIN, "world_size", [1, -3]),
+        (JOIN, "rank_offset", [-1]),
+        (LEAVE, "group_name", ["", 3]),
+        *(
+            (path, field, values)
+            for path in (DISK, TENSOR, DISTRIBUTED, IPC)
+            for field, values in (
+                ("weight_version", [5, "", {"v": 1}]),
+                ("timeout_s", [0, -2, "long"]),
+                ("kv_cache", ["flush"]),
+                ("on_busy", ["cry"]),
+                ("partial", ["yes"]),
+                ("non_blocking", [1]),
+            )
+        ),
+    ],
+)
+def test_bad_field(untouched: Untouched, path: str, field: str, values: list[Any]) -> None:
+    for value in values:
+        untouched.refuse(path, {**whole_body(path), field: value}, f"`$.{field}`")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
+@pytest.mark.parametrize(
+    ("path", "field"), [(PAUSE, "lease_s"), (BEGIN, "lease_s"), (DISK, "timeout_s")]
+)
+def test_time_that_is_no_number(untouched: Untouched, path: str, field: str, number: bytes) -> None:
+    body = json.dumps({**whole_body(path), field: "number"}).encode()
+    untouched.refuse(path, body.replace(b'"number"', number), "bad request body")
+
+
+def whole_body(path: str) -> dict[str, Any]:
+    """A body of ``path`` in which nothing is wrong, as far as that can be told from it."""
+    bodies: dict[str, dict[str, Any]] = {
+        DISK: {"model_path": "/nowhere"},
+        TENSOR: {"serialized_named_tensors": [by_value({})]},
+        DISTRIBUTED: {"names": [], "dtypes": [], "shapes": []},
+        IPC: {"zmq_handles": {}},
+        JOIN: {
+            "master_address": "127.0.0.1",
+            "master_port": 29999,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        },
+    }
+    return bodies.get(path, {})
+
+
+# ---- checkpoints -------------------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("there", [False, True], ids=["no folder", "no file in the folder"])
+def test_checkpoint_that_is_not_there(untouched: Untouched, tmp_path: Path, there: bool) -> None:
+    path = tmp_path / "gone"
+    if there:
+        path.mkdir()
+    untouched.refuse_update(DISK, {"model_path": str(path)}, str(path))
+
+
+@pytest.mark.guards_fix
+def test_checkpoint_of_another_architecture(untouched: Untouched, folder: Path) -> None:
+    config = {**marker.CONFIG, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (folder / "config.json").write_text(json.dumps(config))
+    untouched.refuse_update(
+        DISK, {"model_path": str(folder)}, "LlamaForCausalLM", "Qwen3ForCausalLM"
+    )
+
+
+@pytest.mark.guards_fix
+def test_config_that_is_no_json(untouched: Untouched, folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("kept", [0, 5, 3000, -100])
+def test_truncated_checkpoint(untouched: Untouched, folder: Path, kept: int) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, str(folder))
+
+
+@pytest.mark.guards_fix
+def test_lost_shard(untouched: Untouched, tmp_path: Path) -> None:
+    folder = marker.build(tmp_path / "v1", 1, shards=3)
+    lost = "model-00002-of-00003.safetensors"
+    (folder / lost).unlink()
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, lost)
+
+
+# ---- tensors -----------------------------------------------------------------------------
+
+UP = "model.layers.1.mlp.up_proj.weight"
+HEAD = "lm_head.weight"
+KNOWN = marker.tensors(1)
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """A change to a good set of tensors, and the words that tell it."""
+
+    spoil: Callable[[dict[str, torch.Tensor]], None]
+    words: tuple[str, ...]
+
+
+def _replace(name: str, tensor: torch.Tensor, *words: str) -> Spoilt:
+    return Spoilt(lambda weights: weights.update({name: tensor}), (name, *words))
+
+
+SPOILT = {
+    "rows": _replace(UP, KNOWN[UP][:-1], "[127, 64]"),
+    "rows of the head": _replace(HEAD, KNOWN[HEAD][:-8], "[1016, 64]"),
+    "columns": _replace(HEAD, KNOWN[HEAD][:, :-8].contiguous(), "[1024, 56]"),
+    "one row too many": _replace("model.norm.weight", torch.ones(65), "[65]"),
+    "transposed": _replace(UP, KNOWN[UP].T.contiguous(), "[64, 128]"),
+    "scalar": _replace("model.norm.weight", torch.tensor(1.0)),
+    "no element": _replace("model.norm.weight", torch.ones(0)),
+    "int64": _replace(UP, KNOWN[UP].long(), "int64"),
+    "bool": _replace(HEAD, KNOWN[HEAD].bool(), "bool"),
+    "NaN": _replace(UP, KNOWN[UP].clone().index_fill_(0, torch.tensor(7), float("nan")), "NaN"),
+    "infinity": _replace(HEAD, KNOWN[HEAD] * float("inf"), "infinity"),
+    "unknown name": _replace("model.layers.1.mlp.no_proj.weight", KNOWN[UP]),
+    "unknown layer": _replace("model.layers.99.mlp.up_proj.weight", KNOWN[UP]),
+    "empty name": _replace("", KNOWN[UP], "''"),
+}
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("kind", SPOILT)
+@pytest.mark.parametrize("source", ["disk", "tensor"])
+def test_bad_tensor(untouched: Untouched, folder: Path, source: str, kind: str) -> None:
+    weights = marker.tensors(1)
+    SPOILT[kind].spoil(weights)
+    if source == "disk":
+        save_file(weights, folder / "model.safetensors")
+        untouched.refuse_update(DISK, {"model_path": str(folder)}, *SPOILT[kind].words)
+    else:
+        body = {"serialized_named_tensors": [by_value(weights)]}
+        untouched.refuse_update(TENSOR, body, *SPOILT[kind].words)
+
+
+# ---- payloads ----------------------------------------------------------------------------
+
+
+class Malice:
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, ("touch /tmp/inflight-test-was-here",)
+
+
+def _encode(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+GOOD = by_value(marker.tensors(1))
+PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
+    "not base64": (["%%%"], ("serialized_named_tensors",)),
+    "not text": ([5], ("serialized_named_tensors",)),
+    "not a pickle": ([_encode(b"garbage")], ("serialized_named_tensors", "unpickled")),
+    "nothing": ([""], ("serialized_named_tensors", "unpickled")),
+    "cut off": ([_encode(base64.b64decode(GOOD)[:-50])], ("serialized_named_tensors", "unpickled")),
+    "forbidden": ([_encode(pickle.dumps(Malice()))], ("serialized_named_tensors", "system")),
+    "not a list": ([_encode(pickle.dumps({"a": 1}))], ("serialized_named_tensors", "dict")),
+    "not pairs": ([by_value([1, 2])], ("serialized_named_tensors", "pairs")),
+    "not tensors": ([by_value([("a", 1)])], ("tensor", "int")),
+    "not names": ([by_value([(1, torch.ones(1))])], ("name", "int")),
+    "no tensor": ([by_value([])], ("no tensor",)),
+    "no payload": ([], ("serialized_named_tensors", "0 payloads")),
+    "too many payloads": ([GOOD, GOOD], ("serialized_named_tensors", "2 payloads")),
+}
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("kind", PAYLOADS)
+def test_bad_payload(untouched: Untouched, kind: str) -> None:
+    payloads, words = PAYLOADS[kind]
+    untouched.refuse(TENSOR, {**LIVE, "serialized_named_tensors": payloads}, *words)
+    assert not Path("/tmp/inflight-test-was-here").exists()
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    "content", [{"metadata": []}, [1, 2], {"flattened_tensor": 1, "metadata": [1]}]
+)
+def test_bad_bucket(untouched: Untouched, content: Any) -> None:
+    body = {
+        "serialized_named_tensors": [_encode(pickle.dumps(content))],
+        "load_format": "flattened_bucket",
+    }
+    untouched.refuse_update(TENSOR, body, "flattened_bucket")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("path", [DISK, TENSOR, DISTRIBUTED])
+def test_unknown_load_format(untouched: Untouched, checkpoints: Path, path: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        DISK: {"model_path": str(checkpoints / "v1")},
+        TENSOR: {"serialized_named_tensors": [GOOD]},
+        DISTRIBUTED: layout(1),
+    }
+    body = {**bodies[path], "load_format": "os.system"}
+    untouched.refuse_update(path, body, "load_format", "os.system")
+
+
+# ---- distributed and checkpoint engine ---------------------------------------------------
+
+
+@pytest.mark.guards_fix
+def test_unknown_group(untouched: Untouched) -> None:
+    body = {**layout(1), "group_name": "strangers"}
+    untouched.refuse_update(DISTRIBUTED, body, "'strangers'", "/init_weights_update_group")
+    untouched.refuse(LEAVE, {"group_name": "strangers"}, "'strangers'")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"names": ["a"]}, ("names", "one length")),
+        ({"dtypes": ["bfloat17"] * len(KNOWN)}, ("dtypes", "'bfloat17'")),
+        ({"dtypes": ["nn"] * len(KNOWN)}, ("dtypes", "'nn'")),
+        ({"shapes": [[-1]] * len(KNOWN)}, ("shapes", "negative")),
+    ],
+)
+def test_bad_layout(untouched: Untouched, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    untouched.refuse_update(DISTRIBUTED, {**layout(1), **changes}, *words)
+
+
+@pytest.mark.guards_fix
+def test_group_without_a_place_for_the_rank(untouched: Untouched) -> None:
+    body = {**whole_body(JOIN), "rank_offset": 2, "world_size": 2}
+    untouched.refuse(JOIN, body, "world_size", "rank_offset")
+    untouched.refuse(JOIN, {**body, "rank_offset": 0}, "rank 0")
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    "handles", [{}, {"GPU-another": "ipc:///tmp/x"}], ids=["none", "another device's"]
+)
+def test_no_handle_for_the_device(untouched: Untouched, handles: dict[str, str]) -> None:
+    untouched.refuse_update(IPC, {"zmq_handles": handles}, "zmq_handles")
+
+
+# ---- order -------------------------------------------------------------------------------
+
+
+@pytest.mark.guards_fix
+def test_tensors_without_a_session(untouched: Untouched) -> None:
+    body = {"serialized_named_tensors": [GOOD], "weight_version": "v1"}
+    untouched.refuse(TENSOR, body, "begin_weight_update", "non_blocking")
+    untouched.refuse(
+        DISTRIBUTED, {**layout(1), "weight_version": "v1"}, "begin_weight_update", "non_blocking"
+    )
+
+
+@pytest.mark.guards_fix
+def test_expected_version_within_a_session(untouched: Untouched) -> None:
+    untouched.begin()
+    body = {**LIVE, "serialized_named_tensors": [GOOD], "expected_version": "v0"}
+    untouched.refuse(TENSOR, body, "expected_version", "begin_weight_update")
+
+
+@pytest.mark.guards_fix
+def test_session_for_a_draft_that_is_not_there(untouched: Untouched) -> None:
+    body = {**LIVE, "serialized_named_tensors": [GOOD], "selector": "draft"}
+    untouched.refuse(TENSOR, body, "selector", "draft")
+
+
+@pytest.mark.guards_fix
+def test_empty_session(untouched: Untouched) -> None:
+    untouched.begin()
+    untouched.refuse(END, {"non_blocking": True}, "no tensor")
+
+
+@pytest.mark.guards_fix
+def test_pause_that_nobody_holds(untouched: Untouched) -> None:
+    for path in (PAUSE, CONTINUE):
+        untouched.refuse(path, {"pause_id": "mine"}, "pause_id", "'mine'", status_codes=(409,))

@@ -1,0 +1,236 @@
+"""A rank, a trainer or a caller fails in the middle of an update: the old version serves on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import torch
+
+from tests.support import marker
+from tests.support.faults import GROUP_TIMEOUT_S, Faults, Kind, Phase
+from tests.support.load import Generation, start_running, status, until
+from tests.support.server import Server, free_port
+from tests.support.trainer import Trainer, Trainers, layout
+from tests.support.updates import (
+    ENDLESS,
+    Call,
+    Sender,
+    expect_to_run_on,
+    refuse,
+    says,
+    serving,
+    succeed,
+    tensor_body,
+    until_idle,
+    until_staging,
+)
+
+pytest_plugins = ["tests.support.fixtures"]
+
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
+DISTRIBUTED = "/update_weights_from_distributed"
+JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+# for an update that nobody will ever complete
+SHORT_S = 1.0
+
+PHASES: tuple[Phase, ...] = ("first", "middle", "vote")
+KINDS: tuple[Kind, ...] = ("raise", "hang", "hang_deaf")
+FAULTS: list[tuple[Phase, Kind]] = [*itertools.product(PHASES, KINDS), ("middle", "wrong_tensor")]
+
+
+@contextlib.contextmanager
+def nothing_changes(server: Server) -> Iterator[list[Generation]]:
+    """Requests run through the block on the old weights, and see the next update."""
+    running = start_running(server, 2, tokens=ENDLESS)
+    before = serving(server)
+    yield running
+    until_idle(server)
+    assert serving(server) == before
+    for generation in running:
+        generation.wait_for_tokens(generation.count + 3)
+        assert set(generation.tokens) == {marker.token(0)}
+    says(server, 0)
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(("phase", "kind"), FAULTS)
+def test_rank_fails(
+    faulty_server: Server, sender: Sender, faults: Faults, phase: Phase, kind: Kind
+) -> None:
+    server = faulty_server
+    with nothing_changes(server) as running:
+        faults.inject(phase, kind)
+        if kind == "hang_deaf":
+            expect_deaf(server, sender, faults)
+        else:
+            answer = sender.send(server, "disk", 1, **V1, timeout_s=SHORT_S)
+            words = {"raise": "injected fault", "hang": "time ran out", "wrong_tensor": "shape"}
+            refuse(answer, words[kind])
+        faults.clear()
+    succeed(sender.send(server, "disk", 1, **V1))
+    expect_to_run_on(server, running, [0, 1])
+
+
+def expect_deaf(server: Server, sender: Sender, faults: Faults) -> None:
+    """A staging thread that hears nothing keeps its own update waiting, and nothing else."""
+    with sender.ready(server, "disk", 1) as send:
+        call = Call.of(lambda: send(**V1, timeout_s=SHORT_S))
+        until_staging(server)
+        # the front end gives the rank up some seconds after its time
+        until_idle(server)
+        assert not call.is_answered, call.answer()
+        faults.clear()
+        refuse(call.answer(), "rank dp0 pp0 tp0", status_code=504)
+
+
+@pytest.mark.guards_fix
+def test_failures_leave_no_memory(faulty_server: Server, faults: Faults) -> None:
+    server = faulty_server
+    (scheduler,) = (
+        process
+        for process in psutil.Process(server.process.pid).children(recursive=True)
+        if "sglang::scheduler" in " ".join(process.cmdline())
+    )
+    # 8 MiB, refused at its end
+    body = tensor_body({"no.such.weight": torch.ones(2 << 20)}, **LIVE)
+
+    def fail(times: int) -> int:
+        for _ in range(times):
+            refuse(server.post("/update_weights_from_tensor", body), "no.such.weight")
+        return scheduler.memory_info().rss
+
+    # until the allocator has all the room that it keeps
+    before = fail(30)
+    grown = (fail(30) - before) >> 20
+    assert grown < 80, f"{grown} MiB more after 30 failures of 8 MiB each"
+
+
+@pytest.mark.guards_fix
+class TestTrainer:
+    """The trainer of a distributed update, which has sent some tensors of it."""
+
+    @pytest.fixture
+    def trainer(self, trainers: Trainers) -> Trainer:
+        return trainers.get()
+
+    @pytest.fixture
+    def server(self, faulty_server: Server, trainer: Trainer) -> Iterator[Server]:
+        trainer.join(faulty_server)
+        yield faulty_server
+        faulty_server.post(LEAVE, {})
+        trainer.reset()
+
+    def expect_recovery(
+        self, server: Server, sender: Sender, trainer: Trainer, running: list[Generation]
+    ) -> None:
+        """The same group works when it was formed anew, with this trainer or another."""
+        refuse(server.post(DISTRIBUTED, {**layout(1), **V1}), "is broken", "join anew")
+        if trainer.is_alive:
+            trainer.leave(server)
+        else:
+            succeed(server.post(LEAVE, {}))
+        succeed(sender.send(server, "distributed", 1, **V1))
+        expect_to_run_on(server, running, [0, 1])
+
+    def test_killed(self, server: Server, sender: Sender, trainer: Trainer) -> None:
+        with nothing_changes(server) as running:
+            call = Call(server, DISTRIBUTED, {**layout(1), **V1})
+            trainer.send(1, count=10)
+            until_staging(server, tensors=10)
+            trainer.close()
+            refuse(call.answer(), "weight_update_group", "failed")
+        self.expect_recovery(server, sender, trainer, running)
+
+    def test_hangs(self, server: Server, sender: Sender, trainer: Trainer) -> None:
+        with nothing_changes(server) as running:
+            call = Call(server, DISTRIBUTED, {**layout(1), **V1, "timeout_s": SHORT_S})
+            trainer.send(1, count=10)
+            assert trainer.answer() == "sent"
+            refuse(call.answer(), "time ran out")
+        self.expect_recovery(server, sender, trainer, running)
+
+    def test_hangs_in_a_session(self, server: Server, sender: Sender, trainer: Trainer) -> None:
+        """The lease of a session ends it, also while a call of it waits for the trainer."""
+        with nothing_changes(server) as running:
+            begun = {"non_blocking": True, "lease_s": SHORT_S}
+            succeed(server.post("/begin_weight_update", begun))
+            call = Call(server, DISTRIBUTED, {**layout(1), **V1})
+            trainer.send(1, count=10)
+            assert trainer.answer() == "sent"
+            refuse(call.answer(), "lease ran out")
+        self.expect_recovery(server, sender, trainer, running)
+
+    def test_sends_what_is_refused(self, server: Server, trainer: Trainer) -> None:
+        """The rest is taken in, so trainer and group stay in step, and the next one works."""
+        with nothing_changes(server) as running:
+            trainer.send(1)
+            wrong = layout(1)
+            wrong["names"][2] = "no.such.weight"
+            refuse(server.post(DISTRIBUTED, {**wrong, **V1}), "no.such.weight")
+            assert trainer.answer() == "sent"
+        trainer.send(2)
+        second = {**layout(2), **LIVE, "weight_version": "v2"}
+        succeed(server.post(DISTRIBUTED, second))
+        assert trainer.answer() == "sent"
+        expect_to_run_on(server, running, [0, 2])
+
+
+@pytest.mark.guards_fix
+def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None:
+    """A rendezvous ends in its time, and holds nothing up but the staging."""
+    server = faulty_server
+    with nothing_changes(server):
+        body = {
+            "master_address": "127.0.0.1",
+            "master_port": free_port(),
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        }
+        refuse(server.post(JOIN, body, timeout=10 * GROUP_TIMEOUT_S), "was not formed")
+    succeed(sender.send(server, "distributed", 1, **V1))
+    says(server, 1)
+
+
+@pytest.mark.guards_fix
+def test_caller_leaves(faulty_server: Server, sender: Sender, trainers: Trainers) -> None:
+    """Its update stays open until its time runs out, or a newer one replaces it."""
+    server, trainer = faulty_server, trainers.get()
+    running = start_running(server, 2, tokens=ENDLESS)
+    trainer.join(server)
+    with pytest.raises(httpx.ReadTimeout):
+        server.post(DISTRIBUTED, {**layout(2), **LIVE}, timeout=0.5)
+    until_staging(server)
+    busy = sender.send(server, "disk", 1, **V1, on_busy="refuse")
+    refuse(busy, "another weight update is going on", status_code=409)
+    says(server, 0)
+    succeed(sender.send(server, "disk", 1, **V1, on_busy="replace"))
+    expect_to_run_on(server, running, [0, 1])
+    trainer.leave(server)
+
+
+@pytest.mark.guards_fix
+def test_caller_leaves_and_its_update_completes(
+    faulty_server: Server, checkpoints: Path, faults: Faults
+) -> None:
+    """An update is done as a whole or not at all, and this one can be done."""
+    server = faulty_server
+    running = start_running(server, 2, tokens=ENDLESS)
+    faults.inject("vote", "hang")
+    body = {"model_path": str(checkpoints / "v1"), **V1}
+    with pytest.raises(httpx.ReadTimeout):
+        server.post("/update_weights_from_disk", body, timeout=0.5)
+    until_staging(server)
+    says(server, 0)
+    faults.clear()
+    until("v1 serves", lambda: status(server)["weight_version"] == "v1")
+    until_idle(server)
+    expect_to_run_on(server, running, [0, 1])
