@@ -133,7 +133,6 @@ def folder(checkpoints: Path, tmp_path: Path) -> Path:
 # ---- bodies ------------------------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 def test_what_is_no_body(untouched: Untouched) -> None:
     for path in ROUTES:
         untouched.refuse(path, b"\xff\x00garbage", "bad request body")
@@ -143,7 +142,6 @@ def test_what_is_no_body(untouched: Untouched) -> None:
         untouched.refuse(path, {"surprise": 1}, "`surprise`")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize(
     ("path", "field"),
     [
@@ -159,7 +157,6 @@ def test_empty_body(untouched: Untouched, path: str, field: str) -> None:
     untouched.refuse(path, b"{}", f"`{field}`")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize(
     ("path", "field", "values"),
     [
@@ -199,7 +196,6 @@ def test_bad_field(untouched: Untouched, path: str, field: str, values: list[Any
         untouched.refuse(path, {**whole_body(path), field: value}, f"`$.{field}`")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("number", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])
 @pytest.mark.parametrize(
     ("path", "field"), [(PAUSE, "lease_s"), (BEGIN, "lease_s"), (DISK, "timeout_s")]
@@ -230,7 +226,6 @@ def whole_body(path: str) -> dict[str, Any]:
 # ---- checkpoints -------------------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("there", [False, True], ids=["no folder", "no file in the folder"])
 def test_checkpoint_that_is_not_there(untouched: Untouched, tmp_path: Path, there: bool) -> None:
     path = tmp_path / "gone"
@@ -239,7 +234,6 @@ def test_checkpoint_that_is_not_there(untouched: Untouched, tmp_path: Path, ther
     untouched.refuse_update(DISK, {"model_path": str(path)}, str(path))
 
 
-@pytest.mark.guards_fix
 def test_checkpoint_of_another_architecture(untouched: Untouched, folder: Path) -> None:
     config = {**marker.CONFIG, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps(config))
@@ -248,13 +242,11 @@ def test_checkpoint_of_another_architecture(untouched: Untouched, folder: Path) 
     )
 
 
-@pytest.mark.guards_fix
 def test_config_that_is_no_json(untouched: Untouched, folder: Path) -> None:
     (folder / "config.json").write_text("{")
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("kept", [0, 5, 3000, -100])
 def test_truncated_checkpoint(untouched: Untouched, folder: Path, kept: int) -> None:
     file = folder / "model.safetensors"
@@ -262,7 +254,6 @@ def test_truncated_checkpoint(untouched: Untouched, folder: Path, kept: int) -> 
     untouched.refuse_update(DISK, {"model_path": str(folder)}, str(folder))
 
 
-@pytest.mark.guards_fix
 def test_lost_shard(untouched: Untouched, tmp_path: Path) -> None:
     folder = marker.build(tmp_path / "v1", 1, shards=3)
     lost = "model-00002-of-00003.safetensors"
@@ -307,7 +298,6 @@ SPOILT = {
 }
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("kind", SPOILT)
 @pytest.mark.parametrize("source", ["disk", "tensor"])
 def test_bad_tensor(untouched: Untouched, folder: Path, source: str, kind: str) -> None:
@@ -351,7 +341,6 @@ PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("kind", PAYLOADS)
 def test_bad_payload(untouched: Untouched, kind: str) -> None:
     payloads, words = PAYLOADS[kind]
@@ -359,7 +348,6 @@ def test_bad_payload(untouched: Untouched, kind: str) -> None:
     assert not Path("/tmp/inflight-test-was-here").exists()
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize(
     "content", [{"metadata": []}, [1, 2], {"flattened_tensor": 1, "metadata": [1]}]
 )
@@ -371,7 +359,6 @@ def test_bad_bucket(untouched: Untouched, content: Any) -> None:
     untouched.refuse_update(TENSOR, body, "flattened_bucket")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("path", [DISK, TENSOR, DISTRIBUTED])
 def test_unknown_load_format(untouched: Untouched, checkpoints: Path, path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
@@ -386,14 +373,12 @@ def test_unknown_load_format(untouched: Untouched, checkpoints: Path, path: str)
 # ---- distributed and checkpoint engine ---------------------------------------------------
 
 
-@pytest.mark.guards_fix
 def test_unknown_group(untouched: Untouched) -> None:
     body = {**layout(1), "group_name": "strangers"}
     untouched.refuse_update(DISTRIBUTED, body, "'strangers'", "/init_weights_update_group")
     untouched.refuse(LEAVE, {"group_name": "strangers"}, "'strangers'")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -407,14 +392,12 @@ def test_bad_layout(untouched: Untouched, changes: dict[str, Any], words: tuple[
     untouched.refuse_update(DISTRIBUTED, {**layout(1), **changes}, *words)
 
 
-@pytest.mark.guards_fix
 def test_group_without_a_place_for_the_rank(untouched: Untouched) -> None:
     body = {**whole_body(JOIN), "rank_offset": 2, "world_size": 2}
     untouched.refuse(JOIN, body, "world_size", "rank_offset")
     untouched.refuse(JOIN, {**body, "rank_offset": 0}, "rank 0")
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize(
     "handles", [{}, {"GPU-another": "ipc:///tmp/x"}], ids=["none", "another device's"]
 )
@@ -425,7 +408,6 @@ def test_no_handle_for_the_device(untouched: Untouched, handles: dict[str, str])
 # ---- order -------------------------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 def test_tensors_without_a_session(untouched: Untouched) -> None:
     body = {"serialized_named_tensors": [GOOD], "weight_version": "v1"}
     untouched.refuse(TENSOR, body, "begin_weight_update", "non_blocking")
@@ -434,26 +416,22 @@ def test_tensors_without_a_session(untouched: Untouched) -> None:
     )
 
 
-@pytest.mark.guards_fix
 def test_expected_version_within_a_session(untouched: Untouched) -> None:
     untouched.begin()
     body = {**LIVE, "serialized_named_tensors": [GOOD], "expected_version": "v0"}
     untouched.refuse(TENSOR, body, "expected_version", "begin_weight_update")
 
 
-@pytest.mark.guards_fix
 def test_session_for_a_draft_that_is_not_there(untouched: Untouched) -> None:
     body = {**LIVE, "serialized_named_tensors": [GOOD], "selector": "draft"}
     untouched.refuse(TENSOR, body, "selector", "draft")
 
 
-@pytest.mark.guards_fix
 def test_empty_session(untouched: Untouched) -> None:
     untouched.begin()
     untouched.refuse(END, {"non_blocking": True}, "no tensor")
 
 
-@pytest.mark.guards_fix
 def test_pause_that_nobody_holds(untouched: Untouched) -> None:
     for path in (PAUSE, CONTINUE):
         untouched.refuse(path, {"pause_id": "mine"}, "pause_id", "'mine'", status_codes=(409,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,7 +87,6 @@ def halves(version: int) -> list[dict[str, torch.Tensor]]:
 # ---- while requests run ----------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("source", SOURCES)
 def test_requests_run_on_through_an_update(sender: Sender, server: Server, source: str) -> None:
     with sender.ready(server, source, 1) as send:
@@ -100,7 +100,6 @@ def test_requests_run_on_through_an_update(sender: Sender, server: Server, sourc
     assert server.get("/model_info")["weight_version"] == "v1"
 
 
-@pytest.mark.guards_fix
 def test_recompute_retracts_what_runs(server: Server, sender: Sender) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     fields: dict[str, Any] = {**V1, "flush_cache": True}
@@ -111,25 +110,30 @@ def test_recompute_retracts_what_runs(server: Server, sender: Sender) -> None:
         assert generation.output().meta["num_retractions"] == 1
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize(
-    ("kv", "reused"), [({}, False), ({"kv_cache": "fence"}, False), ({"kv_cache": "keep"}, True)]
+    ("fields", "reused"),
+    [
+        pytest.param({"flush_cache": False}, False, marks=pytest.mark.guards_fix, id="upstream"),
+        pytest.param(LIVE, False, id="live"),
+        pytest.param({**LIVE, "kv_cache": "fence"}, False, id="fence"),
+        pytest.param({**LIVE, "kv_cache": "keep"}, True, id="keep"),
+        pytest.param({**LIVE, "flush_cache": True}, False, id="recompute"),
+    ],
 )
 def test_prefixes_of_older_weights(
-    server: Server, sender: Sender, kv: dict[str, Any], reused: bool
+    server: Server, sender: Sender, fields: dict[str, Any], reused: bool
 ) -> None:
     ids = prompt(40)
     request: dict[str, Any] = {"tokens": 2, "input_ids": ids, "stream": False}
     Generation(server, **request).output()
     assert Generation(server, **request).output().meta["cached_tokens"] == 39
-    succeed(sender.send(server, "disk", 1, **V1, **kv))
+    succeed(sender.send(server, "disk", 1, weight_version="v1", **fields))
     cached = Generation(server, **request).output().meta["cached_tokens"]
     assert cached == (39 if reused else 0)
     # the new weights' own prefix is reused again
     assert Generation(server, **request).output().meta["cached_tokens"] == 39
 
 
-@pytest.mark.guards_fix
 def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     for version in (1, 2, 3):
@@ -204,10 +208,34 @@ def test_pause_ends_the_waiting_of_a_blocking_update(server: Server, checkpoints
     expect_to_run_on(server, running, [0, 1])
 
 
-# ---- sessions ----------------------------------------------------------------------------
+@pytest.mark.guards_fix
+@pytest.mark.parametrize("spoilt", ["garbage", "shape"])
+def test_upstream_session_with_a_bad_payload(server: Server, spoilt: str) -> None:
+    running = start_running(server, 1, tokens=30)
+    succeed(server.post("/begin_weight_update", {}))
+    body = tensor_body({"lm_head.weight": torch.ones(7, 7)})
+    if spoilt == "garbage":
+        body["serialized_named_tensors"] = [base64.b64encode(b"garbage").decode()]
+    word = {"garbage": "unpickled", "shape": "lm_head.weight"}[spoilt]
+    refuse(server.post("/update_weights_from_tensor", body), word)
+    refuse(server.post("/end_weight_update", {}), "no weight-update session is open")
+    expect_versions(running, [0])
+    says(server, 0)
 
 
 @pytest.mark.guards_fix
+def test_upstream_disk_update_with_a_wrong_shape(server: Server, folder: Path) -> None:
+    weights = marker.tensors(1)
+    save_file({**weights, UP: weights[UP][:-1]}, folder / "model.safetensors")
+    running = start_running(server, 1, tokens=30)
+    refuse(server.post("/update_weights_from_disk", {"model_path": str(folder)}), UP)
+    expect_versions(running, [0])
+    says(server, 0)
+
+
+# ---- sessions ----------------------------------------------------------------------------
+
+
 def test_session_goes_live_at_its_end(server: Server) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     begin(server, partial=False)
@@ -231,7 +259,6 @@ def test_the_end_of_a_session_may_name_it(server: Server) -> None:
     assert succeed(end(server, weight_version="v1"))["weight_version"] == "v1"
 
 
-@pytest.mark.guards_fix
 def test_session_of_several_sources(server: Server, sender: Sender, checkpoints: Path) -> None:
     """One version from the disk, and over it the head of another."""
     begin(server, partial=False)
@@ -242,7 +269,6 @@ def test_session_of_several_sources(server: Server, sender: Sender, checkpoints:
     says(server, 2)
 
 
-@pytest.mark.guards_fix
 def test_aborted_session_changes_nothing(server: Server) -> None:
     before = serving(server)
     begin(server)
@@ -257,7 +283,6 @@ def test_aborted_session_changes_nothing(server: Server) -> None:
     says(server, 2)
 
 
-@pytest.mark.guards_fix
 def test_second_begin(server: Server) -> None:
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **V1))
@@ -273,13 +298,11 @@ def test_second_begin(server: Server) -> None:
     says(server, 2)
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("path", ["/end_weight_update", "/abort_weight_update"])
 def test_no_session_to_end(server: Server, path: str) -> None:
     refuse(server.post(path, {}), "no weight-update session is open")
 
 
-@pytest.mark.guards_fix
 def test_session_ends_with_its_lease(server: Server) -> None:
     before = serving(server)
     begin(server, lease_s=0.3)
@@ -290,7 +313,6 @@ def test_session_ends_with_its_lease(server: Server) -> None:
     assert "The lease of a weight-update session ran out" in server.log_text()
 
 
-@pytest.mark.guards_fix
 def test_failed_call_drops_its_session(server: Server) -> None:
     before = serving(server)
     begin(server)
@@ -304,7 +326,6 @@ def test_failed_call_drops_its_session(server: Server) -> None:
 # ---- parts and wholes --------------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 def test_part_of_the_weights_keeps_the_rest(server: Server) -> None:
     """Versions differ in their head alone, so the head of v1 makes all of v1."""
     whole = succeed(send_tensors(server, marker.tensors(1), **LIVE, partial=False))
@@ -316,7 +337,6 @@ def test_part_of_the_weights_keeps_the_rest(server: Server) -> None:
     says(server, 1)
 
 
-@pytest.mark.guards_fix
 def test_part_of_a_fused_parameter_keeps_the_rest(server: Server) -> None:
     weights = marker.tensors(0)
     start, changed = weights[UP], weights[UP] * 3
@@ -332,7 +352,6 @@ def digests(receipt: dict[str, Any]) -> list[str]:
     return [rank["digest"] for rank in receipt["ranks"]]
 
 
-@pytest.mark.guards_fix
 def test_missing_tensor_is_named(server: Server) -> None:
     before = serving(server)
     weights = marker.tensors(1)
@@ -342,8 +361,13 @@ def test_missing_tensor_is_named(server: Server) -> None:
     assert serving(server) == before
 
 
-@pytest.mark.guards_fix
-@pytest.mark.parametrize("fields", [V1, {"weight_version": "v1"}], ids=["live", "upstream"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(V1, id="live"),
+        pytest.param({"weight_version": "v1"}, marks=pytest.mark.guards_fix, id="upstream"),
+    ],
+)
 def test_checkpoint_that_lacks_a_tensor(
     server: Server, folder: Path, fields: dict[str, Any]
 ) -> None:
@@ -359,7 +383,6 @@ def test_checkpoint_that_lacks_a_tensor(
     says(server, 1)
 
 
-@pytest.mark.guards_fix
 def test_session_that_lacks_a_tensor(server: Server) -> None:
     before = serving(server)
     begin(server, partial=False)
@@ -372,7 +395,6 @@ def test_session_that_lacks_a_tensor(server: Server) -> None:
 # ---- conditions --------------------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 def test_expected_version(server: Server, sender: Sender) -> None:
     before = serving(server)
     for source in ("disk", "tensor"):
@@ -385,7 +407,6 @@ def test_expected_version(server: Server, sender: Sender) -> None:
     says(server, 1)
 
 
-@pytest.mark.guards_fix
 class TestBusy:
     """A second update comes while the first waits for its trainer."""
 
@@ -428,7 +449,6 @@ class TestBusy:
 # ---- receipts and rollbacks --------------------------------------------------------------
 
 
-@pytest.mark.guards_fix
 @pytest.mark.parametrize("source", SOURCES)
 def test_receipt(server: Server, sender: Sender, source: str) -> None:
     epoch = status(server)["epoch"]
@@ -453,7 +473,6 @@ def test_receipt(server: Server, sender: Sender, source: str) -> None:
     assert digests(again) == [digest] != digests(other)
 
 
-@pytest.mark.guards_fix
 def test_rollback_under_running_requests(server: Server, sender: Sender) -> None:
     first = succeed(sender.send(server, "disk", 1, **V1))
     second = succeed(sender.send(server, "disk", 2, **LIVE, weight_version="v2"))
@@ -478,7 +497,6 @@ def test_rollback_may_name_the_version(server: Server, sender: Sender) -> None:
     says(server, 0)
 
 
-@pytest.mark.guards_fix
 def test_nothing_to_roll_back_to(server: Server, sender: Sender) -> None:
     """The shadow held the previous version, until a session began to fill it."""
     succeed(sender.send(server, "disk", 1, **V1))

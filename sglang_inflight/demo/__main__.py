@@ -27,7 +27,7 @@ from sglang_inflight.demo.transcript import (
     show_verdict,
 )
 
-TOKENS_ON_CPU = 700
+TOKENS_ON_CPU = 1000
 # a GPU is so fast that a short story would end before the first update
 TOKENS_ON_CUDA = 6000
 

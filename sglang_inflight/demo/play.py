@@ -47,8 +47,8 @@ class Pacing:
 
     @classmethod
     def over(cls, tokens: int) -> Pacing:
-        """Leaves two thirds of the stories to the staging, which a busy machine draws out."""
-        return cls(first=tokens // 10, between=tokens * 12 // 100)
+        """Three quarters are left for the staging, which a busy machine draws out."""
+        return cls(first=tokens // 12, between=tokens // 12)
 
 
 class Screen(Protocol):

@@ -1,7 +1,8 @@
 """``sglang.Engine``: pauses and updates, sync and async.
 
 A call with ``non_blocking=True`` returns the receipt, and raises ``Refused`` (or a child)
-where nothing was changed. One without returns upstream's ``(success, message)``.
+where nothing was changed. One without returns upstream's ``(success, message)``, and from
+disk ``(success, message, 0)``, because upstream counts paused requests there, and never did.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from sglang_inflight.unsupported import refuse_at_start
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-Outcome = Receipt | tuple[bool, str]
+Outcome = Receipt | tuple[bool, str] | tuple[bool, str, int]
 
 
-def share_the_loop(_: None, engine: Engine, **kwargs: Any) -> None:
-    share(engine.loop)
+def share_the_loop(loop: Any) -> None:
+    """Not a hook of ``Engine.__init__``, because that is what loads the plugins."""
+    share(loop)
 
 
 # ---- pauses ------------------------------------------------------------------------
@@ -93,7 +95,7 @@ async def async_update_weights_from_disk(
     timeout_s: float | None = None,
 ) -> Outcome:
     """Update from a checkpoint directory, whole unless ``partial``."""
-    return await _update(
+    outcome = await _update(
         engine,
         DiskBody(
             model_path=model_path,
@@ -108,6 +110,9 @@ async def async_update_weights_from_disk(
             timeout_s=timeout_s,
         ),
     )
+    if isinstance(outcome, tuple):
+        return outcome[0], outcome[1], 0
+    return outcome
 
 
 async def async_update_weights_from_tensor(
@@ -344,7 +349,7 @@ def add_methods() -> None:
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_ENGINE}._launch_subprocesses", refuse_at_start, HookType.BEFORE),
-    (f"{_ENGINE}.__init__", share_the_loop, HookType.AFTER),
+    (f"{_ENGINE}._ensure_event_loop", share_the_loop, HookType.AFTER),
     *(
         (f"{_ENGINE}.{method.__name__}", method, HookType.REPLACE)
         for method in _SYNC

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,10 @@ logger = logging.getLogger(__name__)
 LONGEST_SLEEP_S = 1.0
 # Under attention DP several ranks have a socket, and none may keep the others waiting.
 LONGEST_SLEEP_IN_STEP_S = 0.005
+
+
+def _after(seconds: float | None) -> float | None:
+    return None if seconds is None else time.monotonic() + seconds
 
 
 class PauseState(enum.Enum):
@@ -81,7 +86,7 @@ class Pause:
         self._answers = answers
         self._poller = self._poll_sockets(scheduler)
         self._holders: dict[str, _Holder] = {}
-        self._grant: _Grant | None = None
+        self._grants: list[_Grant] = []
         self._may_run: set[Req] = set()
         self._frozen_at: float | None = None
         self._state = PauseState.RUNNING
@@ -99,28 +104,38 @@ class Pause:
 
     def pause(self, call: PauseCall) -> None:
         """Take or renew a pause; answered here, or at the boundary where draining ends."""
-        now = time.monotonic()
-        expires_at = now + call.lease_s if call.lease_s is not None else None
-        self._withdraw_grant(f"a pause of mode {call.mode} took its place")
+        freezes_now = call.mode in ("in_place", "retract")
+        # those that drain as well are granted together, when nothing runs any more
+        self._withdraw_grants(
+            f"a pause of mode {call.mode} took its place",
+            which=lambda grant: freezes_now or grant.call.pause_id == call.pause_id,
+        )
         # re-inserted, because the last one asked for decides the mode
         self._holders.pop(call.pause_id, None)
-        self._holders[call.pause_id] = _Holder(call.mode, expires_at)
+        self._holders[call.pause_id] = _Holder(call.mode, _after(call.lease_s))
         if call.mode == "abort":
             self._drain_by(call, aborted=self._abort_all(), gives_up_at=None)
         elif call.mode == "wait":
-            gives_up_at = now + call.timeout_s if call.timeout_s is not None else None
-            self._drain_by(call, aborted=0, gives_up_at=gives_up_at)
+            self._drain_by(call, aborted=0, gives_up_at=_after(call.timeout_s))
         else:
             retracted = self._boundary.retract() if call.mode == "retract" else 0
             self._freeze()
             self._answer(call, retracted=retracted)
 
     def renew(self, call: PauseCall) -> None:
-        """Raises ``Conflict`` where the pause is not held any more."""
+        """Lengthen the lease, and change the mode where it is another one.
+
+        Raises ``Conflict`` where the pause is not held any more.
+        """
         holder = self._holders.get(call.pause_id)
         if holder is None:
             raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
-        self.pause(call)
+        if self._state is PauseState.FROZEN and call.mode == holder.mode:
+            # what a "wait" left frozen must not run again
+            holder.expires_at = _after(call.lease_s)
+            self._answer(call)
+        else:
+            self.pause(call)
 
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
@@ -135,7 +150,11 @@ class Pause:
     def ring(self, call: TimerCall) -> None:
         """A time ran out. The state may have moved on since; then there is nothing to do."""
         if call.timer == "wait":
-            if self._grant is not None and self._grant.call.pause_id == call.pause_id:
+            if any(grant.call.pause_id == call.pause_id for grant in self._grants):
+                self._withdraw_grants(
+                    "the timeout_s of another one ended the waiting",
+                    which=lambda grant: grant.call.pause_id != call.pause_id,
+                )
                 self._freeze_drained()
             return
         if not self._let_go(call.pause_id):
@@ -173,9 +192,11 @@ class Pause:
             for pause_id, holder in self._holders.items()
             if holder.expires_at is not None and holder.expires_at <= now
         ]
-        grant = self._grant
-        if grant is not None and grant.gives_up_at is not None and grant.gives_up_at <= now:
-            due.append(TimerCall(call_id="", timer="wait", pause_id=grant.call.pause_id))
+        due += [
+            TimerCall(call_id="", timer="wait", pause_id=grant.call.pause_id)
+            for grant in self._grants
+            if grant.gives_up_at is not None and grant.gives_up_at <= now
+        ]
         return due
 
     def describe(self) -> dict[str, Any]:
@@ -202,7 +223,7 @@ class Pause:
     # ---- moves -------------------------------------------------------------------
 
     def _drain_by(self, call: PauseCall, *, aborted: int, gives_up_at: float | None) -> None:
-        self._grant = _Grant(call, aborted, gives_up_at)
+        self._grants.append(_Grant(call, aborted, gives_up_at))
         self._may_run = self._boundary.running_requests()
         self._unfreeze(torch_empty_cache=False)
         self._state = PauseState.DRAINING
@@ -223,9 +244,9 @@ class Pause:
         )
 
     def _freeze_drained(self) -> None:
-        grant, self._grant = self._grant, None
+        granted, self._grants = self._grants, []
         self._freeze()
-        if grant is not None:
+        for grant in granted:
             self._answer(grant.call, aborted=grant.aborted)
 
     def _freeze(self) -> None:
@@ -248,7 +269,7 @@ class Pause:
         )
 
     def _thaw(self, *, torch_empty_cache: bool) -> None:
-        self._withdraw_grant("generation was continued before it was granted")
+        self._withdraw_grants("generation was continued before it was granted")
         self._unfreeze(torch_empty_cache=torch_empty_cache)
         self._may_run = set()
         self._state = PauseState.RUNNING
@@ -266,17 +287,22 @@ class Pause:
         """Forget one holder; False where it holds nothing."""
         if self._holders.pop(pause_id, None) is None:
             return False
-        if self._grant is not None and self._grant.call.pause_id == pause_id:
-            self._withdraw_grant("it was let go before it was granted")
-            if self._holders:
-                # nobody asked for this draining but the one who left
-                self._freeze()
+        self._withdraw_grants(
+            "it was let go before it was granted",
+            which=lambda grant: grant.call.pause_id == pause_id,
+        )
+        if self._state is PauseState.DRAINING and self._holders and not self._grants:
+            # nobody asked for this draining but the one who left
+            self._freeze()
         return True
 
-    def _withdraw_grant(self, why: str) -> None:
-        """Refuse the pause that is not granted yet: its caller then holds nothing."""
-        grant, self._grant = self._grant, None
-        if grant is not None:
+    def _withdraw_grants(
+        self, why: str, *, which: Callable[[_Grant], bool] = lambda grant: True
+    ) -> None:
+        """Refuse pauses that are not granted yet: their callers then hold nothing."""
+        withdrawn = [grant for grant in self._grants if which(grant)]
+        self._grants = [grant for grant in self._grants if not which(grant)]
+        for grant in withdrawn:
             self._holders.pop(grant.call.pause_id, None)
             self._answers.fail(grant.call, Conflict(f"The pause was not granted: {why}."))
 

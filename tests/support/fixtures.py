@@ -43,9 +43,10 @@ def faults() -> Iterator[Faults]:
     faults.clear()
 
 
-def _serve(pool: ServerPool, flavour: str) -> Iterator[Server]:
+def _serve(pool: ServerPool, flavour: str, faults: Faults) -> Iterator[Server]:
     server = pool.get(FLAVOURS[flavour])
     yield server
+    faults.clear()
     server.post("/abort_weight_update", {})
     pool.restore()
 
@@ -53,16 +54,16 @@ def _serve(pool: ServerPool, flavour: str) -> Iterator[Server]:
 @pytest.fixture
 def faulty_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
     """One rank, into which faults can be injected."""
-    yield from _serve(pool, "faulty_server")
+    yield from _serve(pool, "faulty_server", faults)
 
 
 @pytest.fixture
 def tp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
     """Two ranks of tensor parallelism, into which faults can be injected."""
-    yield from _serve(pool, "tp2_server")
+    yield from _serve(pool, "tp2_server", faults)
 
 
 @pytest.fixture
 def dp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
     """Two replicas, into which faults can be injected."""
-    yield from _serve(pool, "dp2_server")
+    yield from _serve(pool, "dp2_server", faults)

@@ -218,7 +218,7 @@ def start_running(
 # ---- the scheduler -------------------------------------------------------------------
 
 # connections are kept: opening one costs more time than a scheduler's step
-_client = httpx.Client(timeout=120)
+_client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S)
 
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:

@@ -22,6 +22,7 @@ from tests.support.load import (
     until,
     versions_of,
 )
+from tests.support.pool import UPSTREAM
 from tests.support.server import Server
 from tests.support.trainer import FLATTENED_BUCKET, Trainers, layout
 
@@ -187,6 +188,8 @@ def refuse(answer: dict[str, Any], *words: str, status_code: int = 400) -> dict[
 
 def serving(server: Server) -> list[tuple[Any, ...]]:
     """What each rank serves: it changes with any commit, and with nothing else."""
+    if UPSTREAM:
+        return [(server.get("/model_info")["weight_version"],)]
     return [
         (rank["dp_rank"], rank["tp_rank"], rank["weight_version"], rank["epoch"], rank["digest"])
         for rank in status(server)["ranks"]
@@ -198,10 +201,10 @@ def staging(server: Server) -> list[dict[str, Any]]:
 
 
 def until_staging(server: Server, *, tensors: int = 0) -> None:
-    """An update is open on every rank, and has taken in ``tensors``."""
+    """An update is going on on every rank, and has taken in ``tensors``."""
     until(
-        f"an update is open, with {tensors} tensors",
-        lambda: all(s["state"] == "open" and s["tensors"] >= tensors for s in staging(server)),
+        f"an update is going on, with {tensors} tensors",
+        lambda: all(s["state"] != "empty" and s["tensors"] >= tensors for s in staging(server)),
     )
 
 

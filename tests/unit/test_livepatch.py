@@ -351,7 +351,8 @@ def test_another_version(house: House) -> None:
     house.patch(1, CHANGE)
     house.folder.rename(house.patches / f"{house.name}-2.0")
     message = str(refused(lambda: house.series))
-    assert f"{house.name} 1.0" in message and f"{house.name}-2.0" in message
+    assert f"{house.name} 1.0" in message
+    assert f"{house.name}-2.0" in message
 
 
 def test_a_missing_package(house: House) -> None:
@@ -359,7 +360,7 @@ def test_a_missing_package(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    ("old", "new"),
     [
         pytest.param('return "old"', 'return "other"', id="removed line"),
         pytest.param("class Engine:", "class Engine(object):", id="context"),
@@ -374,7 +375,8 @@ def test_a_source_that_does_not_match(house: House, old: str, new: str) -> None:
     file.write_text(file.read_text().replace(old, new))
     refusal = refused(house.series.apply)
     assert (refusal.patch, refusal.found) == (name, f"{house.name} 1.0")
-    assert name in str(refusal) and f"{house.name}/core.py: line" in str(refusal)
+    assert name in str(refusal)
+    assert f"{house.name}/core.py: line" in str(refusal)
     assert not HookRegistry._hooks
 
 
@@ -389,7 +391,7 @@ def test_a_mismatch_names_the_function(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    "old, new",
+    ("old", "new"),
     [
         pytest.param("def step(self):", "def step(self, x=1):", id="signature"),
         pytest.param(
@@ -448,7 +450,8 @@ def test_a_result_that_is_no_python(house: House) -> None:
     house.write(ENGINE)
     name = house.patch(1, ('return "old"\n', "return (\n"))
     refusal = refused(house.series.apply)
-    assert refusal.patch == name and "no Python" in str(refusal)
+    assert refusal.patch == name
+    assert "no Python" in str(refusal)
 
 
 def test_a_decorator_that_fails(house: House) -> None:
@@ -459,7 +462,7 @@ def test_a_decorator_that_fails(house: House) -> None:
 
 
 @pytest.mark.parametrize(
-    "text, reason",
+    ("text", "reason"),
     [
         ("not a diff\n", "changes no file"),
         ("--- a/x/core.py\n+++ b/x/core.py\n@@ -1,2 +1,2 @@\n-a\n", "not a unified diff"),
@@ -476,7 +479,8 @@ def test_a_decorator_that_fails(house: House) -> None:
 def test_a_file_that_is_no_patch(house: House, text: str, reason: str) -> None:
     (house.folder / "0001-broken.patch").write_text(text)
     refusal = refused(lambda: house.series)
-    assert refusal.patch == "0001-broken.patch" and reason in str(refusal)
+    assert refusal.patch == "0001-broken.patch"
+    assert reason in str(refusal)
 
 
 def test_a_file_that_is_not_installed(house: House) -> None:
@@ -507,7 +511,9 @@ class RivalEngine:
     pass
 
 
-@pytest.mark.parametrize("qualname, rival", [("Engine.step", rival_step), ("Engine", RivalEngine)])
+@pytest.mark.parametrize(
+    ("qualname", "rival"), [("Engine.step", rival_step), ("Engine", RivalEngine)]
+)
 def test_a_rival_that_came_before(
     house: House, qualname: str, rival: Callable[..., object]
 ) -> None:
@@ -515,11 +521,14 @@ def test_a_rival_that_came_before(
     name = house.patch(1, CHANGE)
     HookRegistry.register(house.target(qualname), rival, HookType.REPLACE, source=RIVAL)
     refusal = refused(house.series.apply)
-    assert refusal.patch == name and refusal.function == house.target("Engine.step")
+    assert refusal.patch == name
+    assert refusal.function == house.target("Engine.step")
     assert f"plugin 'rival' replaces {house.target(qualname)}" in str(refusal)
 
 
-@pytest.mark.parametrize("qualname, rival", [("Engine.step", rival_step), ("Engine", RivalEngine)])
+@pytest.mark.parametrize(
+    ("qualname", "rival"), [("Engine.step", rival_step), ("Engine", RivalEngine)]
+)
 def test_a_rival_that_comes_after(
     house: House, qualname: str, rival: Callable[..., object]
 ) -> None:
@@ -621,7 +630,8 @@ def test_a_source_that_is_partly_patched(house: House) -> None:
     second = house.patch(2, CHANGE, module="more")
     house.install_patched("core")
     refusal = refused(house.series.apply)
-    assert refusal.patch == second and "partly patched" in str(refusal)
+    assert refusal.patch == second
+    assert "partly patched" in str(refusal)
 
 
 def test_write_fork(house: House, tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""Pauses and updates through ``sglang.Engine``, while another thread generates with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import marker
+from tests.support.engine_play import TOKENS
+from tests.support.pool import ServerPool
+
+RECEIPT = {"success", "weight_version", "base_version", "epoch", "stall_ms", "ranks"}
+
+
+@pytest.fixture(scope="module")
+def answers(
+    pool: ServerPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    pool.discard()
+    file = tmp_path_factory.mktemp("engine") / "answers.json"
+    played = subprocess.run(
+        [sys.executable, "-m", "tests.support.engine_play", str(checkpoints), str(file)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert file.is_file(), played.stdout[-2000:] + played.stderr[-4000:]
+    answers: dict[str, Any] = json.loads(file.read_text())
+    return answers
+
+
+def expect_spans(tokens: list[int], spans: list[dict[str, Any]]) -> list[str]:
+    """The versions of a whole output, after its tokens were found to be theirs."""
+    assert len(tokens) == TOKENS
+    assert [spans[0]["start"], spans[-1]["end"]] == [0, TOKENS]
+    for span in spans:
+        version = int(span["version"].removeprefix("v"))
+        assert set(tokens[span["start"] : span["end"]]) == {marker.token(version)}
+    return [span["version"] for span in spans]
+
+
+@pytest.mark.parametrize(
+    ("source", "version", "base"),
+    [("disk", "v1", "v0"), ("tensor", "v2", "v1"), ("distributed", "v3", "v2")],
+)
+def test_updates_in_flight(answers: dict[str, Any], source: str, version: str, base: str) -> None:
+    receipt = answers[source]
+    assert receipt.keys() >= RECEIPT
+    assert (receipt["success"], receipt["weight_version"], receipt["base_version"]) == (
+        True,
+        version,
+        base,
+    )
+
+
+def test_the_generating_thread_saw_every_version(answers: dict[str, Any]) -> None:
+    output = answers["in flight"]
+    versions = expect_spans(output["tokens"], output["spans"])
+    assert versions[0] == "v0"
+    # the pause holds it still between v1 and v2, and v2 is what the rollback returns to
+    assert [v for v in versions if v in {"v0", "v2"}][:2] == ["v0", "v2"]
+    assert answers["rollback"]["weight_version"] == "v2"
+
+
+def test_pause_and_continue(answers: dict[str, Any]) -> None:
+    (rank,) = answers["pause"]["ranks"]
+    assert (answers["pause"]["mode"], rank["running"]) == ("in_place", 1)
+    assert answers["continue"]["paused"] is False
+
+
+def test_a_refused_update_raises(answers: dict[str, Any]) -> None:
+    assert "'/nowhere' is not a directory" in answers["refused"]
+
+
+def test_async_methods(answers: dict[str, Any]) -> None:
+    output = answers["async"]
+    assert output["receipt"]["retracted"] == 1
+    (rank,) = output["paused"]["ranks"]
+    assert rank["retracted"] == 1
+    assert expect_spans(output["tokens"], output["spans"])[-1] == "v4"
+
+
+def test_upstreams_forms(answers: dict[str, Any]) -> None:
+    assert answers["blocking disk"] == [True, "Succeeded to update model weights.", 0]
+    assert [done for done, _ in answers["blocking session"]] == [True, True, True]
+    assert answers["blocking failure"][0] is False
+    success, message = answers["without a session"]
+    assert not success
+    assert "begin_weight_update" in message
+    assert answers["last"] == [marker.token(0)] * 3

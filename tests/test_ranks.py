@@ -1,0 +1,203 @@
+"""Two ranks, of one replica or of two: all of them change, or none does."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from tests.support import marker
+from tests.support.faults import Faults, Kind, Phase
+from tests.support.load import (
+    Generation,
+    expect_spans,
+    pause,
+    resume,
+    settle,
+    start_running,
+    status,
+    until,
+)
+from tests.support.server import Server
+from tests.support.updates import (
+    ENDLESS,
+    Call,
+    Sender,
+    expect_to_run_on,
+    refuse,
+    says,
+    serving,
+    succeed,
+    tensor_body,
+    until_idle,
+    until_staging,
+)
+
+pytest_plugins = ["tests.support.fixtures"]
+
+RANKS = 2
+STREAMS = 4
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
+# how long the ranks may take for an update that is to fail
+SHORT_S = 2.0
+NAMES = {
+    "tp2_server": ["rank dp0 pp0 tp0", "rank dp0 pp0 tp1"],
+    "dp2_server": ["rank dp0 pp0 tp0", "rank dp1 pp0 tp0"],
+}
+
+
+@pytest.fixture(params=NAMES)
+def flavour(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def server(flavour: str, request: pytest.FixtureRequest) -> Server:
+    server: Server = request.getfixturevalue(flavour)
+    return server
+
+
+@pytest.fixture
+def streams(server: Server) -> list[Generation]:
+    """Requests on every replica, which has to be so for the tests to mean anything."""
+    streams = start_running(server, STREAMS, tokens=ENDLESS)
+    ranks = status(server)["ranks"]
+    assert all(rank["running"] for rank in ranks), ranks
+    return streams
+
+
+def names_of(answer: dict[str, Any], flavour: str) -> list[str]:
+    names = [f"rank dp{r['dp_rank']} pp{r['pp_rank']} tp{r['tp_rank']}" for r in answer["ranks"]]
+    assert names == NAMES[flavour]
+    return names
+
+
+def expect_served(server: Server, version: int) -> None:
+    """Every rank serves this version; ranks that share the work have different digests."""
+    assert [served[2] for served in serving(server)] == [f"v{version}"] * RANKS
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_pause_is_acknowledged_by_every_rank(
+    server: Server, flavour: str, streams: list[Generation], mode: str
+) -> None:
+    answer = pause(server, mode)
+    names_of(answer, flavour)
+    settle(server, streams)
+    assert all(rank["state"] == "frozen" for rank in status(server)["ranks"])
+    # the ranks of one replica hold the same requests, those of two hold their own
+    replicas = 1 if flavour == "tp2_server" else 2
+    counted = {"in_place": "running", "retract": "retracted", "abort": "aborted"}[mode]
+    assert sum(rank[counted] for rank in answer["ranks"]) == STREAMS * RANKS // replicas
+    resume(server)
+    assert all(rank["state"] == "running" for rank in status(server)["ranks"])
+    if mode == "abort":
+        for generation in streams:
+            expect_spans(generation.output())
+    else:
+        expect_to_run_on(server, streams, [0])
+
+
+@pytest.mark.parametrize("source", ["disk", "tensor", "tensor_bucket", "distributed"])
+def test_requests_run_on_through_an_update(
+    server: Server, flavour: str, sender: Sender, streams: list[Generation], source: str
+) -> None:
+    epoch = status(server)["epoch"]
+    receipt = succeed(sender.send(server, source, 1, ranks=RANKS, **V1))
+    names_of(receipt, flavour)
+    assert all(rank["success"] for rank in receipt["ranks"])
+    assert receipt["epoch"] == epoch + 1
+    first, second = (rank["digest"] for rank in receipt["ranks"])
+    # replicas hold the same weights, the ranks of one replica parts of them
+    assert (first == second) == (flavour == "dp2_server")
+    expect_served(server, 1)
+    expect_to_run_on(server, streams, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("source", "phase", "kind"),
+    [
+        ("disk", "first", "raise"),
+        ("disk", "middle", "wrong_tensor"),
+        ("tensor", "middle", "wrong_tensor"),
+        ("disk", "middle", "hang"),
+        ("disk", "vote", "raise"),
+    ],
+)
+def test_one_rank_fails(
+    server: Server,
+    flavour: str,
+    sender: Sender,
+    faults: Faults,
+    streams: list[Generation],
+    source: str,
+    phase: Phase,
+    kind: Kind,
+) -> None:
+    before = serving(server)
+    faults.inject(phase, kind, rank=1)
+    failed = sender.send(server, source, 1, ranks=RANKS, **V1, timeout_s=SHORT_S)
+    refuse(failed, NAMES[flavour][1])
+    assert NAMES[flavour][0] not in failed["message"]
+    until_idle(server)
+    assert serving(server) == before
+    expect_tokens_of(streams, 0)
+    faults.clear()
+    succeed(sender.send(server, source, 1, ranks=RANKS, **V1))
+    expect_served(server, 1)
+    expect_to_run_on(server, streams, [0, 1])
+
+
+def test_one_rank_is_deaf(
+    server: Server, flavour: str, sender: Sender, faults: Faults, streams: list[Generation]
+) -> None:
+    """A staging thread that hangs for good holds no other rank up, and no request."""
+    before = serving(server)
+    faults.inject("middle", "hang_deaf", rank=1)
+    with sender.ready(server, "disk", 1) as send:
+        call = Call.of(lambda: send(**V1, timeout_s=SHORT_S))
+        until_staging(server)
+        until_idle(server)
+        expect_tokens_of(streams, 0)
+        assert not call.is_answered
+        faults.clear()
+        failed = refuse(call.answer(), NAMES[flavour][1], status_code=504)
+    assert NAMES[flavour][0] not in failed["message"]
+    assert serving(server) == before
+    succeed(sender.send(server, "disk", 1, ranks=RANKS, **V1))
+    expect_to_run_on(server, streams, [0, 1])
+
+
+def expect_tokens_of(streams: list[Generation], version: int) -> None:
+    for generation in streams:
+        generation.wait_for_tokens(generation.count + 2)
+        assert set(generation.tokens) == {marker.token(version)}
+
+
+@pytest.mark.guards_fix
+def test_one_rank_gets_garbage(server: Server, flavour: str) -> None:
+    """Only with upstream's fields: what one rank cannot read, no rank loads."""
+    payload = tensor_body(marker.tensors(1))["serialized_named_tensors"][0]
+    succeed(server.post("/begin_weight_update", {}))
+    body = {"serialized_named_tensors": [payload, base64.b64encode(b"garbage").decode()]}
+    failed = refuse(server.post("/update_weights_from_tensor", body), NAMES[flavour][1])
+    assert NAMES[flavour][0] not in failed["message"]
+    for _ in range(RANKS):
+        says(server, 0)
+
+
+def test_session_and_rollback(
+    server: Server, flavour: str, sender: Sender, streams: list[Generation]
+) -> None:
+    succeed(server.post("/begin_weight_update", {"non_blocking": True, "partial": False}))
+    succeed(sender.send(server, "tensor", 1, ranks=RANKS, **V1))
+    expect_served(server, 0)
+    names_of(succeed(server.post("/end_weight_update", {"non_blocking": True})), flavour)
+    expect_served(server, 1)
+    until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
+    names_of(succeed(server.post("/inflight/rollback", {})), flavour)
+    expect_served(server, 0)
+    expect_to_run_on(server, streams, [0, 1, 0])
