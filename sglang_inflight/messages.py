@@ -74,7 +74,8 @@ class UpdateCall(InflightCall, kw_only=True):
 
 
 class PauseCall(InflightCall, kw_only=True):
-    mode: PauseMode
+    # None only to renew: keep the mode
+    mode: PauseMode | None
     pause_id: str
     # renew a pause that is held, rather than take one
     renews: bool = False

@@ -58,6 +58,13 @@ def normal_loop_server(pool: ServerPool) -> Iterator[Server]:
     pool.restore()
 
 
+@pytest.fixture
+def off_server(pool: ServerPool) -> Iterator[Server]:
+    """Without shadow weights: updates are written in place."""
+    yield pool.get(FLAVOURS["off_server"])
+    pool.restore()
+
+
 @pytest.fixture(params=["server", "normal_loop_server"], ids=["overlap", "normal"])
 def any_server(request: pytest.FixtureRequest) -> Server:
     """Both loops, one after the other."""

@@ -320,6 +320,15 @@ def test_a_renewal_leaves_what_is_frozen(server: Server) -> None:
     assert status(server)["holders"][0]["lease_left_s"] > 30
 
 
+def test_a_renewal_without_a_mode_keeps_the_mode(server: Server) -> None:
+    (running,) = start_running(server, 1, tokens=TOKENS)
+    pause_id = pause(server, "in_place", lease_s=60)["pause_id"]
+    renewed = server.post("/pause_generation", {"pause_id": pause_id, "lease_s": 60})
+    assert (renewed["status_code"], renewed["mode"]) == (200, "in_place")
+    resume(server)
+    expect_whole(running)
+
+
 def test_a_lease_that_runs_out_leaves_the_other_holders(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place", lease_s=0.3)

@@ -30,6 +30,7 @@ from tests.support.updates import (
     SOURCES,
     Call,
     Sender,
+    drop_session,
     expect_to_run_on,
     expect_versions,
     refuse,
@@ -55,9 +56,8 @@ GATE = "model.layers.2.mlp.gate_proj.weight"
 
 @pytest.fixture(autouse=True)
 def no_session(server: Server) -> Iterator[None]:
-    """A session that a failed test leaves open would swallow the next test's updates."""
     yield
-    server.post("/abort_weight_update", {})
+    drop_session(server)
 
 
 @pytest.fixture
@@ -197,7 +197,6 @@ def test_upstream_disk_update_waits_for_requests(server: Server, checkpoints: Pa
     says(server, 1)
 
 
-@pytest.mark.guards_fix
 def test_pause_ends_the_waiting_of_a_blocking_update(server: Server, checkpoints: Path) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "flush_cache": False}

@@ -48,7 +48,7 @@ def share_the_loop(loop: Any) -> None:
 
 async def async_pause_generation(
     engine: Engine,
-    mode: PauseMode = "abort",
+    mode: PauseMode | None = None,
     *,
     pause_id: str | None = None,
     lease_s: float | None = None,

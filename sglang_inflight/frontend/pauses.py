@@ -38,7 +38,7 @@ class Pauses:
 
     async def pause(
         self,
-        mode: PauseMode = "abort",
+        mode: PauseMode | None = None,
         *,
         pause_id: str | None = None,
         lease_s: float | None = None,
@@ -46,7 +46,8 @@ class Pauses:
     ) -> dict[str, Any]:
         """Pause generation; returns when every rank stands still.
 
-        ``pause_id`` renews the pause of that name. After ``lease_s`` seconds without a
+        ``pause_id`` renews the pause of that name, and ``mode`` may change it; without a
+        ``pause_id`` the mode is ``abort`` where none is given, as upstream has it. After ``lease_s`` seconds without a
         renewal generation continues by itself. ``timeout_s`` bounds the mode ``wait``;
         requests that still run then stay frozen, as by ``in_place``.
 
@@ -57,7 +58,7 @@ class Pauses:
             raise Refused(reason)
         call = PauseCall(
             call_id="",
-            mode=mode,
+            mode=mode if pause_id is not None else mode or "abort",
             pause_id=pause_id or uuid.uuid4().hex,
             renews=pause_id is not None,
             lease_s=lease_s,
@@ -77,7 +78,7 @@ class Pauses:
             "status": "ok",
             "message": "Generation paused successfully.",
             "paused": True,
-            "mode": mode,
+            "mode": answers[0].detail["mode"],
             "pause_id": call.pause_id,
             "weight_version": self._tokenizer_manager.config_value("weight_version"),
             "ranks": [_count(answer) for answer in answers],

@@ -104,6 +104,7 @@ class Pause:
 
     def pause(self, call: PauseCall) -> None:
         """Take or renew a pause; answered here, or at the boundary where draining ends."""
+        assert call.mode is not None
         freezes_now = call.mode in ("in_place", "retract")
         # those that drain as well are granted together, when nothing runs any more
         self._withdraw_grants(
@@ -130,6 +131,7 @@ class Pause:
         holder = self._holders.get(call.pause_id)
         if holder is None:
             raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
+        call.mode = call.mode or holder.mode
         if self._state is PauseState.FROZEN and call.mode == holder.mode:
             # what a "wait" left frozen must not run again
             holder.expires_at = _after(call.lease_s)

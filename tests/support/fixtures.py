@@ -12,7 +12,7 @@ from tests.support.faults import Faults
 from tests.support.pool import FLAVOURS, ServerPool
 from tests.support.server import Server
 from tests.support.trainer import Trainers
-from tests.support.updates import Sender
+from tests.support.updates import Sender, drop_session
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +47,7 @@ def _serve(pool: ServerPool, flavour: str, faults: Faults) -> Iterator[Server]:
     server = pool.get(FLAVOURS[flavour])
     yield server
     faults.clear()
-    server.post("/abort_weight_update", {})
+    drop_session(server)
     pool.restore()
 
 

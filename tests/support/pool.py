@@ -61,6 +61,7 @@ FLAVOURS = {
         ),
         {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S)},
     ),
+    "off_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_STAGING": "off"}),
 }  # fmt: skip
 
 

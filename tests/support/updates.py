@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 
 from tests.support import marker
@@ -194,6 +195,13 @@ def serving(server: Server) -> list[tuple[Any, ...]]:
         (rank["dp_rank"], rank["tp_rank"], rank["weight_version"], rank["epoch"], rank["digest"])
         for rank in status(server)["ranks"]
     ]
+
+
+def drop_session(server: Server) -> None:
+    """One that a failed test leaves open would swallow the next test's updates."""
+    # where the test ended the server, there is none
+    with contextlib.suppress(httpx.HTTPError):
+        server.post("/abort_weight_update", {})
 
 
 def staging(server: Server) -> list[dict[str, Any]]:

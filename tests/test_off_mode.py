@@ -1,0 +1,89 @@
+"""Updates without shadow weights: written in place, at a step boundary."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.support import marker
+from tests.support.load import (
+    ask,
+    expect_whole,
+    start,
+    start_running,
+    status,
+    until,
+    versions_of,
+)
+from tests.support.server import Server
+
+
+def update(server: Server, path: Path, version: str, **fields: Any) -> Any:
+    body = {
+        "model_path": str(path),
+        "weight_version": version,
+        "non_blocking": True,
+        "flush_cache": False,
+        **fields,
+    }
+    return server.post("/update_weights_from_disk", body)
+
+
+def staging(server: Server) -> dict[str, Any]:
+    described: dict[str, Any] = ask(server, "GET", "/inflight/status")["staging"]
+    return described
+
+
+def misshapen(folder: Path) -> Path:
+    """Version 5, but its last matrix is too small: the others are written before it."""
+    marker.build(folder, 5)
+    weights = marker.tensors(5)
+    name = "model.norm.weight"
+    weights[name] = weights[name][:8].clone()
+    marker.write_weights(folder, weights)
+    return folder
+
+
+def test_an_update_in_place(off_server: Server, checkpoints: Path) -> None:
+    assert staging(off_server)["mode"] == "off"
+    generations = start_running(off_server, 2, tokens=120)
+    receipt = update(off_server, checkpoints / "v1", "v1")
+    assert (receipt["success"], receipt["base_version"]) == (True, "v0")
+    for generation in generations:
+        assert versions_of(expect_whole(generation)) == ["v0", "v1"]
+    refusal = off_server.post("/inflight/rollback", {})
+    assert refusal["status_code"] == 400
+    assert "written in place" in refusal["message"]
+
+
+def test_what_fails_before_the_first_write_changes_nothing(
+    off_server: Server, tmp_path: Path
+) -> None:
+    (running,) = start_running(off_server, 1, tokens=120)
+    assert update(off_server, tmp_path / "nowhere", "v9")["status_code"] == 400
+    assert staging(off_server)["dirty"] is None
+    assert versions_of(expect_whole(running)) == ["v0"]
+
+
+def test_a_mixture_of_weights_generates_nothing(
+    off_server: Server, checkpoints: Path, tmp_path: Path
+) -> None:
+    """A failure half way: 503 with the reason, until a whole update succeeds."""
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 10_000, "ignore_eos": True}}
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(off_server.post, "/generate", body)
+        until("it runs", lambda: status(off_server)["running"] == 1)
+        failure = update(off_server, misshapen(tmp_path / "bad"), "v5")
+        assert failure["status_code"] == 400
+        assert "model.norm.weight" in failure["message"]
+        assert staging(off_server)["dirty"]
+        assert running.result()["status_code"] == 503
+    refusal = off_server.post("/generate", body)
+    assert refusal["status_code"] == 503
+    assert "mixture" in refusal["message"]
+    assert update(off_server, checkpoints / "v2", "v2", partial=True)["status_code"] == 400
+
+    assert update(off_server, checkpoints / "v2", "v2")["success"]
+    (healed,) = start(off_server, 1, tokens=3)
+    assert set(expect_whole(healed).tokens) == {marker.token(2)}
