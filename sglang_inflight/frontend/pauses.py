@@ -46,10 +46,10 @@ class Pauses:
     ) -> dict[str, Any]:
         """Pause generation; returns when every rank stands still.
 
-        ``pause_id`` renews the pause of that name, and ``mode`` may change it; without a
-        ``pause_id`` the mode is ``abort`` where none is given, as upstream has it. After ``lease_s`` seconds without a
-        renewal generation continues by itself. ``timeout_s`` bounds the mode ``wait``;
-        requests that still run then stay frozen, as by ``in_place``.
+        ``pause_id`` renews the pause of that name, and ``mode`` may change it; a new pause
+        is an ``abort`` where no mode is given, as upstream has it. After ``lease_s`` seconds
+        without a renewal generation continues by itself. ``timeout_s`` bounds the mode
+        ``wait``; requests that still run then stay frozen, as by ``in_place``.
 
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``Refused`` where the
         server's loop has no pause states.
