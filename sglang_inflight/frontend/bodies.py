@@ -34,8 +34,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class PauseBody(Body, kw_only=True):
-    # None is "abort" for a new pause, as upstream has it, and keeps the mode of one renewed
-    mode: PauseMode | None = None
+    # unset is "abort" for a new pause, as upstream has it, and keeps the mode of one renewed
+    mode: PauseMode | msgspec.UnsetType = msgspec.UNSET
     pause_id: Name | None = None
     lease_s: Seconds | None = None
     timeout_s: Seconds | None = None

@@ -106,7 +106,10 @@ class _Routes:
 
     async def pause(self, body: PauseBody) -> Answer:
         return await self._pauses.pause(
-            body.mode, pause_id=body.pause_id, lease_s=body.lease_s, timeout_s=body.timeout_s
+            body.mode or None,
+            pause_id=body.pause_id,
+            lease_s=body.lease_s,
+            timeout_s=body.timeout_s,
         )
 
     async def resume(self, body: ContinueBody) -> Answer:
