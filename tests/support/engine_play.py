@@ -19,7 +19,7 @@ from sglang_inflight.errors import Refused
 from tests.support import marker
 from tests.support.server import free_port
 
-TOKENS = 1000
+TOKENS = 600
 SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 
 
