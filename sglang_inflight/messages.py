@@ -9,6 +9,7 @@ Times are seconds, sizes are bytes.
 
 from __future__ import annotations
 
+import uuid
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -50,6 +51,8 @@ class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
     shapes: list[list[int]]
     group_name: str
     load_format: str | None = None
+    # of the broadcasts that belong to this call, and to no other
+    transfer_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class IPCSource(msgspec.Struct, tag=True, kw_only=True):
@@ -137,6 +140,15 @@ class LeaveGroupCall(InflightCall, kw_only=True):
     group_name: str
 
 
+class GiveUpTransferCall(InflightCall, kw_only=True):
+    """A distributed update failed: break its group where its broadcasts were not taken in."""
+
+    group_name: str
+    # None where the call was refused before it had one
+    transfer_id: str | None
+    reason: str
+
+
 class StatusCall(InflightCall, kw_only=True):
     pass
 
@@ -176,6 +188,7 @@ CALLS: tuple[type[InflightCall], ...] = (
     RollbackCall,
     JoinGroupCall,
     LeaveGroupCall,
+    GiveUpTransferCall,
     StatusCall,
     TimerCall,
 )

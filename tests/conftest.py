@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from tests.support.pool import FLAVOURS, ServerPool, server_pool
 from tests.support.server import Server
 
 VERSIONS = 6
+
+
+def pytest_configure() -> None:
+    """A test run that is ended takes its servers along, as one that is interrupted does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -182,6 +182,31 @@ class TestTrainer:
         assert trainer.answer() == "sent"
         expect_to_run_on(server, running, [0, 2])
 
+    @pytest.mark.parametrize(
+        ("flaw", "status_code"),
+        [
+            ({"expected_version": "v7"}, 409),
+            ({"timeout_s": "soon"}, 400),
+            ({"dtypes": []}, 400),
+            ({"non_blocking": False}, 400),
+        ],
+        ids=["version", "body", "layout", "no session"],
+    )
+    def test_sends_for_a_call_that_is_refused(
+        self,
+        server: Server,
+        sender: Sender,
+        trainer: Trainer,
+        flaw: dict[str, Any],
+        status_code: int,
+    ) -> None:
+        """What it sent for the first call is not taken for the second one's."""
+        with nothing_changes(server) as running:
+            trainer.send(2)
+            first = server.post(DISTRIBUTED, {**layout(2), **V1, **flaw})
+            refuse(first, "out of step", "join anew", status_code=status_code)
+        self.expect_recovery(server, sender, trainer, running)
+
 
 def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None:
     """A rendezvous ends in its time, and holds nothing up but the staging."""

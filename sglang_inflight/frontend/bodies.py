@@ -25,6 +25,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 OnBusy = Literal["wait", "refuse", "replace"]
 
+DEFAULT_GROUP = "weight_update_group"
+
 
 B = TypeVar("B", bound="Body")
 
@@ -110,7 +112,7 @@ class DistributedBody(UpdateBody, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    group_name: str = "weight_update_group"
+    group_name: str = DEFAULT_GROUP
     load_format: str | None = None
     abort_all_requests: bool = False
     selector: Selector = "all"
@@ -170,12 +172,12 @@ class JoinGroupBody(Body, kw_only=True):
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     rank_offset: Annotated[int, msgspec.Meta(ge=0)]
     world_size: Annotated[int, msgspec.Meta(ge=2)]
-    group_name: Name = "weight_update_group"
+    group_name: Name = DEFAULT_GROUP
     backend: Name = "nccl"
 
 
 class LeaveGroupBody(Body, kw_only=True):
-    group_name: Name = "weight_update_group"
+    group_name: Name = DEFAULT_GROUP
 
 
 def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
@@ -191,3 +193,15 @@ def decode(body: bytes, shape: type[B]) -> B:
         return msgspec.json.decode(body or b"{}", type=shape)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error
+
+
+class _NamesAGroup(msgspec.Struct):
+    group_name: str = DEFAULT_GROUP
+
+
+def group_named_in(body: bytes) -> str:
+    """The group that a distributed update means whose body is otherwise refused."""
+    try:
+        return msgspec.json.decode(body, type=_NamesAGroup).group_name
+    except (msgspec.DecodeError, RecursionError):
+        return DEFAULT_GROUP

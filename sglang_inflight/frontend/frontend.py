@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates import Updates
@@ -22,7 +23,9 @@ class Frontend:
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._ranks = Ranks(tokenizer_manager)
         self.pauses = Pauses(tokenizer_manager, self._ranks)
-        self.updates = Updates(tokenizer_manager, self._ranks, Settings.from_environment())
+        settings = Settings.from_environment()
+        self.groups = Groups(self._ranks, settings)
+        self.updates = Updates(tokenizer_manager, self._ranks, self.groups, settings)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [(RankAnswer, self._ranks.hear)]
         )

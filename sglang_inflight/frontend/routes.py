@@ -28,6 +28,7 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
     UpdateBody,
     decode,
+    group_named_in,
 )
 from sglang_inflight.frontend.frontend import Frontend
 
@@ -49,7 +50,11 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/continue_generation", ContinueBody, routes.resume)
     post("/update_weights_from_disk", DiskBody, routes.update)
     post("/update_weights_from_tensor", TensorBody, routes.update)
-    post("/update_weights_from_distributed", DistributedBody, routes.update)
+    router.add_api_route(
+        "/update_weights_from_distributed",
+        _guarded(routes.update_from_distributed, takes_request=True),
+        methods=["POST"],
+    )
     post("/update_weights_from_ipc", IPCBody, routes.update)
     post("/begin_weight_update", BeginBody, routes.begin)
     post("/end_weight_update", EndBody, routes.end)
@@ -121,6 +126,17 @@ class _Routes:
         # upstream's name for a count that it never counted
         return {**await self._updates.update(body), "num_paused_requests": 0}
 
+    async def update_from_distributed(self, request: Request) -> Answer:
+        content = await request.body()
+        try:
+            body = decode(content, DistributedBody)
+        except Refused as error:
+            # its trainer may have begun to broadcast all the same
+            group = group_named_in(content)
+            besides = await self._frontend.groups.give_up_unread(group, error)
+            raise Refused(f"{error}{besides}") from error
+        return await self.update(body)
+
     async def begin(self, body: BeginBody) -> Answer:
         await self._updates.begin(body)
         return {"success": True, "message": "Success"}
@@ -136,11 +152,11 @@ class _Routes:
         return await self._updates.roll_back(body)
 
     async def join_group(self, body: JoinGroupBody) -> Answer:
-        await self._updates.join_group(body)
+        await self._frontend.groups.join(body)
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
     async def leave_group(self, body: LeaveGroupBody) -> Answer:
-        await self._updates.leave_group(body)
+        await self._frontend.groups.leave(body)
         return {"success": True, "message": "Succeeded to destroy custom process group."}
 
     async def status(self) -> Answer:

@@ -105,13 +105,13 @@ async def end_weight_update(
 async def init_weights_update_group(
     tm: TokenizerManager, obj: InitWeightsUpdateGroupReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.updates.join_group(_convert(obj, JoinGroupBody)))
+    return await _settle(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
 
 
 async def destroy_weights_update_group(
     tm: TokenizerManager, obj: DestroyWeightsUpdateGroupReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.updates.leave_group(_convert(obj, LeaveGroupBody)))
+    return await _settle(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
 
 
 def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:

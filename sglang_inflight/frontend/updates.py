@@ -26,28 +26,27 @@ from sglang_inflight.frontend.bodies import (
     DiskBody,
     DistributedBody,
     EndBody,
-    JoinGroupBody,
-    LeaveGroupBody,
     OnBusy,
     RollbackBody,
     TensorBody,
     UpdateBody,
     choose_kv_policy,
 )
+from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.frontend.receipt import Receipt, write_receipt
 from sglang_inflight.messages import (
     CommitCall,
+    DistributedSource,
     DropCall,
     InflightCall,
-    JoinGroupCall,
     KVPolicy,
-    LeaveGroupCall,
     OpenCall,
     RankAnswer,
     RollbackCall,
     SealCall,
     Selector,
+    Source,
     StageCall,
 )
 from sglang_inflight.settings import Settings
@@ -105,10 +104,15 @@ class Updates:
     """
 
     def __init__(
-        self, tokenizer_manager: TokenizerManager, ranks: Ranks, settings: Settings
+        self,
+        tokenizer_manager: TokenizerManager,
+        ranks: Ranks,
+        groups: Groups,
+        settings: Settings,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._ranks = ranks
+        self._groups = groups
         self._settings = settings
         self._turn = asyncio.Lock()
         self._open: _Open | None = None
@@ -120,11 +124,22 @@ class Updates:
 
         Raises ``Refused`` (or a child) with nothing changed on any rank.
         """
+        source = body.source
+        try:
+            return await self._update(body, source)
+        except BaseException as error:
+            if isinstance(source, DistributedSource):
+                besides = await asyncio.shield(self._groups.give_up(source, error))
+                if besides and isinstance(error, Refused):
+                    raise type(error)(f"{error}{besides}") from error
+            raise
+
+    async def _update(self, body: UpdateBody, source: Source) -> Receipt:
         if getattr(body, "abort_all_requests", False):
             self._tokenizer_manager.abort_request(abort_all=True)
         session = self._open
         if session is not None and session.is_session:
-            return await self._add(session, body)
+            return await self._add(session, body, source)
         if isinstance(body, TensorBody | DistributedBody) and not body.non_blocking:
             raise Refused(
                 "this update must run between begin_weight_update and end_weight_update, "
@@ -141,6 +156,7 @@ class Updates:
                 await self._stage(
                     update,
                     body,
+                    source,
                     opens=self._open_call(update, partial=partial, expected=body.expected_version),
                     seals=True,
                 )
@@ -194,23 +210,6 @@ class Updates:
         self._publish(receipt["weight_version"])
         return receipt
 
-    async def join_group(self, body: JoinGroupBody) -> None:
-        call = JoinGroupCall(
-            call_id="",
-            master_address=body.master_address,
-            master_port=body.master_port,
-            rank_offset=body.rank_offset,
-            world_size=body.world_size,
-            group_name=body.group_name,
-            backend=body.backend,
-        )
-        patience = self._settings.group_timeout_s + COMMIT_TIMEOUT_S
-        require_success(await self._ranks.call(call, patience))
-
-    async def leave_group(self, body: LeaveGroupBody) -> None:
-        call = LeaveGroupCall(call_id="", group_name=body.group_name)
-        require_success(await self._ranks.call(call, COMMIT_TIMEOUT_S))
-
     # ---- stations ------------------------------------------------------------------
 
     async def _begin(
@@ -229,13 +228,13 @@ class Updates:
         )
         return self._open
 
-    async def _add(self, session: _Open, body: UpdateBody) -> Receipt:
+    async def _add(self, session: _Open, body: UpdateBody, source: Source) -> Receipt:
         session.deadline = time.monotonic() + (body.timeout_s or self._settings.update_timeout_s)
         async with self._dropped_on_failure(session):
             if body.expected_version is not None:
                 raise Refused("expected_version belongs to begin_weight_update in a session")
             self._renew_lease(session)
-            await self._stage(session, body, opens=None, seals=False)
+            await self._stage(session, body, source, opens=None, seals=False)
             self._renew_lease(session)
         return {
             "success": True,
@@ -247,7 +246,13 @@ class Updates:
         }
 
     async def _stage(
-        self, update: _Open, body: UpdateBody, *, opens: OpenCall | None, seals: bool
+        self,
+        update: _Open,
+        body: UpdateBody,
+        source: Source,
+        *,
+        opens: OpenCall | None,
+        seals: bool,
     ) -> None:
         """Send what there is to send at once: ranks keep the order, and save the waiting."""
         update.note(body)
@@ -257,7 +262,7 @@ class Updates:
             StageCall(
                 call_id="",
                 update_id=update.id,
-                source=body.source,
+                source=source,
                 selector=getattr(body, "selector", "all"),
                 timeout_s=self._left(update),
             )

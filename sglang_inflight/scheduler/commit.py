@@ -52,18 +52,18 @@ class Commits:
         self._fence = fence
         # (version, digest, roles) of what the shadow holds after a commit
         self._previous: tuple[str, str, frozenset[str]] | None = None
-        # of the weights in place; known from the first update on
-        self._digest: str | None = None
 
     def commit(self, call: CommitCall) -> dict[str, Any]:
         """Swap in a sealed update. Returns the rank's part of the receipt."""
         update = self._staging.take(call.update_id)
         base = self._versions.current
-        self._previous = (base, update.base_digest, frozenset(update.roles))
+        base_digest = self._staging.live_digest
+        assert base_digest is not None
+        self._previous = (base, base_digest, frozenset(update.roles))
         detail = self._go_live(
             update.roles, call.weight_version, call.kv_cache, empty_cache=call.torch_empty_cache
         )
-        self._digest = update.digest
+        self._staging.live_digest = update.digest
         self._staging.note_model_path(update)
         return {**detail, "base_version": base, "digest": update.digest}
 
@@ -73,19 +73,20 @@ class Commits:
             raise Refused(f"there is no previous version to return to: {reason}")
         version, previous_digest, roles = self._previous
         base = self._versions.current
-        assert self._digest is not None
-        self._previous = (base, self._digest, roles)
+        digest = self._staging.live_digest
+        assert digest is not None
+        self._previous = (base, digest, roles)
         detail = self._go_live(
             roles, call.weight_version or version, call.kv_cache, empty_cache=False
         )
-        self._digest = previous_digest
+        self._staging.live_digest = previous_digest
         return {**detail, "base_version": base, "digest": previous_digest}
 
     def describe(self) -> dict[str, Any]:
         return {
             "weight_version": self._versions.current,
             "epoch": self._versions.epoch,
-            "digest": self._digest,
+            "digest": self._staging.live_digest,
             "previous_version": self._previous[0] if self._previous else None,
         }
 

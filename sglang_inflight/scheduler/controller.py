@@ -18,6 +18,7 @@ from sglang_inflight.messages import (
     CommitCall,
     ContinueCall,
     DropCall,
+    GiveUpTransferCall,
     InflightCall,
     JoinGroupCall,
     LeaveGroupCall,
@@ -75,6 +76,7 @@ class Controller:
             RollbackCall: self._roll_back,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
+            GiveUpTransferCall: self.staging.give_up_transfer,
             StatusCall: self._describe,
         }
         scheduler._request_dispatcher += TypeBasedDispatcher(

@@ -15,7 +15,7 @@ from sglang.srt.utils.network import NetworkAddress
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import JoinGroupCall
+from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,29 @@ class Group:
     """One process group in which the trainer is rank 0.
 
     A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
-    stops costs its own update and nothing else. After a broadcast that did not end the
-    group is out of step with its trainer: it is broken, and every later use is refused.
+    stops costs its own update and nothing else.
+
+    Broadcasts carry no name: the next one received is the next one sent. So a group is out
+    of step with its trainer after a broadcast that did not end, and after a call that was
+    refused before all of its broadcasts were taken in, because what is left of them would
+    be the next update's. It is broken then, and every later use is refused.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup) -> None:
         self._name = name
         self._group = group
         self._broken: str | None = None
+        # the last transfer of which every broadcast was taken in
+        self._taken: str | None = None
+
+    def note_taken(self, transfer_id: str) -> None:
+        self._taken = transfer_id
+
+    def give_up(self, transfer_id: str | None, reason: str) -> bool:
+        """A call failed. Returns whether the group is out of step with its trainer now."""
+        if self._broken is None and (transfer_id is None or transfer_id != self._taken):
+            self._broken = f"what its trainer broadcast for a refused call is still in it: {reason}"
+        return self._broken is not None
 
     def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Fill ``tensor`` with the trainer's next broadcast.
@@ -125,6 +140,11 @@ class Groups:
         group = self.get(name)
         del self._groups[name]
         group.leave()
+
+    def give_up(self, call: GiveUpTransferCall) -> bool:
+        """Whether there is such a group, and it is broken now."""
+        group = self._groups.get(call.group_name)
+        return group is not None and group.give_up(call.transfer_id, call.reason)
 
 
 def own_index() -> int:

@@ -13,6 +13,18 @@ from torch import nn
 Write = Callable[[str], None]
 
 
+class Twins:
+    """The shadow storage of one rank, by the id of the parameter or buffer it shadows.
+
+    One for all models of the rank: what a draft shares with its target is one weight, and
+    has one shadow. ``on_write`` is called with a parameter's name before a loader writes it.
+    """
+
+    def __init__(self) -> None:
+        self.by_original: dict[int, Any] = {}
+        self.on_write: Write = lambda name: None
+
+
 class Shadow:
     """A structural clone of a model, whose parameters are storage of their own.
 
@@ -30,11 +42,10 @@ class Shadow:
     the commit orders the two.
     """
 
-    def __init__(self, model: nn.Module, on_write: Write, storage: torch.device | None) -> None:
-        """``on_write`` is called with a parameter's name before a loader writes it."""
-        self._on_write = on_write
+    def __init__(self, model: nn.Module, twins: Twins, storage: torch.device | None) -> None:
+        self._twins = twins
         self._storage = storage
-        self._memo: dict[int, Any] = {}
+        self._modules: dict[int, nn.Module] = {}
         self.twin: nn.Module = self._clone(model, "")
         shadows = dict(_weights(self.twin))
         # (name, live, shadow) of each distinct parameter and persistent buffer
@@ -43,11 +54,9 @@ class Shadow:
         ]
 
     def _clone(self, module: nn.Module, prefix: str) -> nn.Module:
-        if id(module) in self._memo:
-            twin: nn.Module = self._memo[id(module)]
-            return twin
-        twin = copy.copy(module)
-        self._memo[id(module)] = twin
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        twin = self._modules[id(module)] = copy.copy(module)
         attributes: dict[str, Any] = twin.__dict__
         attributes["_parameters"] = {
             name: None if p is None else self._twin_parameter(p, f"{prefix}{name}")
@@ -66,8 +75,8 @@ class Shadow:
         return twin
 
     def _twin_parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
-        if id(parameter) in self._memo:
-            known: nn.Parameter = self._memo[id(parameter)]
+        known: nn.Parameter | None = self._twins.by_original.get(id(parameter))
+        if known is not None:
             return known
         twin: nn.Parameter = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
             type(parameter), self._twin_storage(parameter.data), parameter.requires_grad
@@ -76,20 +85,22 @@ class Shadow:
         load = getattr(parameter, "weight_loader", default_weight_loader)
 
         def load_and_tell(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-            self._on_write(name)
+            self._twins.on_write(name)
             return load(param, *args, **kwargs)
 
         # a class of upstream's has a read-only property of the name, over this attribute
         slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
         setattr(twin, slot, load_and_tell)
-        self._memo[id(parameter)] = twin
+        self._twins.by_original[id(parameter)] = twin
         return twin
 
     def _twin_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        if id(buffer) not in self._memo:
-            twin = self._twin_storage(buffer)
-            self._memo[id(buffer)] = twin if self._storage is None else twin.copy_(buffer)
-        known: torch.Tensor = self._memo[id(buffer)]
+        known: torch.Tensor | None = self._twins.by_original.get(id(buffer))
+        if known is None:
+            known = self._twin_storage(buffer)
+            if self._storage is not None:
+                known.copy_(buffer)
+            self._twins.by_original[id(buffer)] = known
         return known
 
     def _twin_storage(self, original: torch.Tensor) -> torch.Tensor:

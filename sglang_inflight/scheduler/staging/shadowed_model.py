@@ -16,7 +16,7 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import Source, TensorSource
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
-from sglang_inflight.scheduler.staging.shadow import Shadow
+from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
 from sglang_inflight.scheduler.staging.sources import FLATTENED_BUCKET
 
 if TYPE_CHECKING:
@@ -30,10 +30,13 @@ DIRECT = "direct"
 class ShadowedModel:
     """Loads tensors into the shadow of one model. Used on the staging thread."""
 
-    def __init__(self, role: str, runner: ModelRunner, on_write: Callable[[], None]) -> None:
+    def __init__(
+        self, role: str, runner: ModelRunner, twins: Twins, on_write: Callable[[], None]
+    ) -> None:
         """``on_write`` is called before each write of a parameter."""
         self.role = role
         self.runner = runner
+        self._twins = twins
         self._on_write = on_write
         self._guard: Guard | None = None
         self._shadow: Shadow | None = None
@@ -46,7 +49,7 @@ class ShadowedModel:
         storage = torch.device("cpu") if mode is StagingMode.HOST else device
         self._shadow = Shadow(
             self.runner.model,
-            self._note_write,
+            self._twins,
             storage=None if mode is StagingMode.OFF else storage,
         )
 
@@ -70,17 +73,23 @@ class ShadowedModel:
                         self._served[name] = tuple(tensors.get_slice(name).get_shape())
         return self._served
 
-    def load(self, source: Source, weights: Weights, *, check_finite: bool) -> Guard:
-        """Load ``weights`` through the model's own loader; returns what was counted."""
+    def load(
+        self, source: Source, weights: Weights, *, takes_all: bool, check_finite: bool
+    ) -> Guard:
+        """Load ``weights`` through the model's own loader; returns what was counted.
+
+        ``takes_all`` is false where some of them may be another model's.
+        """
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
         guard = Guard(
             served=self.served if is_checkpoint else {},
-            expects_writes=is_checkpoint or load_format == DIRECT,
+            expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
             check_finite=check_finite,
         )
         watched = guard.watch(weights)
         self._guard = guard
+        self._twins.on_write = self._note_write
         try:
             with set_default_torch_dtype(self.runner.model_config.dtype):
                 self._load(load_format, watched)

@@ -33,12 +33,16 @@ Weights = Generator[tuple[str, torch.Tensor], None, None]
 FLATTENED_BUCKET = "flattened_bucket"
 
 
-def read_disk(source: DiskSource, runner: ModelRunner) -> Weights:
-    """A checkpoint's tensors, on the host, read file by file."""
+def read_disk(source: DiskSource, runner: ModelRunner, *, of_draft: bool) -> Weights:
+    """A checkpoint's tensors, on the host, read file by file.
+
+    A draft takes what it has in common with its target's checkpoint, of whatever kind.
+    """
     path = Path(source.model_path)
     if not path.is_dir():
         raise Refused(f"model_path {source.model_path!r} is not a directory on the server")
-    _check_architecture(path, runner)
+    if not of_draft:
+        _check_architecture(path, runner)
     model_config = copy.copy(runner.model_config)
     model_config.model_path = source.model_path
     try:
@@ -162,6 +166,7 @@ def receive(
     if source.load_format == FLATTENED_BUCKET:
         bucket = FlattenedTensorBucket.empty(source.names, dtypes, source.shapes, device)
         group.receive(bucket.get_flattened_tensor(), check)
+        group.note_taken(source.transfer_id)
         yield from bucket.reconstruct_tensors()
         return
     expected = zip(source.names, dtypes, source.shapes, strict=True)
@@ -171,11 +176,13 @@ def receive(
             group.receive(tensor, check)
             yield name, tensor
     except GeneratorExit:
-        # one was refused: take in the rest, or the next update gets what this one left
+        # one was refused: take in the rest, and the group stays in step
         with suppress(Refused):
             for _, dtype, shape in expected:
                 group.receive(torch.empty(shape, dtype=dtype, device=device), check)
+            group.note_taken(source.transfer_id)
         raise
+    group.note_taken(source.transfer_id)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
     DropCall,
+    GiveUpTransferCall,
+    IPCSource,
     JoinGroupCall,
     LeaveGroupCall,
     OpenCall,
@@ -43,7 +45,7 @@ from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.shadow import why_not_shadowed
+from sglang_inflight.scheduler.staging.shadow import Twins, why_not_shadowed
 from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
 from sglang_inflight.scheduler.staging.update import Update
@@ -84,8 +86,9 @@ class Staging:
     ) -> None:
         self._pace = pace
         self._settings = settings
+        twins = Twins()
         self._models = [
-            ShadowedModel(role, runner, on_write=self._note_write)
+            ShadowedModel(role, runner, twins, on_write=self._note_write)
             for role, runner in scheduler.weight_updater._select_runners("all")
         ]
         self._device = next(self._models[0].runner.model.parameters()).device
@@ -100,6 +103,9 @@ class Staging:
         self._update: Update | None = None
         self._holds_previous = False
         self._exchanged: Any = None
+        # Of the live weights, once it is known. The staging thread sets it while an update
+        # is open, the scheduler's thread at a commit, when none is.
+        self.live_digest: str | None = None
         # why the live weights are a mixture; only in the mode "off"
         self.dirty: str | None = None
         self.refusal = next(
@@ -157,6 +163,13 @@ class Staging:
     def leave_group(self, call: LeaveGroupCall) -> None:
         self._worker.submit(call, _nothing_to_tell(lambda: self._groups.leave(call.group_name)))
 
+    def give_up_transfer(self, call: GiveUpTransferCall) -> None:
+        def job() -> dict[str, Any]:
+            return {"broken": self._groups.give_up(call)}
+
+        # after the job that may still be taking it in
+        self._worker.submit(call, job)
+
     def exchange(
         self, swap: Callable[[torch.Tensor, torch.Tensor], None], roles: Iterable[str]
     ) -> int:
@@ -165,11 +178,9 @@ class Staging:
             self.dirty = None
             return 0
         swapped = 0
-        for model in self._models:
-            if model.role in roles:
-                for _, live, shadow in model.shadow.pairs:
-                    swap(live, shadow)
-                    swapped += live.nbytes
+        for _, _, live, shadow in self._weights(roles):
+            swap(live, shadow)
+            swapped += live.nbytes
         self._holds_previous = True
         return swapped
 
@@ -251,17 +262,16 @@ class Staging:
             model.build_shadow(self.mode, self._device)
         if self._exchanged is not None:
             self._exchanged.synchronize()
-        for model in self._selected(call.selector):
-            update.roles.add(model.role)
-            if self.mode is StagingMode.OFF:
-                continue
-            for _, live, shadow in model.shadow.pairs:
-                update.check()
-                if self._is_partial(update, model) or not can_mark(shadow):
-                    shadow.copy_(live)
-                else:
-                    mark(shadow)
-                self._pace.spend(live.nbytes)
+        update.roles = {model.role for model in self._selected(call.selector)}
+        if self.mode is StagingMode.OFF:
+            return {}
+        for model, _, live, shadow in self._weights(update.roles):
+            update.check()
+            if self._is_partial(update, model) or not can_mark(shadow):
+                shadow.copy_(live)
+            else:
+                mark(shadow)
+            self._pace.spend(live.nbytes)
         return {}
 
     def _fill(self, update: Update, call: StageCall) -> dict[str, Any]:
@@ -272,12 +282,13 @@ class Staging:
         if not models:
             raise Refused(f"selector {call.selector!r} selects no model of this update")
         guards = []
-        for model in models:
+        for model, weights in self._read_for_each(models, update, call):
             # closed at once, because the sender waits to hear how it ended
-            with closing(self._read(update, model, call)) as weights:
+            with closing(weights):
                 guard = model.load(
                     call.source,
                     self._paced(update, weights),
+                    takes_all=model is models[0],
                     check_finite=self._settings.check_finite,
                 )
             update.names |= guard.names
@@ -291,10 +302,29 @@ class Staging:
             "bytes": guards[0].bytes,
         }
 
-    def _read(self, update: Update, model: ShadowedModel, call: StageCall) -> Weights:
+    def _read_for_each(
+        self, models: list[ShadowedModel], update: Update, call: StageCall
+    ) -> Iterator[tuple[ShadowedModel, Weights]]:
+        """A target and its drafts load the same tensors, which most sources have only once."""
         source = call.source
         if isinstance(source, DiskSource):
-            return read_disk(source, model.runner)
+            for model in models:
+                yield model, read_disk(source, model.runner, of_draft=model.role != "target")
+        elif len(models) == 1:
+            yield models[0], self._read_once(source, update)
+        else:
+            with closing(self._read_once(source, update)) as weights:
+                # copied, because the memory may be the sender's
+                kept = [
+                    (name, tensor.clone() if isinstance(tensor, torch.Tensor) else tensor)
+                    for name, tensor in weights
+                ]
+            for model in models:
+                yield model, (pair for pair in kept)
+
+    def _read_once(
+        self, source: TensorSource | DistributedSource | IPCSource, update: Update
+    ) -> Weights:
         if isinstance(source, TensorSource):
             return read_tensors(source, self._device)
         if isinstance(source, DistributedSource):
@@ -313,6 +343,7 @@ class Staging:
     def _note_write(self) -> None:
         if self.mode is StagingMode.OFF:
             self.dirty = "an update was written in place and not completed"
+            self.live_digest = None
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """Check that the update is whole; after this nothing can fail any more."""
@@ -320,10 +351,9 @@ class Staging:
         started = time.perf_counter()
         if update.tensors == 0:
             raise Refused("the update holds no tensor")
-        for model in self._models:
-            if model.role in update.roles and not self._is_partial(update, model):
-                self._check_complete(update, model)
-        update.base_digest = self._digest(set())
+        self._check_complete(update)
+        if self.live_digest is None:
+            self.live_digest = self._digest(set())
         update.digest = self._digest(update.roles)
         update.check()
         update.sealed = True
@@ -336,20 +366,22 @@ class Staging:
 
     def _digest(self, shadowed: set[str]) -> str:
         """Of all models of this rank, the ones of ``shadowed`` as they will be."""
+        roles = {model.role for model in self._models}
         weights = (
             (f"{model.role}.{name}", shadow if model.role in shadowed else live)
-            for model in self._models
-            for name, live, shadow in model.shadow.pairs
+            for model, name, live, shadow in self._weights(roles)
         )
         return digest(weights, self._pace.spend)
 
-    def _check_complete(self, update: Update, model: ShadowedModel) -> None:
-        unsent = sorted(model.served.keys() - update.names)
+    def _check_complete(self, update: Update) -> None:
+        whole = [m for m in self._models if m.role in update.roles]
+        whole = [m for m in whole if not self._is_partial(update, m)]
+        unsent = sorted({name for m in whole for name in m.served} - update.names)
         if self.mode is StagingMode.OFF:
             if unsent:
                 raise Refused(f"the update is not complete: {_list(unsent)} were not sent")
             return
-        for name, _, shadow in model.shadow.pairs:
+        for _, name, _, shadow in self._weights(model.role for model in whole):
             update.check()
             missing = count_marked(shadow) if can_mark(shadow) else 0
             self._pace.spend(shadow.nbytes)
@@ -360,6 +392,19 @@ class Staging:
                     + (f"; not sent: {_list(unsent)}" if unsent else "")
                     + ". Send them, or set partial=true"
                 )
+
+    def _weights(
+        self, roles: Iterable[str]
+    ) -> Iterator[tuple[ShadowedModel, str, torch.Tensor, torch.Tensor]]:
+        """Model, name, live weight and shadow: once each, also what a draft shares."""
+        wanted, seen = set(roles), set[int]()
+        for model in self._models:
+            if model.role not in wanted:
+                continue
+            for name, live, shadow in model.shadow.pairs:
+                if id(shadow) not in seen:
+                    seen.add(id(shadow))
+                    yield model, name, live, shadow
 
     def _is_partial(self, update: Update, model: ShadowedModel) -> bool:
         # a draft takes what it shares with the target and keeps the rest

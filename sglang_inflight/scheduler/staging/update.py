@@ -22,7 +22,6 @@ class Update:
         self.names: set[str] = set()
         self.tensors = 0
         self.bytes = 0
-        self.base_digest = ""
         self.digest = ""
         self.model_path: str | None = None
         self.load_format: str | None = None
