@@ -205,6 +205,9 @@ class TestTrainer:
             trainer.send(2)
             first = server.post(DISTRIBUTED, {**layout(2), **V1, **flaw})
             refuse(first, "out of step", "join anew", status_code=status_code)
+            refuse(server.post(DISTRIBUTED, {**layout(1), **V1}), "is broken", "join anew")
+        # it hangs in its first broadcast
+        trainer.close()
         self.expect_recovery(server, sender, trainer, running)
 
 
