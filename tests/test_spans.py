@@ -17,6 +17,7 @@ from tests.support.load import (
     count_of,
     expect_all_go_on,
     expect_spans,
+    expect_spans_in_chunks,
     expect_whole,
     pause,
     prompt,
@@ -70,6 +71,7 @@ class Load:
         for output in outputs:
             assert output.endings == 1
             expect_spans(output)
+            expect_spans_in_chunks(output)
         return outputs
 
 
@@ -94,6 +96,17 @@ def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> N
             generation.wait_for_tokens(generation.count + 3)
     for output in expect_all_go_on(generations):
         assert versions_of(output) == ["v0", "v1", "v2"]
+
+
+@pytest.mark.guards_fix
+def test_spans_in_every_chunk(server: Server, checkpoints: Path) -> None:
+    generations = start_running(server, 4, tokens=ENDLESS)
+    pause(server, "in_place")
+    update(server, checkpoints, 1, flush_cache=False)
+    resume(server)
+    for output in expect_all_go_on(generations):
+        assert len(output.chunks) > 3
+        expect_spans_in_chunks(output)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -137,16 +150,16 @@ def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, k
         assert versions_of(output) == ["v0", "v1"]
 
 
-def test_spans_of_twenty_updates_under_load(any_server: Server, checkpoints: Path) -> None:
+def test_spans_of_a_hundred_updates_under_load(any_server: Server, checkpoints: Path) -> None:
     """Back to back, with every policy for the KV, while requests come and go."""
     policies = itertools.cycle(["fence", "keep", "recompute"])
     lasting, passing = start_running(any_server, 4, tokens=ENDLESS), []
-    for turn, kv_cache in zip(range(1, 21), policies, strict=False):
+    for turn, kv_cache in zip(range(1, 101), policies, strict=False):
         receipt = update(any_server, checkpoints, turn % 6, non_blocking=True, kv_cache=kv_cache)
         assert receipt["base_version"] == f"v{(turn - 1) % 6}"
         passing += start(any_server, 1, tokens=4, stream=turn % 2 == 0)
     for output in expect_all_go_on(lasting):
-        assert (versions_of(output)[0], versions_of(output)[-1]) == ("v0", "v2")
+        assert (versions_of(output)[0], versions_of(output)[-1]) == ("v0", f"v{100 % 6}")
     for generation in passing:
         expect_whole(generation)
 

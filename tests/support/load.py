@@ -57,6 +57,8 @@ class Output:
     meta: dict[str, Any] = field(default_factory=dict)
     # how often the server said that this output is finished
     endings: int = 0
+    # what each chunk said: how many tokens there are, and their spans
+    chunks: list[tuple[int, Any]] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> str | None:
@@ -197,6 +199,7 @@ class Generation:
             if tokens[: len(output.tokens)] != output.tokens:
                 raise ValueError(f"{self.rid}: a chunk takes back tokens of the one before")
             output.tokens, output.meta = tokens, chunk["meta_info"]
+            output.chunks.append((len(tokens), output.meta.get("weight_versions")))
             output.endings += chunk["meta_info"]["finish_reason"] is not None
             self._changed.notify_all()
 
@@ -285,6 +288,14 @@ def expect_spans(output: Output) -> None:
     made_by = [f"v{made - FIRST}" for made in output.tokens]
     assert labels == made_by, f"spans {spans}, tokens {_runs(output.tokens)}"
     assert output.meta["completion_tokens"] == len(output.tokens)
+
+
+def expect_spans_in_chunks(output: Output) -> None:
+    """Each chunk said of the tokens so far what the last one says of them."""
+    final = output.meta["weight_versions"]
+    for count, spans in output.chunks:
+        so_far = [{**s, "end": min(s["end"], count)} for s in final if s["start"] < count]
+        assert spans == (so_far or final[:1]), f"of {count} tokens: {spans}, at the end {final}"
 
 
 def expect_whole(generation: Generation) -> Output:

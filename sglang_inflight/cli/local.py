@@ -1,4 +1,4 @@
-"""``sglang-inflight``: what to ask, and what to build, outside a running server."""
+"""Commands that need no running server."""
 
 from __future__ import annotations
 
@@ -8,20 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from sglang_inflight.cli.tables import print_table, start_table
 
+if TYPE_CHECKING:
     from sglang_inflight.doctor import Report
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-
-@app.callback()
-def _commands() -> None:
-    """Change a language model's weights while SGLang is generating with it."""
-
-
-@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -36,7 +28,6 @@ def doctor(
     raise typer.Exit(0 if found.healthy else 1)
 
 
-@app.command()
 def fork(
     destination: Annotated[Path, typer.Argument(metavar="DIR", help="An empty or new folder.")],
 ) -> None:
@@ -52,34 +43,21 @@ def fork(
 
 
 def _show(report: Report) -> None:
-    from rich.console import Console
-
-    console = Console()
-    facts = _table("fact", "value")
+    facts = start_table("fact", "value")
     for name, value in report.versions.items():
         facts.add_row(name, value)
     facts.add_row("platform", report.platform or "none")
     facts.add_row("patches", report.series or "none")
     for name, value in report.settings.items():
         facts.add_row(name, str(value))
-    console.print(facts)
+    print_table(facts)
 
     if report.functions:
-        patched = _table("function", "patches", "state")
+        patched = start_table("function", "patches", "state")
         for function in report.functions:
             state = "already applied (fork)" if function.in_fork else "applies"
             names = "\n".join(name.removesuffix(".patch") for name in function.patches)
             patched.add_row(function.qualname, names, state)
-        console.print(patched)
+        print_table(patched)
     for problem in report.problems:
-        console.print(problem, style="bold red", markup=False)
-
-
-def _table(*heads: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    return table
+        typer.secho(problem, fg="red", bold=True)

@@ -1,0 +1,25 @@
+"""``sglang-inflight``: the commands, by name."""
+
+from __future__ import annotations
+
+import typer
+
+from sglang_inflight.cli import local, remote
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+update = typer.Typer(no_args_is_help=True, help="Change the weights of a running server.")
+
+
+@app.callback()
+def _commands() -> None:
+    """Change a language model's weights while SGLang is generating with it."""
+
+
+app.command()(local.doctor)
+app.command()(local.fork)
+app.command()(remote.status)
+app.command()(remote.pause)
+app.command("continue")(remote.resume)
+app.add_typer(update, name="update")
+update.command("disk")(remote.update_disk)
+app.command()(remote.rollback)
