@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.frontend.groups import Groups
+from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates import Updates
@@ -22,10 +23,11 @@ class Frontend:
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._ranks = Ranks(tokenizer_manager)
-        self.pauses = Pauses(tokenizer_manager, self._ranks)
+        metrics = Metrics()
+        self.pauses = Pauses(tokenizer_manager, self._ranks, metrics)
         settings = Settings.from_environment()
         self.groups = Groups(self._ranks, settings)
-        self.updates = Updates(tokenizer_manager, self._ranks, self.groups, settings)
+        self.updates = Updates(tokenizer_manager, self._ranks, self.groups, metrics, settings)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [(RankAnswer, self._ranks.hear)]
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import (
     ContinueCall,
@@ -32,8 +34,9 @@ class Pauses:
     gRPC). It gates nothing: patch 0003 lets requests through to the schedulers' queues.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks) -> None:
+    def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._metrics = metrics
         self._ranks = ranks
 
     async def pause(
@@ -66,6 +69,7 @@ class Pauses:
         )
         patience = GRANT_TIMEOUT_S if mode != "wait" else (timeout_s or 86400.0) + GRANT_TIMEOUT_S
         self._tokenizer_manager.is_pause = True
+        began = time.perf_counter()
         try:
             answers = await self._ranks.call(call, patience)
             require_success(answers)
@@ -74,11 +78,13 @@ class Pauses:
                 await self._forsake(call.pause_id)
             await self.look()
             raise
+        granted_mode = answers[0].detail["mode"]
+        self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
         return {
             "status": "ok",
             "message": "Generation paused successfully.",
             "paused": True,
-            "mode": answers[0].detail["mode"],
+            "mode": granted_mode,
             "pause_id": call.pause_id,
             "weight_version": self._tokenizer_manager.config_value("weight_version"),
             "ranks": [_count(answer) for answer in answers],

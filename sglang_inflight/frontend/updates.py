@@ -33,6 +33,7 @@ from sglang_inflight.frontend.bodies import (
     choose_kv_policy,
 )
 from sglang_inflight.frontend.groups import Groups
+from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.frontend.receipt import Receipt, write_receipt
 from sglang_inflight.messages import (
@@ -108,11 +109,13 @@ class Updates:
         tokenizer_manager: TokenizerManager,
         ranks: Ranks,
         groups: Groups,
+        metrics: Metrics,
         settings: Settings,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._ranks = ranks
         self._groups = groups
+        self._metrics = metrics
         self._settings = settings
         self._turn = asyncio.Lock()
         self._open: _Open | None = None
@@ -207,6 +210,7 @@ class Updates:
         receipt = write_receipt(
             answers, staged_s=0.0, nbytes=0, tensors=0, message="Rolled the weights back."
         )
+        self._metrics.updates.labels("rolled_back").inc()
         self._publish(receipt["weight_version"])
         return receipt
 
@@ -312,6 +316,7 @@ class Updates:
                 else ""
             ),
         )
+        self._metrics.updates.labels("committed").inc()
         self._close(update)
         self._publish(receipt["weight_version"])
         if update.kv_cache == "recompute" and self._tokenizer_manager.mm_processor is not None:
@@ -327,6 +332,7 @@ class Updates:
         """Forget an update on every rank, and give its turn away."""
         if self._open is not update:
             return
+        self._metrics.updates.labels("dropped").inc()
         self._close(update)
         call = DropCall(call_id="", update_id=update.id, reason=reason)
         try:

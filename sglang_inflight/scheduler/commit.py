@@ -22,6 +22,7 @@ import torch
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.staging.staging import Staging
 from sglang_inflight.scheduler.versions import Versions
@@ -44,12 +45,14 @@ class Commits:
         staging: Staging,
         versions: Versions,
         fence: PrefixFence,
+        metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
         self._staging = staging
         self._versions = versions
         self._fence = fence
+        self._metrics = metrics
         # (version, digest, roles) of what the shadow holds after a commit
         self._previous: tuple[str, str, frozenset[str]] | None = None
 
@@ -102,7 +105,11 @@ class Commits:
             self._boundary.flush(empty_cache=empty_cache)
         if kv_cache != "keep":
             self._fence.raise_to(self._versions.epoch)
-        stall_ms = 1000 * (time.perf_counter() - started)
+        stall_s = time.perf_counter() - started
+        self._metrics.commit_stall.observe(stall_s)
+        self._metrics.epoch.set(self._versions.epoch)
+        self._metrics.retracted.inc(retracted)
+        stall_ms = 1000 * stall_s
         logger.info(
             "Committed weights %r as epoch %d: %d bytes, loop held for %.2f ms.",
             self._versions.current,

@@ -33,6 +33,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.commit import Commits
+from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.staging.pace import Pace
@@ -58,12 +59,15 @@ class Controller:
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
         boundary = self._boundary = Boundary(scheduler)
-        self.pause = Pause(scheduler, boundary, self._answers)
+        metrics = Metrics()
+        self.pause = Pause(scheduler, boundary, self._answers, metrics)
         self.versions = Versions(scheduler, boundary)
         self.fence = PrefixFence(boundary)
         self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
-        self.staging = Staging(scheduler, boundary, self._answers, self._pace, settings)
-        self.commits = Commits(scheduler, boundary, self.staging, self.versions, self.fence)
+        self.staging = Staging(scheduler, boundary, self._answers, self._pace, metrics, settings)
+        self.commits = Commits(
+            scheduler, boundary, self.staging, self.versions, self.fence, metrics
+        )
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
             PauseCall: self._take_pause,
             ContinueCall: self.pause.resume,

@@ -36,6 +36,7 @@ from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode, TimerCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.metrics import Metrics
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -80,10 +81,13 @@ class _Grant:
 class Pause:
     """The pause state of one scheduler. Only the scheduler's thread touches it."""
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel) -> None:
+    def __init__(
+        self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel, metrics: Metrics
+    ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
         self._answers = answers
+        self._metrics = metrics
         self._poller = self._poll_sockets(scheduler)
         self._holders: dict[str, _Holder] = {}
         self._grants: list[_Grant] = []
@@ -120,6 +124,7 @@ class Pause:
             self._drain_by(call, aborted=0, gives_up_at=_after(call.timeout_s))
         else:
             retracted = self._boundary.retract() if call.mode == "retract" else 0
+            self._metrics.retracted.inc(retracted)
             self._freeze()
             self._answer(call, retracted=retracted)
 
@@ -259,13 +264,17 @@ class Pause:
         self._may_run = set()
         if self._frozen_at is None:
             self._frozen_at = time.perf_counter()
+            self._metrics.paused.set(1)
         self._state = PauseState.FROZEN
 
     def _unfreeze(self, *, torch_empty_cache: bool) -> None:
         if self._frozen_at is None:
             return
-        self._forgive(time.perf_counter() - self._frozen_at)
+        seconds = time.perf_counter() - self._frozen_at
+        self._forgive(seconds)
         self._frozen_at = None
+        self._metrics.paused.set(0)
+        self._metrics.paused_seconds.inc(seconds)
         self._scheduler.continue_generation(
             ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
         )

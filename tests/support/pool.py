@@ -56,6 +56,7 @@ FLAVOURS = {
         (
             *_COMMON,
             "--disable-overlap-schedule",
+            "--enable-metrics",
             "--max-queued-requests", str(MAX_QUEUED),
             "--watchdog-timeout", str(WATCHDOG_S),
         ),

@@ -57,6 +57,13 @@ class Answers:
         return heard
 
 
+class Counters:
+    """In place of the metrics."""
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(inc=lambda amount: None)
+
+
 def test_weight_that_a_draft_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one_rank = SimpleNamespace(tp_rank=0, tp_size=1, dp_rank=0, dp_size=1, attn_dp_enabled=False)
     monkeypatch.setattr(sources, "get_parallel", lambda: one_rank)
@@ -72,6 +79,7 @@ def test_weight_that_a_draft_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         cast(Any, None),
         cast(Any, answers),
         Pace(0, is_busy=lambda: False),
+        cast(Any, Counters()),
         Settings(staging="device"),
     )
 

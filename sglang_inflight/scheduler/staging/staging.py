@@ -39,6 +39,7 @@ from sglang_inflight.messages import (
     UpdateCall,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.staging.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.staging.digest import digest
 from sglang_inflight.scheduler.staging.groups import Groups
@@ -82,9 +83,11 @@ class Staging:
         boundary: Boundary,
         answers: AnswerChannel,
         pace: Pace,
+        metrics: Metrics,
         settings: Settings,
     ) -> None:
         self._pace = pace
+        self._metrics = metrics
         self._settings = settings
         twins = Twins()
         self._models = [
@@ -296,8 +299,11 @@ class Staging:
         if isinstance(call.source, DiskSource):
             update.model_path = call.source.model_path
             update.load_format = call.source.load_format
+        staged_s = time.perf_counter() - started
+        self._metrics.staged_seconds.inc(staged_s)
+        self._metrics.staged_bytes.inc(guards[0].bytes)
         return {
-            "staged_s": time.perf_counter() - started,
+            "staged_s": staged_s,
             "tensors": guards[0].tensors,
             "bytes": guards[0].bytes,
         }

@@ -1,0 +1,55 @@
+"""What one replica tells Prometheus about pauses, staging and commits."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from sglang.srt.runtime_context import get_observability, get_parallel
+
+_STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+
+
+class Metrics:
+    """Gauges and counters of one replica, kept by its first rank.
+
+    Shown at ``/metrics`` where the server runs with ``--enable-metrics``; counted all the
+    same where it does not. Any thread may count.
+    """
+
+    def __init__(self) -> None:
+        parallel = get_parallel()
+        is_first = parallel.tp_rank == 0 and parallel.pp_rank == 0
+        shown = get_observability().enable_metrics and is_first
+        registry = REGISTRY if shown else CollectorRegistry()
+        labels = {"dp_rank": str(parallel.dp_rank or 0)}
+
+        def gauge(name: str, help: str) -> Gauge:
+            all_replicas = Gauge(
+                name, help, list(labels), registry=registry, multiprocess_mode="mostrecent"
+            )
+            return all_replicas.labels(**labels)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(name, help, list(labels), registry=registry).labels(**labels)
+
+        self.paused = gauge("sglang:inflight_paused", "1 while generation stands still.")
+        self.epoch = gauge("sglang:inflight_epoch", "Commits and rollbacks since the start.")
+        self.paused_seconds = counter(
+            "sglang:inflight_paused_seconds", "Time for which generation stood still."
+        )
+        self.retracted = counter(
+            "sglang:inflight_retracted_requests", "Requests that a commit or a pause sent back."
+        )
+        self.staged_bytes = counter("sglang:inflight_staged_bytes", "Staged by this rank.")
+        self.staged_seconds = counter(
+            "sglang:inflight_staged_seconds", "Time that this rank spent staging."
+        )
+        stall = Histogram(
+            "sglang:inflight_commit_stall_seconds",
+            "How long a commit held the scheduler's loop.",
+            list(labels),
+            registry=registry,
+            buckets=_STALL_S,
+        )
+        self.commit_stall = stall.labels(**labels)
+        self.paused.set(0)
+        self.epoch.set(0)

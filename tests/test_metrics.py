@@ -1,0 +1,63 @@
+"""What Prometheus is told, at ``/metrics``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.load import (
+    ENDLESS,
+    expect_all_go_on,
+    pause,
+    resume,
+    start_running,
+    until,
+)
+from tests.support.server import Server
+from tests.support.updates import refuse, succeed
+
+
+def read(server: Server) -> dict[str, float]:
+    """Our samples by name, over all their labels."""
+    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name.startswith("sglang:inflight_") and "le" not in sample.labels:
+                name = sample.name.removeprefix("sglang:inflight_")
+                if "result" in sample.labels:
+                    name = f"{name}:{sample.labels['result']}"
+                samples[name] = samples.get(name, 0.0) + sample.value
+    return samples
+
+
+def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints: Path) -> None:
+    server = normal_loop_server
+    before = read(server)
+
+    def grown(name: str) -> float:
+        return read(server).get(name, 0.0) - before.get(name, 0.0)
+
+    generations = start_running(server, 2, tokens=ENDLESS)
+    pause(server, "retract")
+    assert read(server)["paused"] == 1
+    assert (grown("pause_grant_seconds_count"), grown("retracted_requests_total")) == (1, 2)
+    resume(server)
+    assert read(server)["paused"] == 0
+    assert grown("paused_seconds_total") > 0
+
+    live = {"non_blocking": True, "flush_cache": False}
+    update = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", **live}
+    receipt = succeed(server.post("/update_weights_from_disk", update))
+    assert grown("updates_total:committed") == grown("commit_stall_seconds_count") == 1
+    assert grown("staged_bytes_total") == receipt["bytes"]
+    assert grown("staged_seconds_total") > 0
+    assert read(server)["epoch"] == receipt["epoch"]
+
+    refuse(server.post("/update_weights_from_disk", {"model_path": "/no/such/folder", **live}))
+    assert (grown("updates_total:committed"), grown("updates_total:dropped")) == (1, 1)
+    succeed(server.post("/inflight/rollback", {}))
+    until("it is counted", lambda: grown("updates_total:rolled_back") == 1)
+    expect_all_go_on(generations)
