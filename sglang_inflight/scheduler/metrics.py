@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+from typing import TYPE_CHECKING
+
 from sglang.srt.runtime_context import get_observability, get_parallel
+
+if TYPE_CHECKING:
+    from prometheus_client import Counter, Gauge
 
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
@@ -16,6 +20,9 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        # not sooner: when it is imported it settles whether processes share their values
+        from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
         parallel = get_parallel()
         is_first = parallel.tp_rank == 0 and parallel.pp_rank == 0
         shown = get_observability().enable_metrics and is_first
