@@ -92,7 +92,7 @@ def update_disk(
             path,
             weight_version=weight_version,
             kv_cache=kv_cache,
-            **({"expected_version": expected_version} if expected_version else {}),
+            expected_version=expected_version,
         )
     _show_receipt(receipt, as_json=as_json)
 

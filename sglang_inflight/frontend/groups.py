@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from sglang_inflight.errors import RankSilent, Refused
+from sglang_inflight.errors import RankSilent
 from sglang_inflight.frontend.bodies import JoinGroupBody, LeaveGroupBody
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import (
-    DistributedSource,
     GiveUpTransferCall,
     JoinGroupCall,
     LeaveGroupCall,
@@ -45,22 +44,16 @@ class Groups:
         call = LeaveGroupCall(call_id="", group_name=body.group_name)
         require_success(await self._ranks.call(call, PATIENCE_S))
 
-    async def give_up(self, source: DistributedSource, error: BaseException) -> str:
-        """A call with ``source`` failed: no later one may take in what was sent for it.
+    async def give_up(self, group_name: str, transfer_id: str | None, error: BaseException) -> str:
+        """A call failed: no later one may take in what was sent for it.
 
-        Returns what its caller must know besides, which is nothing where every rank took
-        all of it in. The message goes out before any later update's on the same socket,
-        so it holds whether it is answered or not.
+        ``transfer_id`` is None where the call's body could not be read. Returns what its
+        caller must know besides, which is nothing where every rank took all of it in. The
+        message goes out before any later update's on the same socket, so it holds whether
+        it is answered or not.
         """
-        return await self._give_up(source.group_name, source.transfer_id, f"{error}")
-
-    async def give_up_unread(self, group_name: str, error: Refused) -> str:
-        """As ``give_up``, for a body that could not be read."""
-        return await self._give_up(group_name, None, f"{error}")
-
-    async def _give_up(self, group_name: str, transfer_id: str | None, reason: str) -> str:
         call = GiveUpTransferCall(
-            call_id="", group_name=group_name, transfer_id=transfer_id, reason=reason
+            call_id="", group_name=group_name, transfer_id=transfer_id, reason=f"{error}"
         )
         try:
             answers = await self._ranks.call(call, GIVE_UP_TIMEOUT_S)

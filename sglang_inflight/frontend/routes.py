@@ -133,7 +133,7 @@ class _Routes:
         except Refused as error:
             # its trainer may have begun to broadcast all the same
             group = group_named_in(content)
-            besides = await self._frontend.groups.give_up_unread(group, error)
+            besides = await self._frontend.groups.give_up(group, None, error)
             raise Refused(f"{error}{besides}") from error
         return await self.update(body)
 

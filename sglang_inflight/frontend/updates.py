@@ -132,7 +132,8 @@ class Updates:
             return await self._update(body, source)
         except BaseException as error:
             if isinstance(source, DistributedSource):
-                besides = await asyncio.shield(self._groups.give_up(source, error))
+                giving_up = self._groups.give_up(source.group_name, source.transfer_id, error)
+                besides = await asyncio.shield(giving_up)
                 if besides and isinstance(error, Refused):
                     raise type(error)(f"{error}{besides}") from error
             raise
