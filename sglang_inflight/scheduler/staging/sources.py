@@ -84,7 +84,10 @@ def _check_architecture(path: Path, runner: ModelRunner) -> None:
 
 def read_tensors(source: TensorSource, device: torch.device) -> Weights:
     """Tensors that a trainer serialized for this rank, moved to ``device`` one by one."""
-    monkey_patch_torch_reductions()
+    if torch.cuda.is_available():
+        # as upstream's reader does, for handles to CUDA memory; it also changes how this process
+        # writes tensors, and without CUDA it then fails at each one
+        monkey_patch_torch_reductions()
     payload = _own_payload(source.serialized_named_tensors)
     try:
         named = MultiprocessingSerializer.deserialize(payload)
