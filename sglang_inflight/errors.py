@@ -19,6 +19,11 @@ class Refused(Exception):
 
     status = 400
 
+    @property
+    def status_code(self) -> int:
+        """The name under which upstream's routes look for it."""
+        return self.status
+
 
 class Conflict(Refused):
     """The call is sound, but the server's state is another one than the caller thinks."""
@@ -34,6 +39,12 @@ class RankSilent(Refused):
     """A rank did not answer in time. The old weights go on serving everywhere."""
 
     status = 504
+
+
+class HandlerFailed(Refused):
+    """A handler of SGLang's own raised on a rank, which goes on. What it did stays done."""
+
+    status = 500
 
 
 class Dropped(Refused):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight.frontend import control_calls
 from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
@@ -28,9 +29,12 @@ class Frontend:
         settings = Settings.from_environment()
         self.groups = Groups(self._ranks, settings)
         self.updates = Updates(tokenizer_manager, self._ranks, self.groups, metrics, settings)
-        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
-            [(RankAnswer, self._ranks.hear)]
-        )
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])
+
+    def _hear(self, answer: RankAnswer) -> None:
+        """Of a call of ours, or of upstream's whose handler raised: ids tell them apart."""
+        self._ranks.hear(answer)
+        control_calls.fail(answer)
 
     async def status(self) -> dict[str, Any]:
         """State, versions and staging progress: of the first rank, then of each rank."""

@@ -65,6 +65,19 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     router.add_api_route("/is_paused", _guarded(routes.is_paused), methods=["GET"])
     router.add_api_route("/inflight/status", _guarded(routes.status), methods=["GET"])
     app.router.routes[:0] = router.routes
+    app.add_exception_handler(Refused, _refuse)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """A call of a route of upstream's that let a refusal through."""
+    assert isinstance(error, Refused)
+    logger.warning("%s refused: %s", request.url.path, error)
+    return _refusal(error)
+
+
+def _refusal(error: Refused) -> Response:
+    content = {"success": False, "status": "error", "message": str(error)}
+    return ORJSONResponse(content, status_code=error.status)
 
 
 def _endpoint(
@@ -86,8 +99,7 @@ def _guarded(
             return ORJSONResponse(await handler(*args))
         except Refused as error:
             logger.warning("%s refused: %s", handler.__name__, error)
-            content = {"success": False, "status": "error", "message": str(error)}
-            return ORJSONResponse(content, status_code=error.status)
+            return _refusal(error)
 
     async def with_request(request: Request) -> Response:
         return await answer(request)

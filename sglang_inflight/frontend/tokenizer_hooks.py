@@ -27,6 +27,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 
 from sglang_inflight.errors import Refused
+from sglang_inflight.frontend import control_calls
 from sglang_inflight.frontend.bodies import (
     BeginBody,
     DiskBody,
@@ -133,9 +134,12 @@ async def _settle(doing: Awaitable[dict[str, Any] | None]) -> tuple[bool, str]:
 
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
+    (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
+    (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
     *(
         (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", replacement, HookType.REPLACE)
         for replacement in (

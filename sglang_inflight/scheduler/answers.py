@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import InflightCall, RankAnswer
+from sglang_inflight.messages import BaseReq, InflightCall, RankAnswer
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,18 @@ class AnswerChannel:
             message=str(error) or repr(error),
             error=type(error).__name__ if isinstance(error, Refused) else "RankFailed",
             detail=detail,
+        )
+
+    def fail_request(self, request: BaseReq, error: BaseException, message: str) -> None:
+        """Say of a control request of upstream's that its handler raised ``error``."""
+        if request.rid is None:
+            return
+        self._send(
+            InflightCall(call_id=request.rid, http_worker_ipc=request.http_worker_ipc),
+            success=False,
+            message=message,
+            error=type(error).__name__ if isinstance(error, Refused) else "HandlerFailed",
+            detail={},
         )
 
     def _send(

@@ -33,6 +33,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.commit import Commits
+from sglang_inflight.scheduler.containment import Containment
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
@@ -91,12 +92,16 @@ class Controller:
             PauseGenerationReqInput: self._take_upstream_pause,
             ContinueGenerationReqInput: self._take_upstream_continue,
         }
+        containment = Containment(scheduler, boundary, self._answers)
+        containment.surround(scheduler._request_dispatcher)
+        self._errands = containment.errands
 
     # ---- called by patches and hooks ----------------------------------------------
 
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
         self._pace.tick()
+        self._errands.answer_for_those_done()
         if self.staging.dirty is None:
             return self.pause.holds_the_loop()
         if self.staging.state is StagingState.EMPTY:

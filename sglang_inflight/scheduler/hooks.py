@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
+from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 
@@ -63,7 +65,16 @@ def answer_health_while_frozen(
     return is_fully_idle(scheduler, *args, **kwargs)
 
 
+def name_the_call(
+    sender: SenderWrapper, output: Any, recv_obj: object = None, *args: Any, **kwargs: Any
+) -> None:
+    """An answer carries its request's id, so that no other caller takes it for theirs."""
+    if isinstance(output, BaseReq) and isinstance(recv_obj, BaseReq) and output.rid is None:
+        output.rid = recv_obj.rid
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
@@ -73,5 +84,6 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", add_due_timers, HookType.AROUND),
+    (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
 ]

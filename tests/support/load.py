@@ -85,6 +85,7 @@ class Generation:
         # what the server said instead of an output
         self.refusal: str | None = None
         self._outputs = [Output() for _ in range(n)]
+        self._comments: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
         self._error: Exception | None = None
@@ -119,6 +120,12 @@ class Generation:
             return output.tokens
 
     @property
+    def comments(self) -> list[str]:
+        """The comment lines of its event stream so far."""
+        with self._changed:
+            return list(self._comments)
+
+    @property
     def has_ended(self) -> bool:
         with self._changed:
             return self._ended
@@ -133,12 +140,22 @@ class Generation:
         assert reached, f"{self.rid} has {heard} tokens after {PATIENCE_S:g} s, not {n}"
         assert min(heard) >= n, f"{self.rid} ended with {heard} tokens, before {n}: {self.refusal}"
 
-    def outputs(self, patience_s: float = PATIENCE_S) -> list[Output]:
-        """All outputs, at the end of the request."""
+    def heard(self) -> Output:
+        """What was heard of the only output, whatever becomes of the request."""
+        with self._changed:
+            (output,) = self._outputs
+            return output
+
+    def wait_for_end(self, patience_s: float = PATIENCE_S) -> None:
+        """Until nothing more will be heard of it."""
         with self._changed:
             ended = self._changed.wait_for(lambda: self._ended, patience_s)
             heard = [len(output.tokens) for output in self._outputs]
         assert ended, f"{self.rid} has not ended after {patience_s:g} s; it has {heard} tokens"
+
+    def outputs(self, patience_s: float = PATIENCE_S) -> list[Output]:
+        """All outputs, at the end of the request."""
+        self.wait_for_end(patience_s)
         if self._error is not None:
             raise self._error
         return self._outputs
@@ -184,6 +201,11 @@ class Generation:
 
     def _read_stream(self, response: HTTPResponse) -> None:
         for line in response:
+            if line.startswith(b":"):
+                with self._changed:
+                    self._comments.append(line.decode().strip())
+                    self._changed.notify_all()
+                continue
             data = line.removeprefix(b"data:").strip()
             if data and data != b"[DONE]":
                 chunk = json.loads(data)

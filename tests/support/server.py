@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,18 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    # sent with every request: a key, where the server wants one
+    headers: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: Any = None, timeout: float = 120, **kwargs: Any) -> Any:
         """The answer as JSON, whatever its status, with ``status_code`` beside it."""
+        kwargs.setdefault("headers", self.headers)
         response = httpx.post(self.url + path, json=body, timeout=timeout, **kwargs)
         return _read(response)
 
-    def get(self, path: str, timeout: float = 60) -> Any:
-        return _read(httpx.get(self.url + path, timeout=timeout))
+    def get(self, path: str, timeout: float = 60, **kwargs: Any) -> Any:
+        kwargs.setdefault("headers", self.headers)
+        return _read(httpx.get(self.url + path, timeout=timeout, **kwargs))
 
     def is_alive(self) -> bool:
         return self.process.poll() is None

@@ -1,0 +1,50 @@
+"""Handlers of SGLang's that wait for another process, done off the scheduler's loop."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+Handler = Callable[[Any], Any]
+
+
+class Errands:
+    """A rendezvous whose peer never comes takes half an hour, and only its caller waits.
+
+    Each errand has a thread of its own. Its answer waits in ``_done`` for the scheduler's
+    thread, whose socket it goes out on: a deque is safe to share between the two.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._done: collections.deque[tuple[Any, Any]] = collections.deque()
+
+    def send(self, handler: Handler) -> Handler:
+        """``handler``, begun at once and answered later. It must not raise."""
+
+        def begin(request: Any) -> None:
+            threading.Thread(
+                target=self._run, args=(handler, request), name="inflight-errand", daemon=True
+            ).start()
+
+        return begin
+
+    def answer_for_those_done(self) -> None:
+        """Called at every step boundary."""
+        while self._done:
+            request, output = self._done.popleft()
+            if output is not None:
+                self._scheduler.send_control_output(output, request)
+
+    def _run(self, handler: Handler, request: Any) -> None:
+        device = next(self._scheduler.tp_worker.model_runner.model.parameters()).device
+        if device.type != "cpu":
+            torch.get_device_module(device).set_device(device)
+        self._done.append((request, handler(request)))

@@ -1,0 +1,80 @@
+"""What must hold before some handlers of SGLang's begin, because they stop half way else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+    SlowDownReqInput,
+)
+
+from sglang_inflight.errors import Conflict, Refused
+from sglang_inflight.scheduler.boundary import Boundary
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+# Every step sleeps this long: the watchdog takes a longer one for a hang.
+LONGEST_SLOW_DOWN_S = 10.0
+
+
+class Preconditions:
+    """Raises ``Refused`` (or a child) before anything is changed."""
+
+    def __init__(self, scheduler: Scheduler, boundary: Boundary) -> None:
+        self._scheduler = scheduler
+        self._boundary = boundary
+
+    def check(self, request: Any) -> None:
+        if isinstance(request, ReleaseMemoryOccupationReqInput):
+            self._may_release(_tags(request))
+        elif isinstance(request, ResumeMemoryOccupationReqInput):
+            self._may_resume(_tags(request))
+        elif isinstance(request, SlowDownReqInput):
+            _may_sleep(request.forward_sleep_time)
+
+    def _may_release(self, tags: list[str]) -> None:
+        if twice := self._released & set(tags):
+            raise Conflict(f"memory is released already: {', '.join(sorted(twice))}")
+        paused = self._scheduler._engine_paused
+        if not self._scheduler.is_fully_idle(ignore_waiting=paused):
+            running, waiting = (
+                len(self._boundary.running_requests()),
+                len(self._boundary.waiting_requests()),
+            )
+            raise Conflict(
+                f"memory cannot be released: {running} requests run and {waiting} wait. Let "
+                'them end, or pause with mode "retract" or "abort"'
+            )
+
+    def _may_resume(self, tags: list[str]) -> None:
+        if held := set(tags) - self._released:
+            raise Conflict(f"memory was not released: {', '.join(sorted(held))}")
+
+    @property
+    def _released(self) -> set[str]:
+        released: set[str] = self._scheduler.weight_updater.offload_tags
+        return released
+
+
+def _tags(request: Any) -> list[str]:
+    """The kinds of memory that ``request`` means; upstream takes none for all of them."""
+    known = list(GPU_MEMORY_ALL_TYPES)
+    tags = list(request.tags or known)
+    if unknown := set(tags) - set(known):
+        raise Refused(
+            f"unknown memory tags: {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
+    if len(set(tags)) < len(tags):
+        raise Refused(f"a memory tag is named twice: {', '.join(tags)}")
+    return tags
+
+
+def _may_sleep(seconds: float | None) -> None:
+    if seconds is not None and not seconds <= LONGEST_SLOW_DOWN_S:
+        raise Refused(
+            f"forward_sleep_time={seconds:g}: a step sleeps {LONGEST_SLOW_DOWN_S:g} s at most"
+        )

@@ -1,0 +1,76 @@
+"""Control calls of ``sglang.Engine`` that fail, and one whose caller does not wait for it.
+
+``python -m tests.support.engine_containment MODEL ANSWERS`` writes what came of it as JSON.
+It is a script because an engine's end kills every child of its process, a test server too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import sglang
+from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
+    FlushCacheReqInput,
+    ReleaseMemoryOccupationReqInput,
+)
+
+SAMPLING = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+
+
+def play(engine: Any) -> dict[str, Any]:
+    return dict(engine.loop.run_until_complete(use(engine)))
+
+
+async def use(engine: Any) -> dict[str, Any]:
+    manager = engine.tokenizer_manager
+    answers: dict[str, Any] = {}
+
+    async def give_up(call: Any) -> None:
+        """Leave ``call`` when its message is sent, and before its answer can be read."""
+        calling = asyncio.ensure_future(call)
+        await asyncio.sleep(0)
+        calling.cancel()
+        await asyncio.wait({calling})
+        assert calling.cancelled()
+
+    stream = await engine.async_generate(
+        input_ids=[11, 6, 7], sampling_params=SAMPLING, stream=True
+    )
+    await anext(stream)
+
+    check = manager.check_weights_communicator
+    await give_up(check(CheckWeightsReqInput(action="first")))
+    (answer,) = await check(CheckWeightsReqInput(action="second"))
+    answers["check"] = answer.message
+
+    flush = manager.flush_cache_communicator
+    # the first one waits for the stream's end, and answers then
+    await give_up(flush(FlushCacheReqInput(timeout_s=60.0)))
+    (answer,) = await flush(FlushCacheReqInput())
+    answers["flush"] = [answer.success, answer.message]
+
+    try:
+        await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+    except Exception as error:
+        answers["release"] = [type(error).__name__, str(error)]
+    async for chunk in stream:
+        answers["tokens"] = chunk["output_ids"]
+    return answers
+
+
+def main() -> None:
+    model, answers = Path(sys.argv[1]), Path(sys.argv[2])
+    engine = sglang.Engine(model_path=str(model), max_total_tokens=16384, max_running_requests=8)
+    try:
+        answers.write_text(json.dumps(play(engine)))
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

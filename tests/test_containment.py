@@ -1,0 +1,169 @@
+"""Control calls of SGLang's own that fail: an error for their caller, and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import marker
+from tests.support.load import ENDLESS, Generation, expect_all_go_on, pause, resume, start_running
+from tests.support.pool import UPSTREAM, ServerPool
+from tests.support.server import Server, free_port
+
+RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
+
+
+@contextlib.contextmanager
+def requests_run_on(server: Server) -> Iterator[list[Generation]]:
+    """Through the block, and to the end that the test gives them after it."""
+    running = start_running(server, 2, tokens=ENDLESS)
+    yield running
+    expect_all_go_on(running)
+    assert server.get("/server_info")["status_code"] == 200
+
+
+def refuse(answer: dict[str, Any], status_code: int, *words: str) -> None:
+    """In a sentence that has ``words``, whichever of the server's forms it comes in."""
+    assert answer["status_code"] == status_code, answer
+    said = answer.get("message") or answer["error"]["message"]
+    for word in words:
+        assert word in said, said
+
+
+@pytest.mark.guards_fix
+@pytest.mark.parametrize(
+    ("path", "body", "status_code", "words"),
+    [
+        (RELEASE, {}, 409, ["2 requests run", "pause"]),
+        (RESUME, {}, 409, ["not released", "kv_cache"]),
+        (RESUME, {"tags": ["kv_cache"]}, 409, ["not released", "kv_cache"]),
+        (RESUME, {"tags": ["heap"]}, 400, ["heap", "kv_cache, weights"]),
+        ("/stop_expert_distribution_record", None, 500, ["ExpertDistributionReq"]),
+        ("/start_profile", {"activities": ["MOON"]}, 500, ["ProfileReq"]),
+        ("/slow_down", {"forward_sleep_time": 1e300}, 400, ["forward_sleep_time"]),
+    ],
+    ids=["release", "resume", "resume one", "no such tag", "experts", "profile", "slow down"],
+)
+def test_a_handler_fails(
+    server: Server, path: str, body: Any, status_code: int, words: list[str]
+) -> None:
+    with requests_run_on(server):
+        refuse(server.post(path, body), status_code, *words)
+
+
+@pytest.mark.guards_fix
+def test_release_while_paused_in_place(server: Server) -> None:
+    with requests_run_on(server):
+        pause(server, "in_place")
+        refuse(server.post(RELEASE, {}), 409, "2 requests run")
+        resume(server)
+
+
+def test_release_and_resume(server: Server) -> None:
+    """The right order is let through, also for requests that a pause sent back."""
+    with requests_run_on(server):
+        pause(server, "retract")
+        # without a GPU its last step fails, which waits for one
+        assert server.post(RELEASE, {})["status_code"] in (200, 500)
+        refuse(server.post(RELEASE, {"tags": ["weights"]}), 409, "already", "weights")
+        assert server.post(RESUME, {})["status_code"] == 200
+        refuse(server.post(RESUME, {}), 409, "not released")
+        resume(server)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"}),
+        ("/unload_lora_adapter", {"lora_name": "a"}),
+        ("/weights_checker", {"action": "guess"}),
+        ("/get_weights_by_name", {"name": "no.such.weight"}),
+        ("/send_weights_to_remote_instance", {"master_address": "127.0.0.1", "ports": "x"}),
+        ("/hicache/storage-backend/clear", None),
+        ("/pd_role_switch", {"new_role": "decode"}),
+        ("/scale_elastic_ep", {"new_ep_size": -3}),
+        ("/stop_profile", None),
+        ("/close_session", {"session_id": 7}),
+    ],
+    ids=lambda value: value.strip("/") if isinstance(value, str) else "",
+)
+def test_a_call_is_refused(server: Server, path: str, body: Any) -> None:
+    with requests_run_on(server):
+        assert server.post(path, body)["status_code"] >= 400
+
+
+def test_sessions(server: Server) -> None:
+    """Opened twice, closed though there is none, and asked for what they do not hold."""
+    session = {"capacity_of_str_len": 1000, "session_id": "s"}
+    with requests_run_on(server):
+        assert server.post("/open_session", session)["status_code"] == 200
+        assert server.post("/open_session", session)["status_code"] == 400
+        for params in ({"id": "none"}, {"id": "s", "rid": "none"}, {"id": "s", "offset": -999}):
+            body = {"input_ids": [5], "session_params": params}
+            answer = server.post("/generate", {**body, "sampling_params": {"max_new_tokens": 2}})
+            assert answer["status_code"] in (200, 400), answer
+        for session_id in ("s", "s", "none"):
+            assert server.post("/close_session", {"session_id": session_id})["status_code"] == 200
+
+
+@pytest.mark.guards_fix
+def test_a_rendezvous_that_nobody_comes_to(server: Server) -> None:
+    """Its caller waits, for half an hour if it likes; nobody else does."""
+    body = {
+        "master_address": "127.0.0.1",
+        "ports": str(free_port()),
+        "group_rank": 1,
+        "world_size": 2,
+        "backend": "gloo",
+    }
+    with requests_run_on(server) as running:
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/init_weights_send_group_for_remote_instance", body, timeout=0.5)
+        pause(server, "in_place")
+        resume(server)
+        for generation in running:
+            generation.wait_for_tokens(generation.count + 3)
+
+
+class TestEngine:
+    @pytest.fixture(scope="class")
+    def answers(
+        self, pool: ServerPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+    ) -> dict[str, Any]:
+        pool.discard()
+        file = tmp_path_factory.mktemp("containment") / "answers.json"
+        module = "tests.support.engine_containment"
+        plugins = {"SGLANG_PLUGINS": "inflight_reference"} if UPSTREAM else {}
+        played = subprocess.run(
+            [sys.executable, "-m", module, str(checkpoints / "v0"), str(file)],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": "1", **plugins},
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+        assert file.is_file(), played.stdout[-2000:] + played.stderr[-4000:]
+        answers: dict[str, Any] = json.loads(file.read_text())
+        return answers
+
+    @pytest.mark.guards_fix
+    def test_a_late_answer_is_not_the_next_callers(self, answers: dict[str, Any]) -> None:
+        assert "second" in answers["check"]
+        assert answers["flush"] == [False, "Another flush_cache is already in progress."]
+
+    @pytest.mark.guards_fix
+    def test_a_handler_fails(self, answers: dict[str, Any]) -> None:
+        kind, message = answers["release"]
+        assert kind == "Conflict"
+        assert "1 requests run" in message
+        assert answers["tokens"] == [marker.token(0)] * 400
