@@ -33,6 +33,13 @@ def _positive(text: str) -> float:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise ValueError("expected a number, 0 or more")
+    return value
+
+
 def _one_of(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
@@ -72,6 +79,11 @@ class Settings:
     )
     stage_nice: int = _setting(
         10, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
+    )
+    sse_comment_s: float = _setting(
+        15.0,
+        _seconds,
+        "how often a silent event stream gets a comment while paused, in seconds; 0 is never",
     )
 
     @classmethod

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import math
 import time
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0
 FORSAKE_TIMEOUT_S = 1.0
+LOOK_AGAIN_S = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 class Pauses:
@@ -38,6 +44,9 @@ class Pauses:
         self._tokenizer_manager = tokenizer_manager
         self._metrics = metrics
         self._ranks = ranks
+        self._looking = asyncio.Lock()
+        self._looked_at = -math.inf
+        self._seen_mode: str | None = None
 
     async def pause(
         self,
@@ -122,6 +131,25 @@ class Pauses:
         if len(paused) > 1:
             raise Conflict("the replicas differ: some are paused, some are not")
         return paused.pop()
+
+    async def mode(self) -> str | None:
+        """The mode of the pause that holds now, and None where none does.
+
+        Asked for by every stream that is silent, so the ranks are asked once a second.
+        """
+        if not self._tokenizer_manager.is_pause:
+            return None
+        async with self._looking:
+            if time.monotonic() >= self._looked_at + LOOK_AGAIN_S:
+                try:
+                    details = [answer.detail for answer in await self.look()]
+                except Refused as error:
+                    logger.warning("Whether generation is paused is not known: %s", error)
+                    return None
+                paused = [detail["mode"] for detail in details if detail["paused"]]
+                self._seen_mode = paused[0] if paused else None
+                self._looked_at = time.monotonic()
+        return self._seen_mode
 
     async def look(self) -> list[RankAnswer]:
         """Each rank's own account of itself."""

@@ -7,9 +7,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import ORJSONResponse
+from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.bodies import (
@@ -31,8 +35,13 @@ from sglang_inflight.frontend.bodies import (
     group_named_in,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.pause_comments import PauseComments
+from sglang_inflight.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+# of our routes, in ``/openapi.json``
+TAG = "inflight"
 
 B = TypeVar("B", bound=Body)
 Answer = dict[str, Any]
@@ -41,10 +50,12 @@ Answer = dict[str, Any]
 def mount(app: FastAPI, frontend: Frontend) -> None:
     """Put our routes before upstream's of the same path."""
     routes = _Routes(frontend)
-    router = APIRouter()
+    router = APIRouter(tags=[TAG])
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
-        router.add_api_route(path, _endpoint(shape, handler), methods=["POST"])
+        router.add_api_route(
+            path, _endpoint(shape, handler), methods=["POST"], openapi_extra=_describe(shape)
+        )
 
     post("/pause_generation", PauseBody, routes.pause)
     post("/continue_generation", ContinueBody, routes.resume)
@@ -54,6 +65,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
         "/update_weights_from_distributed",
         _guarded(routes.update_from_distributed, takes_request=True),
         methods=["POST"],
+        openapi_extra=_describe(DistributedBody),
     )
     post("/update_weights_from_ipc", IPCBody, routes.update)
     post("/begin_weight_update", BeginBody, routes.begin)
@@ -64,8 +76,25 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/inflight/rollback", RollbackBody, routes.roll_back)
     router.add_api_route("/is_paused", _guarded(routes.is_paused), methods=["GET"])
     router.add_api_route("/inflight/status", _guarded(routes.status), methods=["GET"])
+    ours = {served for route in router.routes for served in _serves(route)}
+    for route in app.router.routes:
+        if isinstance(route, APIRoute) and _serves(route) <= ours:
+            # never reached any more: the API's description is ours
+            route.include_in_schema = False
     app.router.routes[:0] = router.routes
     app.add_exception_handler(Refused, _refuse)
+    every_s = Settings.from_environment().sse_comment_s
+    if every_s > 0:
+        # the last is the innermost: behind whoever checks keys and adds headers
+        comments = Middleware(PauseComments, mode=frontend.pauses.mode, every_s=every_s)
+        app.user_middleware.append(comments)
+
+
+def _serves(route: BaseRoute) -> set[tuple[str, str]]:
+    """Paths and methods."""
+    if not isinstance(route, APIRoute):
+        return set()
+    return {(route.path, method) for method in route.methods or ()}
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
@@ -78,6 +107,13 @@ async def _refuse(request: Request, error: Exception) -> Response:
 def _refusal(error: Refused) -> Response:
     content = {"success": False, "status": "error", "message": str(error)}
     return ORJSONResponse(content, status_code=error.status)
+
+
+def _describe(shape: type[Body]) -> dict[str, Any]:
+    """What ``/openapi.json`` says of a route's body: no more than decoding knows."""
+    _, components = msgspec.json.schema_components([shape])
+    content = {"application/json": {"schema": components[shape.__name__]}}
+    return {"requestBody": {"content": content}}
 
 
 def _endpoint(

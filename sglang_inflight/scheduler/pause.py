@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 # How long a frozen loop sleeps at most: the ranks behind the first one wait in a gloo
 # broadcast meanwhile, and its time limit is minutes.
 LONGEST_SLEEP_S = 1.0
+# How often, at most, the load is published while frozen. It takes a walk over the queue.
+LOAD_REFRESH_S = 0.05
 # Under attention DP several ranks have a socket, and none may keep the others waiting.
 LONGEST_SLEEP_IN_STEP_S = 0.005
 
@@ -93,6 +95,8 @@ class Pause:
         self._grants: list[_Grant] = []
         self._may_run: set[Req] = set()
         self._frozen_at: float | None = None
+        # time.monotonic() before which the load is not published again
+        self._publishes_at = 0.0
         self._state = PauseState.RUNNING
 
     @property
@@ -182,10 +186,23 @@ class Pause:
                 return False
             self._freeze_drained()
         self._scheduler._record_scheduler_state_for_paused_engine()
+        self._publish_load()
         # a step's result answers the health checks that came in meanwhile; here is no step
         self._scheduler.maybe_send_health_check_signal()
         self.sleep()
         return True
+
+    def _publish_load(self) -> None:
+        """A step's result does it, or idling; here is neither, and routers read it."""
+        now = time.monotonic()
+        if now < self._publishes_at:
+            return
+        self._publishes_at = now + LOAD_REFRESH_S
+        scheduler = self._scheduler
+        snapshot = scheduler.publish_load_snapshot(force=True)
+        scheduler.load_publisher.publish_load_stat(
+            scheduler.load_inquirer.get_loads, force=True, snapshot=snapshot
+        )
 
     def admits(self, req: Req) -> bool:
         """While draining, run only what already ran, or was aborted and must be ended."""

@@ -60,7 +60,10 @@ FLAVOURS = {
             "--max-queued-requests", str(MAX_QUEUED),
             "--watchdog-timeout", str(WATCHDOG_S),
         ),
-        {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S)},
+        {
+            "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S),
+            "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
+        },
     ),
     "off_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_STAGING": "off"}),
 }  # fmt: skip
@@ -89,7 +92,7 @@ class ServerPool:
                 self._model,
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
-                env=_ENV | flavour.env,
+                env=ENV | flavour.env,
             )
         )
         self._running = flavour, server
@@ -121,14 +124,14 @@ class ServerPool:
 
 
 # One thread a process: more of them wait for each other where the cores are shared.
-_ENV = {
+ENV = {
     "OMP_NUM_THREADS": "1",
     # how often, in seconds, the front end looks whether a waiting client has left
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
 }
 if UPSTREAM:
     # the names of plugins to load: this one makes SGLang run on a CPU, and changes nothing
-    _ENV["SGLANG_PLUGINS"] = "inflight_reference"
+    ENV["SGLANG_PLUGINS"] = "inflight_reference"
 
 
 def restore(server: Server, model: Path) -> None:

@@ -1,0 +1,164 @@
+"""A client of an event stream hears that generation stands still.
+
+While it does, each stream that is silent gets a comment line now and then, which readers
+of event streams pass over: proxies keep the connection, and people see why nothing comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Mode = Callable[[], Awaitable[str | None]]
+
+_EVENT_STREAM = b"text/event-stream"
+# Those of which we know what the answer to a request with "stream" is.
+_STREAMS = frozenset(
+    ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+)
+
+
+class PauseComments:
+    """ASGI middleware, inside all others: what passes here is as the routes wrote it."""
+
+    def __init__(self, app: Any, *, mode: Mode, every_s: float) -> None:
+        self._app = app
+        self._mode = mode
+        self._every_s = every_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] not in _STREAMS:
+            await self._app(scope, receive, send)
+            return
+        stream = _Stream(receive, send, self._mode, self._every_s)
+        commenting = asyncio.ensure_future(stream.comment())
+        try:
+            await self._app(scope, stream.receive, stream.send)
+        finally:
+            commenting.cancel()
+            # a client that left cannot be told anything
+            with contextlib.suppress(asyncio.CancelledError, OSError):
+                await commenting
+
+
+class _Stream:
+    """One request and its answer.
+
+    OpenAI's routes begin to answer with the first token. A request that a pause keeps
+    waiting for it is answered early: it was found good before it was queued, and an error
+    that comes all the same becomes an event, as errors in the middle of a stream do.
+    """
+
+    def __init__(self, receive: Receive, send: Send, mode: Mode, every_s: float) -> None:
+        self._receive = receive
+        self._send = send
+        self._mode = mode
+        self._every_s = every_s
+        self._due = time.monotonic() + every_s
+        # comments and events must not mix
+        self._sending = asyncio.Lock()
+        self._body: list[bytes] = []
+        self._is_events = False
+        self._began_early = False
+        # the route's answer is no event stream: what it said so far
+        self._error: list[bytes] | None = None
+        self._between_events = True
+        self._ended = False
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request" and not self._is_events:
+            self._body.append(message.get("body", b""))
+        return message
+
+    async def send(self, message: Message) -> None:
+        async with self._sending:
+            if message["type"] == "http.response.start":
+                await self._begin(message)
+            elif message["type"] == "http.response.body":
+                await self._go_on(message)
+            else:
+                await self._send(message)
+
+    async def comment(self) -> None:
+        while not self._ended:
+            await asyncio.sleep(max(0.0, self._due - time.monotonic()))
+            if time.monotonic() < self._due:
+                continue
+            mode = await self._mode()
+            async with self._sending:
+                # an event may have come while the mode was asked for
+                if time.monotonic() >= self._due:
+                    self._due = time.monotonic() + self._every_s
+                    if mode is not None and await self._may_comment():
+                        line = f": paused mode={mode}\n\n".encode()
+                        await self._send(_body(line, more=True))
+
+    async def _begin(self, message: Message) -> None:
+        self._body.clear()
+        types = [value for name, value in message["headers"] if name.lower() == b"content-type"]
+        is_events = any(value.startswith(_EVENT_STREAM) for value in types)
+        if not self._began_early:
+            self._is_events = is_events
+            await self._send(message)
+        elif not is_events:
+            self._error = []
+
+    async def _go_on(self, message: Message) -> None:
+        content, more = message.get("body", b""), message.get("more_body", False)
+        if self._error is not None:
+            self._error.append(content)
+            if more:
+                return
+            content = _as_events(b"".join(self._error))
+        if content:
+            self._between_events = content.endswith((b"\n\n", b"\r\n\r\n"))
+        self._due = time.monotonic() + self._every_s
+        self._ended = not more
+        await self._send(_body(content, more=more))
+
+    async def _may_comment(self) -> bool:
+        if self._ended or not self._between_events or self._error is not None:
+            return False
+        if not self._is_events and self._asks_for_a_stream():
+            await self._begin_early()
+        return self._is_events
+
+    async def _begin_early(self) -> None:
+        self._body.clear()
+        self._is_events = self._began_early = True
+        headers = [(b"content-type", _EVENT_STREAM + b"; charset=utf-8")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _asks_for_a_stream(self) -> bool:
+        try:
+            return msgspec.json.decode(b"".join(self._body), type=_Asks).stream
+        except (msgspec.DecodeError, RecursionError):
+            return False
+
+
+def _as_events(error: bytes) -> bytes:
+    """An error as SGLang's streams have it, and their end."""
+    try:
+        said = msgspec.json.decode(error)
+    except msgspec.DecodeError:
+        said = {"message": error.decode(errors="replace")}
+    event = said if isinstance(said, dict) and "error" in said else {"error": said}
+    return b"data: " + msgspec.json.encode(event) + b"\n\ndata: [DONE]\n\n"
+
+
+class _Asks(msgspec.Struct):
+    stream: bool = False
+
+
+def _body(content: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}

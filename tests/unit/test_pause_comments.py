@@ -1,0 +1,98 @@
+"""What becomes of an answer that a comment began, with applications that answer as told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from sglang_inflight.frontend.pause_comments import PauseComments
+
+EVERY_S = 0.01
+COMMENT = ": paused mode=in_place"
+
+
+class Paused:
+    """Until it was asked ``times`` times. An application waits for the end of it."""
+
+    def __init__(self, times: int = 3) -> None:
+        self._left = times
+        self.ended = asyncio.Event()
+
+    async def mode(self) -> str | None:
+        self._left -= 1
+        if self._left < 0:
+            self.ended.set()
+            return None
+        return "in_place"
+
+
+async def ask(answer: Any, paused: Paused, body: Any = None) -> httpx.Response:
+    async def endpoint(request: Request) -> Response:
+        await request.body()
+        response: Response = await answer(paused)
+        return response
+
+    app = Starlette(routes=[Route("/generate", endpoint, methods=["POST"])])
+    wrapped = PauseComments(app, mode=paused.mode, every_s=EVERY_S)
+    transport = httpx.ASGITransport(app=wrapped)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        return await client.post("/generate", json={"stream": True} if body is None else body)
+
+
+def lines_of(response: httpx.Response) -> list[str]:
+    return [line for line in response.text.splitlines() if line]
+
+
+@pytest.mark.parametrize(
+    ("late", "event"),
+    [
+        (JSONResponse({"message": "full", "code": 503}, 503), {"message": "full", "code": 503}),
+        (JSONResponse({"error": {"message": "full"}}, 503), {"message": "full"}),
+        (PlainTextResponse("full\nvery", 500), {"message": "full\nvery"}),
+    ],
+    ids=["OpenAI's", "SGLang's", "text"],
+)
+def test_a_late_error_is_an_event(late: Response, event: dict[str, Any]) -> None:
+    async def answer(paused: Paused) -> Response:
+        await paused.ended.wait()
+        return late
+
+    response = asyncio.run(ask(answer, Paused()))
+    assert response.status_code == 200
+    *comments, error, done = lines_of(response)
+    assert comments == [COMMENT] * 3
+    assert json.loads(error.removeprefix("data: ")) == {"error": event}
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize("body", [{"stream": False}, {}, {"stream": "yes"}, [1]])
+def test_who_did_not_ask_for_a_stream(body: Any) -> None:
+    async def answer(paused: Paused) -> Response:
+        await paused.ended.wait()
+        return JSONResponse({"message": "full"}, 503)
+
+    response = asyncio.run(ask(answer, Paused(), body))
+    assert (response.status_code, response.json()) == (503, {"message": "full"})
+
+
+def test_an_event_is_not_interrupted() -> None:
+    async def answer(paused: Paused) -> Response:
+        async def events() -> AsyncIterator[str]:
+            yield "data: begun "
+            await paused.ended.wait()
+            yield "and ended\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    response = asyncio.run(ask(answer, Paused()))
+    assert lines_of(response) == ["data: begun and ended", "data: [DONE]"]
