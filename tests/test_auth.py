@@ -1,0 +1,49 @@
+"""Every route of ours needs the admin's key, where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.pool import FLAVOURS, Flavour, ServerPool
+from tests.support.routes import routes
+from tests.support.server import Server
+
+USER, ADMIN = "user-key", "admin-key"
+FLAVOURS["keyed_server"] = Flavour(
+    ("--weight-version", "v0", "--api-key", USER, "--admin-api-key", ADMIN)
+)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+@pytest.fixture
+def keyed_server(pool: ServerPool) -> Iterator[Server]:
+    server = pool.get(FLAVOURS["keyed_server"])
+    server.headers = bearer(ADMIN)
+    yield server
+    pool.restore()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [{}, bearer("guess"), bearer(USER), {"Authorization": ADMIN}],
+    ids=["no key", "wrong key", "user's key", "no bearer"],
+)
+def test_without_the_key(keyed_server: Server, headers: dict[str, str]) -> None:
+    before = keyed_server.get("/inflight/status")
+    for route in routes(keyed_server, bearer(USER)):
+        answer = route.call(keyed_server, {}, headers=headers)
+        assert answer["status_code"] == 401, (route, answer)
+        assert answer["error"] == "Unauthorized"
+    after = keyed_server.get("/inflight/status")
+    assert (before["epoch"], before["paused"]) == (after["epoch"], after["paused"])
+
+
+def test_with_the_key(keyed_server: Server) -> None:
+    for route in routes(keyed_server, bearer(USER)):
+        answer = route.call(keyed_server, {"no such field": 1}, headers=bearer(ADMIN))
+        assert answer["status_code"] == (200 if route.method == "GET" else 400), (route, answer)
