@@ -1,0 +1,259 @@
+"""Thousands of bodies to each of our routes, under running requests.
+
+Nothing may come of them but what the README says: no 5xx, no request that is lost, no token
+that the weights in place did not make. Valid bodies mean the weights that are there already,
+so a token of any other is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from tests.support import marker
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    resume,
+    start,
+    start_running,
+)
+from tests.support.pool import FLAVOURS, Flavour, ServerPool
+from tests.support.routes import Route, routes
+from tests.support.server import Server
+from tests.support.updates import by_value
+
+SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))
+EXAMPLES = int(os.environ.get("INFLIGHT_TEST_FUZZ_EXAMPLES", "250"))
+# of which many bodies are sound
+ACCEPTED = (
+    "/pause_generation",
+    "/continue_generation",
+    "/update_weights_from_disk",
+    "/begin_weight_update",
+)
+# only what is never to end a request, and what a caller does not wait for
+SHORT_S = st.floats(0.001, 0.05)
+
+FLAVOURS["fuzzed_server"] = Flavour(
+    ("--weight-version", "v0", "--max-running-requests", "8"),
+    {"SGLANG_INFLIGHT_GROUP_TIMEOUT_S": "0.2", "SGLANG_INFLIGHT_UPDATE_TIMEOUT_S": "2"},
+)
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(1 << 80), 1 << 80)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["", "\x00", "../..", "v0", "a" * 5000, "\U0001f4a5"])
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+# JSON that no encoder of ours would write
+RAW = st.binary(min_size=1, max_size=60) | st.sampled_from(
+    [
+        b"[" * 100_000,
+        b'{"a":' * 50_000,
+        b"NaN",
+        b'{"lease_s": 1e999}',
+        b'{"mode": "in_place", "mode": "retract", "timeout_s": 0.01}',
+        b'{"mode": "\\ud800"}',
+        b"\xff\xfe{\x00}\x00",
+        b"null",
+        b"[]",
+    ]
+)
+
+
+class Bodies:
+    """Strategies for the bodies of a route, from the JSON schema that it publishes.
+
+    ``_meant`` overrides the schema where a sound value would end a request, or would keep
+    the caller waiting: for a trainer that does not come, or until running requests end.
+    """
+
+    def __init__(self, route: Route, checkpoint: Path) -> None:
+        self._fields = route.schema["properties"]
+        self._required = set(route.schema.get("required", ()))
+        norm = {"model.norm.weight": marker.tensors(0)["model.norm.weight"]}
+        self._meant: dict[str, st.SearchStrategy[Any]] = {
+            "mode": st.sampled_from(["in_place", "retract", "wait"]),
+            "non_blocking": st.just(True),
+            "abort_all_requests": st.just(False),
+            "lease_s": SHORT_S,
+            "timeout_s": SHORT_S,
+            "on_busy": st.sampled_from(["refuse", "replace"]),
+            "model_path": st.sampled_from([str(checkpoint), str(checkpoint / "no"), "/dev/null"]),
+            "load_format": st.sampled_from([None, "auto", "flattened_bucket", "moon"]),
+            "serialized_named_tensors": st.lists(
+                st.sampled_from([by_value(norm), by_value([]), "AAAA", "gASVAAAA"]), max_size=2
+            ),
+            "zmq_handles": st.dictionaries(st.text(max_size=8), st.just("ipc:///nowhere")),
+            "backend": st.sampled_from(["gloo", "moon"]),
+            "master_address": st.sampled_from(["127.0.0.1", "no.such.host.invalid"]),
+            "pause_id": st.none() | st.text(max_size=4),
+            "expected_version": st.none() | st.sampled_from(["v0", "v1"]),
+            "weight_version": st.none() | st.text(max_size=4),
+            "group_name": st.sampled_from(["weight_update_group", "other", "\x00"]),
+        }
+        # never left out where there is one: their defaults are those that are not meant
+        self._always = {"mode", "non_blocking", "lease_s", "timeout_s"} & set(self._fields)
+
+    def any(self) -> st.SearchStrategy[bytes]:
+        # a union of strategies would take their parts for as many choices
+        kinds = [self._sound()] * 4 + [self._with_one_flaw()] * 3 + [JSON]
+        objects = st.sampled_from(kinds).flatmap(lambda kind: kind)
+        # without a word a pause is an abort, and an update waits for what runs
+        encoded = objects.filter(lambda body: body != {}).map(_encode)
+        return st.sampled_from([encoded] * 7 + [RAW]).flatmap(lambda kind: kind)
+
+    def _sound(self) -> st.SearchStrategy[dict[str, Any]]:
+        wanted = self._required | self._always
+        fields = {name: self._value(name) for name in self._fields}
+        return st.fixed_dictionaries(
+            {name: fields[name] for name in sorted(wanted)},
+            optional={name: fields[name] for name in sorted(set(fields) - wanted)},
+        )
+
+    def _with_one_flaw(self) -> st.SearchStrategy[dict[str, Any]]:
+        names = st.sampled_from([*self._fields, "no_such_field"]) | st.text(max_size=8)
+        return st.builds(self._flaw, self._sound(), names, JSON)
+
+    def _flaw(self, body: dict[str, Any], name: str, flaw: Any) -> dict[str, Any]:
+        # none of these may come to mean what was overridden
+        means_default = name in self._always and flaw in (None, False)
+        if means_default or (name == "abort_all_requests" and flaw is True):
+            flaw = "flaw"
+        return {**body, name: flaw}
+
+    def _value(self, name: str) -> st.SearchStrategy[Any]:
+        return self._meant[name] if name in self._meant else _of(self._fields[name])
+
+
+def _of(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
+    if "anyOf" in schema:
+        return st.one_of([_of(choice) for choice in schema["anyOf"]])
+    if "enum" in schema:
+        return st.sampled_from(schema["enum"])
+    kind = schema.get("type")
+    if kind == "array":
+        return st.lists(_of(schema.get("items", {})), max_size=4)
+    if kind == "integer":
+        return st.integers(schema.get("minimum"), schema.get("maximum"))
+    known: dict[Any, st.SearchStrategy[Any]] = {
+        "string": st.text(max_size=12),
+        "boolean": st.booleans(),
+        "number": st.floats(allow_nan=False, allow_infinity=False),
+        "null": st.none(),
+        "object": st.dictionaries(st.text(max_size=8), SCALARS, max_size=3),
+    }
+    return known.get(kind, JSON)
+
+
+def _encode(body: Any) -> bytes:
+    return json.dumps(body).encode()
+
+
+@pytest.fixture
+def fuzzed_server(pool: ServerPool, checkpoints: Path) -> Any:
+    yield pool.get(FLAVOURS["fuzzed_server"])
+    pool.restore()
+
+
+class Load:
+    """Requests that run all the time. None of them may be ended by anything but its length."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._running = start_running(server, 2, tokens=ENDLESS)
+
+    def check(self) -> None:
+        for index, generation in enumerate(self._running):
+            if generation.has_ended:
+                assert generation.output().finish_reason == "length"
+                (self._running[index],) = start(self._server, 1, tokens=ENDLESS)
+            expect_old_weights(generation)
+
+    def end(self) -> None:
+        for generation in self._running:
+            generation.wait_for_tokens(generation.count + 3)
+            expect_old_weights(generation)
+            generation.abort()
+            assert generation.output().finish_reason == "abort"
+
+
+def expect_old_weights(generation: Generation) -> None:
+    assert set(generation.tokens) <= {marker.token(0)}
+
+
+def expect_answer(body: bytes, answer: httpx.Response) -> None:
+    content = answer.json()
+    if answer.status_code != 200:
+        assert answer.status_code in (400, 409), (body[:500], answer.status_code, answer.text)
+        assert content["success"] is False
+        assert content["message"], body[:500]
+
+
+def send_bodies(client: httpx.Client, route: Route, checkpoint: Path) -> Counter[int]:
+    """How often the route answered with which status."""
+    statuses: Counter[int] = Counter()
+
+    @seed(SEED)
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(body=Bodies(route, checkpoint).any())
+    def send(body: bytes) -> None:
+        answer = client.post(route.path, content=body)
+        expect_answer(body, answer)
+        statuses[answer.status_code] += 1
+        if route.path == "/begin_weight_update":
+            # what it opened must not keep the next one waiting
+            client.post("/abort_weight_update", content=b"{}")
+
+    send()
+    return statuses
+
+
+@pytest.mark.timeout(280)
+def test_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
+    server = fuzzed_server
+    load = Load(server)
+    answered: dict[str, Counter[int]] = {}
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for route in routes(server):
+            if route.method != "POST":
+                continue
+
+            answered[route.path] = send_bodies(client, route, checkpoints / "v0")
+            client.post("/abort_weight_update", content=b"{}")
+            resume(server)
+            load.check()
+            assert server.is_alive()
+    load.end()
+    print(answered)
+    # fuzzing that nothing comes of is of no use
+    for path in ACCEPTED:
+        assert answered[path][200] > EXAMPLES // 50, answered[path]
+    assert sum(map(Counter.total, answered.values())) >= EXAMPLES * len(answered)
+    (last,) = start(server, 1, tokens=8)
+    assert last.output().tokens == [marker.token(0)] * 8
