@@ -1,0 +1,368 @@
+"""Updates, pauses and faults for as long as one likes, under requests that never stop.
+
+``python -m tests.support.soak --minutes 60`` prints what was done and what came of it, as
+a table and as JSON. What is done, and in which order, follows from ``--seed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from tests.support import marker
+from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
+from tests.support.pool import ENV, FLAVOURS
+from tests.support.server import Server, serve
+from tests.support.trainer import Trainers, layout
+from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
+
+VERSIONS = 6
+STREAMS = 4
+LENGTHS = (1, 40, 400, 1200)
+MODES = ("in_place", "retract", "wait", "abort")
+SOURCES = ("disk", "disk", "tensor", "tensor_bucket", "distributed")
+LEASE_S = 0.3
+# of a pause that waits for running requests
+WAIT_S = 0.2
+MIB = 1 << 20
+
+LIVE = {"non_blocking": True}
+
+
+@dataclass
+class Numbers:
+    """What a soak did. ``rss_…`` is the scheduler's memory in MiB."""
+
+    seed: int
+    minutes: float = 0.0
+    requests: int = 0
+    lost_requests: int = 0
+    tokens_checked: int = 0
+    commits: int = 0
+    refused_updates: int = 0
+    updates: Counter[str] = field(default_factory=Counter)
+    pauses: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    rss_before: float = 0.0
+    rss_after: float = 0.0
+    # what was wrong with each lost request
+    losses: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        # dataclasses.asdict makes counters of counters' pairs
+        return {
+            name: dict(value) if isinstance(value, Counter) else value
+            for name, value in vars(self).items()
+        }
+
+
+class Soak:
+    """One caller that does one thing after another, while ``STREAMS`` requests run."""
+
+    def __init__(
+        self, server: Server, checkpoints: Path, sender: Sender, trainers: Trainers, seed: int
+    ) -> None:
+        self._server = server
+        self._checkpoints = checkpoints
+        self._sender = sender
+        self._trainers = trainers
+        self._choose = random.Random(seed)
+        self._streams: list[Generation] = []
+        # those that an abort, or their client's going away, may have ended
+        self._given_up: set[Generation] = set()
+        self.numbers = Numbers(seed)
+        self._operations: dict[Callable[[], None], int] = {
+            self.update: 10,
+            self.update_while_paused: 3,
+            self.update_in_a_session: 3,
+            self.roll_back: 2,
+            self.pause: 4,
+            self.abort_a_request: 2,
+            self.leave_a_request: 2,
+            self.kill_the_trainer: 1,
+            self.leave_an_update: 2,
+            self.send_garbage: 4,
+            self.let_a_lease_run_out: 2,
+            self.abandon_a_session: 2,
+        }
+
+    def run(self, minutes: float) -> Numbers:
+        """Raises ``AssertionError`` where the server is not as it must be at the end."""
+        began = time.monotonic()
+        # memory is compared from when all that is made once has been made
+        for operation in self._operations:
+            self._act(operation)
+        self.numbers.rss_before = self._rss()
+        operations, weights = zip(*self._operations.items(), strict=True)
+        while time.monotonic() < began + 60 * minutes:
+            self._act(self._choose.choices(operations, weights)[0])
+        self._finish()
+        self.numbers.rss_after = self._rss()
+        self.numbers.minutes = (time.monotonic() - began) / 60
+        return self.numbers
+
+    def _act(self, operation: Callable[[], None]) -> None:
+        self._tend_streams()
+        operation()
+
+    # ---- requests ------------------------------------------------------------------
+
+    def _tend_streams(self) -> None:
+        for stream in [stream for stream in self._streams if stream.has_ended]:
+            self._streams.remove(stream)
+            self._check(stream)
+        while len(self._streams) < STREAMS:
+            length = self._choose.choice(LENGTHS)
+            asked = prompt(self._choose.choice((1, 16, 200)))
+            self._streams.append(Generation(self._server, tokens=length, input_ids=asked))
+            self.numbers.requests += 1
+
+    def _check(self, stream: Generation) -> None:
+        """Its tokens say which weights made them, and its spans must say the same."""
+        gave_up = stream in self._given_up
+        self._given_up.discard(stream)
+        output = stream.heard()
+        try:
+            if output.tokens:
+                expect_spans(output)
+            if not gave_up:
+                expect_whole(stream)
+        except (AssertionError, OSError, ValueError) as error:
+            self.numbers.lost_requests += 1
+            self.numbers.losses.append(f"{stream.rid}: {error!r}")
+        self.numbers.tokens_checked += len(output.tokens)
+
+    def _give_up_all(self) -> None:
+        self._given_up.update(self._streams)
+
+    # ---- what callers do -----------------------------------------------------------
+
+    def update(self) -> None:
+        source = self._choose.choice(SOURCES)
+        answer = self._send(source, kv_cache=self._choose.choice(("fence", "keep", "recompute")))
+        self._count(source, answer)
+
+    def update_while_paused(self) -> None:
+        """As SGLang's own clients do it."""
+        self._pause(self._choose.choice(("in_place", "retract")))
+        self._count("disk while paused", self._send("disk"))
+        self._post("/continue_generation", {})
+
+    def update_in_a_session(self) -> None:
+        version = self._choose.randrange(VERSIONS)
+        weights = marker.tensors(version)
+        names = list(weights)
+        cut = self._choose.randrange(1, len(names))
+        self._post("/begin_weight_update", LIVE)
+        for part in (names[:cut], names[cut:]):
+            body = tensor_body({name: weights[name] for name in part}, **LIVE)
+            self._post("/update_weights_from_tensor", body)
+        answer = self._server.post(
+            "/end_weight_update", {**LIVE, "weight_version": f"v{version}", "kv_cache": "fence"}
+        )
+        self._count("session", answer)
+
+    def roll_back(self) -> None:
+        self._count("rollback", self._server.post("/inflight/rollback", {}))
+
+    def pause(self) -> None:
+        self._pause(self._choose.choice(MODES))
+        self._post("/continue_generation", {})
+
+    def abort_a_request(self) -> None:
+        stream = self._choose.choice(self._streams)
+        self._given_up.add(stream)
+        stream.abort()
+
+    # ---- what goes wrong -----------------------------------------------------------
+
+    def leave_a_request(self) -> None:
+        stream = self._choose.choice(self._streams)
+        self._given_up.add(stream)
+        stream.leave()
+        self.numbers.faults["client left its stream"] += 1
+
+    def kill_the_trainer(self) -> None:
+        trainer = self._trainers.get()
+        trainer.join(self._server)
+        version = self._choose.randrange(VERSIONS)
+        body = {**layout(version), **LIVE, "weight_version": f"v{version}"}
+        call = Call(self._server, "/update_weights_from_distributed", body)
+        sent = self._choose.randrange(1, 20)
+        trainer.send(version, count=sent)
+        until_staging(self._server, tensors=sent)
+        trainer.close()
+        answer = call.answer()
+        assert answer["status_code"] == 400, answer
+        self._post("/destroy_weights_update_group", {})
+        self.numbers.faults["trainer killed in its broadcast"] += 1
+
+    def leave_an_update(self) -> None:
+        """It is done as a whole, or not at all."""
+        version = self._choose.randrange(VERSIONS)
+        body = {
+            "model_path": str(self._checkpoints / f"v{version}"),
+            "weight_version": f"v{version}",
+            "kv_cache": "fence",
+            **LIVE,
+        }
+        try:
+            answer = self._server.post(
+                "/update_weights_from_disk", body, timeout=self._choose.uniform(0.001, 0.2)
+            )
+        except httpx.TimeoutException:
+            self.numbers.faults["caller left its update"] += 1
+        else:
+            self._count("disk", answer)
+        until_idle(self._server)
+
+    def send_garbage(self) -> None:
+        path = self._choose.choice(
+            (
+                "/pause_generation",
+                "/update_weights_from_disk",
+                "/update_weights_from_tensor",
+                "/update_weights_from_ipc",
+                "/end_weight_update",
+                "/inflight/rollback",
+                "/resume_memory_occupation",
+            )
+        )
+        garbage: Any = self._choose.choice(
+            (
+                self._choose.randbytes(40),
+                b'{"mode": "moon"}',
+                b'{"model_path": "/nowhere", "non_blocking": true}',
+                b'{"serialized_named_tensors": ["AAAA"], "non_blocking": true}',
+                b'{"non_blocking": "maybe", "tags": ["moon"]}',
+            )
+        )
+        answer = httpx.post(self._server.url + path, content=garbage, timeout=60)
+        assert 400 <= answer.status_code < 500, (path, garbage, answer.text)
+        self.numbers.faults["garbage"] += 1
+
+    def let_a_lease_run_out(self) -> None:
+        self._pause(self._choose.choice(MODES), lease_s=LEASE_S)
+        until("the lease ran out", lambda: not status(self._server)["paused"])
+        self.numbers.faults["lease of a pause ran out"] += 1
+
+    def abandon_a_session(self) -> None:
+        self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
+        weights = marker.tensors(self._choose.randrange(VERSIONS))
+        name = self._choose.choice(list(weights))
+        self._post("/update_weights_from_tensor", tensor_body({name: weights[name]}, **LIVE))
+        until_idle(self._server)
+        self.numbers.faults["session abandoned"] += 1
+
+    # ---- small things --------------------------------------------------------------
+
+    def _send(self, source: str, **fields: Any) -> dict[str, Any]:
+        version = self._choose.randrange(VERSIONS)
+        name = f"v{version}"
+        return self._sender.send(
+            self._server, source, version, weight_version=name, **LIVE, **fields
+        )
+
+    def _count(self, kind: str, answer: dict[str, Any]) -> None:
+        self.numbers.updates[kind] += 1
+        if answer["status_code"] == 200:
+            self.numbers.commits += 1
+        else:
+            # only a rollback may find nothing to return to
+            assert kind == "rollback", answer
+            self.numbers.refused_updates += 1
+
+    def _pause(self, mode: str, **fields: Any) -> None:
+        if mode == "abort":
+            self._give_up_all()
+        if mode == "wait":
+            fields["timeout_s"] = WAIT_S
+        self._post("/pause_generation", {"mode": mode, **fields})
+        self.numbers.pauses[mode] += 1
+
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = self._server.post(path, body)
+        assert answer["status_code"] == 200, (path, answer)
+        return answer
+
+    def _finish(self) -> None:
+        for stream in self._streams:
+            # it ends with the last word that is heard of it, whatever that is
+            stream.wait_for_end(patience_s=120)
+            self._check(stream)
+        self._streams.clear()
+
+        def is_empty() -> bool:
+            now = status(self._server)
+            return not now["running"] and not now["waiting"]
+
+        until("the scheduler holds no request", is_empty)
+        until_idle(self._server)
+        assert self._server.is_alive()
+
+    def _rss(self) -> float:
+        schedulers = [
+            process.memory_info().rss
+            for process in psutil.Process(self._server.process.pid).children(recursive=True)
+            if "sglang::scheduler" in " ".join(process.cmdline())
+        ]
+        assert schedulers
+        return sum(schedulers) / MIB
+
+
+def show(numbers: Numbers) -> None:
+    table = Table(title="soak", show_header=False)
+    for name, value in numbers.as_json().items():
+        if isinstance(value, dict):
+            for kind, count in sorted(value.items()):
+                table.add_row(f"{name}: {kind}", str(count))
+        elif isinstance(value, float):
+            table.add_row(name, f"{value:.1f}")
+        elif not isinstance(value, list):
+            table.add_row(name, str(value))
+    Console().print(table)
+    for loss in numbers.losses:
+        print(loss)
+    print(json.dumps(numbers.as_json()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    arguments = parser.parse_args()
+    print(f"--seed {arguments.seed}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for version in range(VERSIONS):
+            marker.build(folder / f"v{version}", version)
+        trainers = Trainers()
+        try:
+            with serve(
+                folder / "v0", *FLAVOURS["server"].flags, log=folder / "server.log", env=ENV
+            ) as server:
+                sender = Sender(folder, folder, trainers)
+                numbers = Soak(server, folder, sender, trainers, arguments.seed).run(
+                    arguments.minutes
+                )
+        finally:
+            trainers.close()
+    show(numbers)
+    return 1 if numbers.lost_requests else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,26 @@
+"""Everything at once, for some minutes. See ``tests/support/soak.py``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import Server
+from tests.support.soak import Soak, show
+from tests.support.trainer import Trainers
+from tests.support.updates import Sender
+
+pytest_plugins = ["tests.support.fixtures"]
+
+SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))
+MINUTES = float(os.environ.get("INFLIGHT_TEST_SOAK_MINUTES", "2"))
+
+
+@pytest.mark.timeout(60 * MINUTES + 240)
+def test_soak(server: Server, checkpoints: Path, sender: Sender, trainers: Trainers) -> None:
+    numbers = Soak(server, checkpoints, sender, trainers, SEED).run(MINUTES)
+    show(numbers)
+    assert numbers.losses == []
+    assert numbers.tokens_checked > 0
