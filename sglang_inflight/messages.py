@@ -26,6 +26,10 @@ else:
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
 KVPolicy = Literal["recompute", "fence", "keep"]
+# what a request's answer, and a request's custom_params, call these
+KV_VERSIONS = "kv_versions"
+MAX_VERSION_LAG = "max_version_lag"
+
 Selector = Literal["target", "draft", "all"]
 
 

@@ -38,6 +38,8 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.version_lag import check_max_version_lag
+from sglang_inflight.messages import KV_VERSIONS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -132,10 +134,33 @@ async def _settle(doing: Awaitable[dict[str, Any] | None]) -> tuple[bool, str]:
     return True, receipt["message"] if receipt else "Success"
 
 
+def take_kv_versions(
+    accumulate: Callable[..., None],
+    tm: TokenizerManager,
+    meta_info: dict[str, Any],
+    state: object,
+    info: dict[str, list[Any]],
+    index: int,
+    *args: Any,
+) -> None:
+    """They come once and whole; upstream would take them for a value per token."""
+    spans = info.get(KV_VERSIONS)
+    if spans is not None and spans[index] is not None:
+        meta_info[KV_VERSIONS] = spans[index]
+    rest = {key: values for key, values in info.items() if key != KV_VERSIONS}
+    accumulate(tm, meta_info, state, rest, index, *args)
+
+
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
+    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),
+    (
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+        check_max_version_lag,
+        HookType.BEFORE,
+    ),
     *(
         (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", replacement, HookType.REPLACE)
         for replacement in (

@@ -33,16 +33,18 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.commit import Commits
+from sglang_inflight.scheduler.kv_versions import KVVersions
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.staging.pace import Pace
 from sglang_inflight.scheduler.staging.staging import Staging, StagingState
+from sglang_inflight.scheduler.staleness import Staleness
 from sglang_inflight.scheduler.versions import Versions
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs
 
@@ -58,15 +60,23 @@ class Controller:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
-        boundary = self._boundary = Boundary(scheduler)
         metrics = Metrics()
+        boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
-        self.versions = Versions(scheduler, boundary)
+        kv_versions = self._kv_versions = KVVersions(scheduler)
+        self.versions = Versions(scheduler, boundary, kv_versions)
+        self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
         self.staging = Staging(scheduler, boundary, self._answers, self._pace, metrics, settings)
         self.commits = Commits(
-            scheduler, boundary, self.staging, self.versions, self.fence, metrics
+            scheduler,
+            boundary,
+            self.staging,
+            self.versions,
+            self.fence,
+            self.staleness,
+            metrics,
         )
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
             PauseCall: self._take_pause,
@@ -120,6 +130,21 @@ class Controller:
     def enqueue(self, req: Req) -> None:
         """A request, new or retracted, enters the waiting queue."""
         self.fence.admit(req)
+
+    def before_launch(self, batch: ScheduleBatch) -> None:
+        """A forward of ``batch`` is about to be launched."""
+        self._kv_versions.note_launch(batch)
+
+    def before_release(self, req: Req) -> None:
+        """A request is about to lose its row of KV slots."""
+        if req.finished():
+            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.current)
+
+    def before_output(self, reqs: list[Req]) -> None:
+        """The outputs of ``reqs`` are about to be sent."""
+        for req in reqs:
+            if req.finished():
+                self.staleness.observe(req, self.versions.epoch)
 
     def after_result(self, result: Any) -> None:
         """The result of a launched batch was processed."""

@@ -39,6 +39,8 @@ class Flavour:
 MAX_RUNNING = 8
 MAX_QUEUED = 8
 CHUNK = 512
+MAX_VERSION_LAG = 1
+SMALL_POOL = 20480  # tokens
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 8
 
@@ -62,7 +64,10 @@ FLAVOURS = {
         ),
         {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S)},
     ),
-    "off_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_STAGING": "off"}),
+    "off_server": Flavour(
+        (*_COMMON, "--max-total-tokens", str(SMALL_POOL)),
+        {"SGLANG_INFLIGHT_STAGING": "off", "SGLANG_INFLIGHT_MAX_VERSION_LAG": str(MAX_VERSION_LAG)},
+    ),
 }  # fmt: skip
 
 
