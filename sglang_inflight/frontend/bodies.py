@@ -60,6 +60,8 @@ class UpdateBody(Body, kw_only=True):
     partial: bool | None = None
     on_busy: OnBusy = "wait"
     timeout_s: Seconds | None = None
+    # the session that it must be a piece of
+    session_id: Name | None = None
 
     @property
     def source(self) -> Source:
@@ -143,9 +145,16 @@ class BeginBody(Body, kw_only=True):
     partial: bool = True
     on_busy: OnBusy = "wait"
     lease_s: Seconds | None = None
+    # of the session that is open: renew its lease, and begin nothing
+    session_id: Name | None = None
+
+
+class SealBody(Body, kw_only=True):
+    session_id: Name | None = None
 
 
 class EndBody(Body, kw_only=True):
+    session_id: Name | None = None
     non_blocking: bool = False
     weight_version: Name | None = None
     flush_cache: bool | None = None
@@ -154,7 +163,7 @@ class EndBody(Body, kw_only=True):
 
 
 class AbortUpdateBody(Body, kw_only=True):
-    pass
+    session_id: Name | None = None
 
 
 class RollbackBody(Body, kw_only=True):

@@ -25,6 +25,7 @@ from sglang_inflight.frontend.bodies import (
     LeaveGroupBody,
     PauseBody,
     RollbackBody,
+    SealBody,
     TensorBody,
     UpdateBody,
     decode,
@@ -57,6 +58,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     )
     post("/update_weights_from_ipc", IPCBody, routes.update)
     post("/begin_weight_update", BeginBody, routes.begin)
+    post("/seal_weight_update", SealBody, routes.seal)
     post("/end_weight_update", EndBody, routes.end)
     post("/abort_weight_update", AbortUpdateBody, routes.abort)
     post("/init_weights_update_group", JoinGroupBody, routes.join_group)
@@ -138,14 +140,16 @@ class _Routes:
         return await self.update(body)
 
     async def begin(self, body: BeginBody) -> Answer:
-        await self._updates.begin(body)
-        return {"success": True, "message": "Success"}
+        return await self._updates.begin(body)
+
+    async def seal(self, body: SealBody) -> Answer:
+        return await self._updates.seal(body)
 
     async def end(self, body: EndBody) -> Answer:
         return await self._updates.end(body)
 
     async def abort(self, body: AbortUpdateBody) -> Answer:
-        await self._updates.abort()
+        await self._updates.abort(body)
         return {"success": True, "message": "The session was dropped."}
 
     async def roll_back(self, body: RollbackBody) -> Answer:
