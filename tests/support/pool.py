@@ -33,6 +33,7 @@ class Flavour:
 
     flags: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    admin_key: str | None = None
 
 
 # Small enough that nine requests make one wait.
@@ -41,6 +42,7 @@ MAX_QUEUED = 8
 CHUNK = 512
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 8
+ADMIN_KEY = "the-key-of-the-tests"
 
 _COMMON = (
     "--chunked-prefill-size", str(CHUNK),
@@ -63,6 +65,7 @@ FLAVOURS = {
         {"SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S)},
     ),
     "off_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_STAGING": "off"}),
+    "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
 }  # fmt: skip
 
 
@@ -90,6 +93,7 @@ class ServerPool:
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
                 env=_ENV | flavour.env,
+                admin_key=flavour.admin_key,
             )
         )
         self._running = flavour, server
