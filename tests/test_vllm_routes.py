@@ -189,7 +189,8 @@ def test_without_a_pause(vllm_server: Server, vllm: VLLMClient, trainer: Trainer
     vllm.init_weight_transfer_engine(trainer, packed=True)
     vllm.send_weights(trainer, 1, packed=True, name="v1")
     expect_to_run_on(vllm_server, generations, [0, 1])
-    # a trainer that comes back takes its own place
+    # a trainer that comes back takes its own place, and ends what it had begun
+    vllm.post("/start_weight_update")
     trainer.order("leave", group="weight_update_group")
     assert trainer.answer() == "left"
     vllm.init_weight_transfer_engine(trainer, packed=False)

@@ -54,11 +54,14 @@ class Transfer:
     async def connect(self, init_info: dict[str, Any]) -> None:
         """Leave the trainer before, if there is one, and form a group with this one.
 
+        A session that the one before left open is dropped: nobody will send the rest.
         Raises ``NotOffered`` for other ways of vLLM's to transfer weights, ``Refused``
         where the group was not formed.
         """
         _refuse_other_backends(init_info)
         info = read_info(init_info, InitInfo, "init_info")
+        if self._updates.has_session:
+            await self._updates.abort()
         await self._leave()
         await self._groups.join(
             JoinGroupBody(
