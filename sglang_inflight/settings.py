@@ -79,6 +79,10 @@ class Settings:
         10, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
     )
 
+    vllm_routes: bool = _setting(
+        False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
+    )
+
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
         """Raises ``BadSetting`` for a value that cannot be read, and for an unknown name."""

@@ -5,6 +5,7 @@ Times are seconds. Decoding names the field that is wrong, so no check is repeat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -202,6 +203,19 @@ def decode(body: bytes, shape: type[B]) -> B:
         return msgspec.json.decode(body or b"{}", type=shape)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error
+
+
+def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
+    """Raises ``Refused`` with the name where the query's values do not have the shape."""
+    values: dict[str, str] = {}
+    for name, text in items:
+        if name in values:
+            raise Refused(f"bad query: {name} is given twice")
+        values[name] = text
+    try:
+        return msgspec.convert(values, shape, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(f"bad query: {error}") from error
 
 
 class _NamesAGroup(msgspec.Struct):

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import ORJSONResponse
-from sglang.srt.utils.auth import AuthLevel, auth_level
+from fastapi import APIRouter, FastAPI, Request
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.bodies import (
@@ -31,12 +27,10 @@ from sglang_inflight.frontend.bodies import (
     decode,
     group_named_in,
 )
+from sglang_inflight.frontend.endpoints import Answer, guarded, with_body
 from sglang_inflight.frontend.frontend import Frontend
 
-logger = logging.getLogger(__name__)
-
 B = TypeVar("B", bound=Body)
-Answer = dict[str, Any]
 
 
 def mount(app: FastAPI, frontend: Frontend) -> None:
@@ -45,7 +39,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     router = APIRouter()
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
-        router.add_api_route(path, _endpoint(shape, handler), methods=["POST"])
+        router.add_api_route(path, with_body(shape, handler), methods=["POST"])
 
     post("/pause_generation", PauseBody, routes.pause)
     post("/continue_generation", ContinueBody, routes.resume)
@@ -53,7 +47,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/update_weights_from_tensor", TensorBody, routes.update)
     router.add_api_route(
         "/update_weights_from_distributed",
-        _guarded(routes.update_from_distributed, takes_request=True),
+        guarded(routes.update_from_distributed, takes_request=True),
         methods=["POST"],
     )
     post("/update_weights_from_ipc", IPCBody, routes.update)
@@ -64,45 +58,9 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/init_weights_update_group", JoinGroupBody, routes.join_group)
     post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
     post("/inflight/rollback", RollbackBody, routes.roll_back)
-    router.add_api_route("/is_paused", _guarded(routes.is_paused), methods=["GET"])
-    router.add_api_route("/inflight/status", _guarded(routes.status), methods=["GET"])
+    router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
+    router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
     app.router.routes[:0] = router.routes
-
-
-def _endpoint(
-    shape: type[B], handler: Callable[[B], Awaitable[Answer]]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def read_and_answer(request: Request) -> Answer:
-        return await handler(decode(await request.body(), shape))
-
-    return _guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
-
-
-def _guarded(
-    handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = False
-) -> Callable[..., Awaitable[Response]]:
-    """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
-
-    async def answer(*args: Any) -> Response:
-        try:
-            return ORJSONResponse(await handler(*args))
-        except Refused as error:
-            logger.warning("%s refused: %s", handler.__name__, error)
-            content = {"success": False, "status": "error", "message": str(error)}
-            return ORJSONResponse(content, status_code=error.status)
-
-    async def with_request(request: Request) -> Response:
-        return await answer(request)
-
-    async def without_request() -> Response:
-        return await answer()
-
-    level: Callable[..., Any] = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    endpoint: Callable[..., Awaitable[Response]] = level(
-        with_request if takes_request else without_request
-    )
-    endpoint.__name__ = handler.__name__
-    return endpoint
 
 
 class _Routes:

@@ -52,9 +52,13 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
     if http_server is not None:
-        from sglang_inflight.frontend.routes import mount
+        from sglang_inflight.frontend import routes
+        from sglang_inflight.frontend.vllm import routes as vllm_routes
 
-        mount(http_server.app, tokenizer_manager.inflight)
+        frontend = tokenizer_manager.inflight
+        routes.mount(http_server.app, frontend)
+        if frontend.settings.vllm_routes:
+            vllm_routes.mount(http_server.app, frontend, tokenizer_manager)
 
 
 async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -> None:

@@ -124,6 +124,11 @@ class Updates:
         self._turn = asyncio.Lock()
         self._open: _Open | None = None
 
+    @property
+    def has_session(self) -> bool:
+        """Whether a session is open, which the next call of ``update`` is a piece of."""
+        return self._open is not None and self._open.is_session
+
     # ---- one call, or a session of many --------------------------------------------
 
     async def update(self, body: UpdateBody) -> Receipt:

@@ -14,10 +14,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     CommitCall,
     ContinueCall,
     DropCall,
+    FlushCall,
     GiveUpTransferCall,
     InflightCall,
     JoinGroupCall,
@@ -60,7 +62,7 @@ class Controller:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
-        metrics = Metrics()
+        metrics = self._metrics = Metrics()
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
@@ -88,6 +90,7 @@ class Controller:
             DropCall: self.staging.drop,
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
+            FlushCall: self._flush,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -200,6 +203,15 @@ class Controller:
 
     def _roll_back(self, call: RollbackCall) -> None:
         self._answers.succeed(call, **self.commits.roll_back(call))
+
+    def _flush(self, call: FlushCall) -> None:
+        self._boundary.drain()
+        running = len(self._boundary.running_requests())
+        if running and not call.retract:
+            raise Conflict(f"{running} running requests hold KV")
+        self._metrics.retracted.inc(self._boundary.retract())
+        self._boundary.flush(empty_cache=False)
+        self._answers.succeed(call)
 
     def _describe(self, call: StatusCall) -> None:
         self._answers.succeed(

@@ -228,7 +228,7 @@ _client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S)
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
     """The JSON answer of a request that must be granted."""
-    response = _client.request(method, server.url + path, json=body)
+    response = _client.request(method, server.url + path, json=body, headers=server.headers)
     assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
     return response.json() if response.content else None
 

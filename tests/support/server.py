@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,18 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    # of its --admin-api-key, where it has one
+    headers: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: Any = None, timeout: float = 120, **kwargs: Any) -> Any:
         """The answer as JSON, whatever its status, with ``status_code`` beside it."""
-        response = httpx.post(self.url + path, json=body, timeout=timeout, **kwargs)
+        response = httpx.post(
+            self.url + path, json=body, timeout=timeout, headers=self.headers, **kwargs
+        )
         return _read(response)
 
     def get(self, path: str, timeout: float = 60) -> Any:
-        return _read(httpx.get(self.url + path, timeout=timeout))
+        return _read(httpx.get(self.url + path, timeout=timeout, headers=self.headers))
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -58,7 +62,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, *flags: str, log: Path, env: dict[str, str] | None = None
+    model: Path,
+    *flags: str,
+    log: Path,
+    env: dict[str, str] | None = None,
+    admin_key: str | None = None,
 ) -> Iterator[Server]:
     """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards."""
     port = free_port()
@@ -68,6 +76,10 @@ def serve(
         "--max-total-tokens", "65536", "--max-running-requests", "64",
         "--skip-server-warmup", *flags,
     ]  # fmt: skip
+    headers = {}
+    if admin_key is not None:
+        command += ["--admin-api-key", admin_key]
+        headers["Authorization"] = f"Bearer {admin_key}"
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
@@ -76,7 +88,7 @@ def serve(
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", process, log)
+    server = Server(f"http://127.0.0.1:{port}", process, log, headers)
     try:
         _wait_until_up(server)
         yield server

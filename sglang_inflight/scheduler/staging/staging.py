@@ -261,11 +261,13 @@ class Staging:
         The live weights are only read, and only the loop's thread changes them, in a
         commit, which cannot be while an update is open.
         """
+        update.roles = {model.role for model in self._selected(call.selector)}
+        if not update.roles:
+            raise Refused(f"selector {call.selector!r} selects no model of this server")
         for model in self._models:
             model.build_shadow(self.mode, self._device)
         if self._exchanged is not None:
             self._exchanged.synchronize()
-        update.roles = {model.role for model in self._selected(call.selector)}
         if self.mode is StagingMode.OFF:
             return {}
         for model, _, live, shadow in self._weights(update.roles):
