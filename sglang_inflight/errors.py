@@ -31,6 +31,12 @@ class Conflict(Refused):
     status = 409
 
 
+class NotOffered(Refused):
+    """No change to the call and no state of this server makes it possible: do without it."""
+
+    status = 501
+
+
 class RankFailed(Refused):
     """A rank could not do its part. The old weights go on serving everywhere."""
 

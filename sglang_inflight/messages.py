@@ -26,7 +26,14 @@ else:
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
 KVPolicy = Literal["recompute", "fence", "keep"]
+# what a request's answer, and a request's custom_params, call these
+KV_VERSIONS = "kv_versions"
+MAX_VERSION_LAG = "max_version_lag"
+
 Selector = Literal["target", "draft", "all"]
+
+# a load_format: tensors one after the other in one tensor of bytes
+FLATTENED_BUCKET = "flattened_bucket"
 
 
 class DiskSource(msgspec.Struct, tag=True, kw_only=True):
@@ -51,6 +58,9 @@ class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
     shapes: list[list[int]]
     group_name: str
     load_format: str | None = None
+    # with a bucket as load_format: the tensor that takes a bucket beyond this size ends it,
+    # and another one follows; None: one bucket for all
+    bucket_bytes: int | None = None
     # of the broadcasts that belong to this call, and to no other
     transfer_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -127,6 +137,13 @@ class RollbackCall(InflightCall, kw_only=True):
     kv_cache: KVPolicy
 
 
+class FlushCall(InflightCall, kw_only=True):
+    """Forget every cached prefix."""
+
+    # send running requests, which hold KV, back to the queue; False refuses where there are any
+    retract: bool
+
+
 class JoinGroupCall(InflightCall, kw_only=True):
     master_address: str
     master_port: int
@@ -186,6 +203,7 @@ CALLS: tuple[type[InflightCall], ...] = (
     CommitCall,
     DropCall,
     RollbackCall,
+    FlushCall,
     JoinGroupCall,
     LeaveGroupCall,
     GiveUpTransferCall,

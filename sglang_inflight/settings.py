@@ -72,6 +72,11 @@ class Settings:
         120.0, _positive, "longest rendezvous of a weight-update group, in seconds"
     )
     check_finite: bool = _setting(True, _boolean, "refuse tensors that hold NaN or infinity")
+    max_version_lag: int | None = _setting(
+        None,
+        _natural,
+        "end a request at the commit that leaves its first token further behind, in commits",
+    )
     pace_bytes: int = _setting(
         4 << 20,
         _natural,
@@ -84,6 +89,10 @@ class Settings:
         15.0,
         _seconds,
         "how often a silent event stream gets a comment while paused, in seconds; 0 is never",
+    )
+
+    vllm_routes: bool = _setting(
+        False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
     )
 
     @classmethod

@@ -29,10 +29,12 @@ pytest_plugins = ["tests.support.fixtures"]
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 DISTRIBUTED, IPC = "/update_weights_from_distributed", "/update_weights_from_ipc"
 BEGIN, END, ABORT = "/begin_weight_update", "/end_weight_update", "/abort_weight_update"
+SEAL = "/seal_weight_update"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 PAUSE, CONTINUE, ROLLBACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
 ROUTES = (
-    DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, END, ABORT, JOIN, LEAVE, PAUSE, CONTINUE, ROLLBACK
+    DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, SEAL, END, ABORT, JOIN, LEAVE, PAUSE, CONTINUE,
+    ROLLBACK,
 )  # fmt: skip
 
 LIVE = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}

@@ -1,23 +1,31 @@
-"""The trainer's client and the command line, against a server under load."""
+"""The trainer's client, against a server under load."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
-from sglang_inflight.cli import app
-from sglang_inflight.client import Client
+from sglang_inflight.client import AsyncClient, Client, Progress
 from sglang_inflight.errors import Conflict, Refused
 from tests.support import marker
 from tests.support.load import ENDLESS, expect_all_go_on, settle, start_running, status, until
+from tests.support.proxy import Proxy
 from tests.support.server import Server, free_port
-from tests.support.updates import drop_session, expect_to_run_on, says, serving, tensor_body
+from tests.support.updates import (
+    drop_session,
+    expect_to_run_on,
+    says,
+    serving,
+    staging,
+    tensor_body,
+)
 
 # a lease that runs out while a test waits for it
 SHORT_S = 0.5
@@ -61,10 +69,13 @@ def _lease_left(server: Server, pause_id: str) -> float:
     return left
 
 
-def test_paused_ends_when_the_block_fails(server: Server, client: Client) -> None:
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_paused_ends_when_the_block_fails(
+    server: Server, client: Client, error: type[BaseException]
+) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
-    with pytest.raises(ZeroDivisionError), client.paused():
-        raise ZeroDivisionError
+    with pytest.raises(error), client.paused():
+        raise error
     assert not client.status()["paused"]
     expect_all_go_on(generations)
 
@@ -81,6 +92,44 @@ def test_pause_of_a_client_that_dies(server: Server) -> None:
     with Client(server.url) as client:
         client.pause("in_place", lease_s=SHORT_S)
     until("the lease has run out", lambda: not status(server)["paused"])
+    expect_all_go_on(generations)
+
+
+def test_interrupted_before_it_is_paused(server: Server, client: Client) -> None:
+    """Ctrl-C while the pause waits for running requests: nobody goes on to renew it."""
+    generations = start_running(server, 2, tokens=ENDLESS)
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        until("the server drains", lambda: server.get("/inflight/status")["state"] == "draining")
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), client.paused("wait", lease_s=SHORT_S):
+        raise AssertionError("it has waited for requests that do not end")
+    thread.join()
+    until("the lease has run out", lambda: not client.status()["paused"])
+    expect_all_go_on(generations)
+
+
+def test_async_paused(server: Server) -> None:
+    """Cancelled in the block: generation goes on."""
+    generations = start_running(server, 2, tokens=ENDLESS)
+
+    async def hold(client: AsyncClient) -> None:
+        async with asyncio.timeout(2 * SHORT_S), client.paused(lease_s=SHORT_S):
+            assert (await client.status())["paused"]
+            await asyncio.Event().wait()
+
+    async def train() -> None:
+        async with AsyncClient(server.url) as client:
+            with pytest.raises(TimeoutError):
+                await hold(client)
+            assert not (await client.status())["paused"]
+
+    asyncio.run(train())
     expect_all_go_on(generations)
 
 
@@ -131,49 +180,59 @@ def test_session_that_fails_changes_nothing(server: Server, client: Client) -> N
     says(server, 0)
 
 
-# ---- the command line --------------------------------------------------------------------
+def test_session_outlives_its_lease(server: Server, client: Client) -> None:
+    with client.session(weight_version="v1", lease_s=SHORT_S):
+        client.update("tensor", **tensor_body(marker.tensors(1)))
+        time.sleep(3 * SHORT_S)
+    says(server, 1)
 
 
-def _run(server: Server, *words: str) -> Result:
-    return CliRunner().invoke(app, list(words), env={"SGLANG_URL": server.url})
-
-
-def _json(server: Server, *words: str) -> Any:
-    result = _run(server, *words, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-def test_commands(server: Server, checkpoints: Path) -> None:
-    generations = start_running(server, 2, tokens=ENDLESS)
-    pause_id = _run(server, "pause").stdout.strip()
-    assert _json(server, "status")["holders"][0]["pause_id"] == pause_id
-    assert pause_id in _run(server, "status").stdout.replace("\n", "")
-    stale = _run(server, "continue", "nobody")
-    assert (stale.exit_code, "nobody" in stale.stderr) == (3, True)
-    assert _run(server, "continue", pause_id).exit_code == 0
-    updated = _json(
-        server, "update", "disk", str(checkpoints / "v1"), "--weight-version", "v1",
-        "--expected-version", "v0",
-    )  # fmt: skip
-    assert updated["weight_version"] == "v1"
-    for generation in generations:
-        generation.wait_for_tokens(generation.count + 3)
-    back = _run(server, "rollback")
-    assert (back.exit_code, back.stdout.startswith("v1 → v0 on 1 ranks")) == (0, True)
-    expect_to_run_on(server, generations, [0, 1, 0])
-
-
-def test_command_that_is_refused(server: Server) -> None:
+def test_session_that_was_lost(server: Server, client: Client) -> None:
+    """Another one has the server's turn since: neither takes what is the other's."""
     before = serving(server)
-    refused = _run(server, "update", "disk", "/no/such/folder")
-    assert (refused.exit_code, "/no/such/folder" in refused.stderr) == (1, True)
+
+    def send_late() -> None:
+        with client.session():
+            server.post("/begin_weight_update", {"non_blocking": True, "on_busy": "replace"})
+            client.update("tensor", **tensor_body(marker.tensors(1)))
+
+    with pytest.raises(Conflict, match="is not open"):
+        send_late()
     assert serving(server) == before
+    assert staging(server)[0]["state"] == "open"
+
+
+def test_progress(server: Server, client: Client) -> None:
+    weights = marker.tensors(1)
+    heard: list[Progress] = []
+    with client.session(on_progress=heard.append):
+        client.update("tensor", **tensor_body(weights))
+        until("all of it is reported", lambda: heard and heard[-1].tensors == len(weights))
+    assert (heard[-1].url, heard[-1].state) == (server.url, "open")
+    assert heard[-1].bytes == sum(tensor.nbytes for tensor in weights.values())
+
+
+# ---- answers that are lost ---------------------------------------------------------------
+
+
+def test_what_is_tried_again(server: Server) -> None:
+    with Proxy(server).serving() as way, Client(way.url) as client:
+        way.lose_answer("/inflight/status")
+        assert client.status()["weight_version"] == "v0"
+        assert way.arrivals == ["/inflight/status"] * 2
+
+
+def test_what_is_not_tried_again(server: Server, checkpoints: Path) -> None:
+    path = "/update_weights_from_disk"
+    epoch = status(server)["epoch"]
+    with Proxy(server).serving() as way, Client(way.url) as client:
+        way.lose_answer(path)
+        with pytest.raises(httpx.RemoteProtocolError):
+            client.update_from_disk(str(checkpoints / "v1"))
+        assert way.arrivals == [path]
+        assert client.status()["epoch"] == epoch + 1
 
 
 def test_server_that_is_not_there() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    result = CliRunner().invoke(app, ["status", "--url", url])
-    assert (result.exit_code, url in result.stderr) == (5, True)
-    with Client(url) as client, pytest.raises(httpx.ConnectError):
+    with Client(f"http://127.0.0.1:{free_port()}") as client, pytest.raises(httpx.ConnectError):
         client.status()

@@ -91,6 +91,7 @@ def test_async_methods(answers: dict[str, Any]) -> None:
 
 def test_upstreams_forms(answers: dict[str, Any]) -> None:
     assert answers["blocking disk"] == [True, "Succeeded to update model weights.", 0]
+    assert answers["sealed"]["tensors"] == len(marker.tensors(1))
     assert [done for done, _ in answers["blocking session"]] == [True, True, True]
     assert answers["blocking failure"][0] is False
     success, message = answers["without a session"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +19,8 @@ from tests.support.load import (
 )
 from tests.support.server import Server
 from tests.support.updates import refuse, succeed
+
+DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
 
 
 def read(server: Server) -> dict[str, float]:
@@ -43,6 +48,7 @@ def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints:
     pause(server, "retract")
     assert read(server)["paused"] == 1
     assert (grown("pause_grant_seconds_count"), grown("retracted_requests_total")) == (1, 2)
+    assert grown("recomputed_tokens_total") >= 2 * 16
     resume(server)
     assert read(server)["paused"] == 0
     assert grown("paused_seconds_total") > 0
@@ -61,3 +67,39 @@ def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints:
     refuse(server.post("/update_weights_from_disk", {"model_path": "/no/such/folder", **live}))
     assert (grown("updates_total:committed"), grown("updates_total:dropped")) == (1, 1)
     expect_all_go_on(generations)
+    # each saw the update and the rollback
+    assert (grown("version_lag_count"), grown("version_lag_sum")) == (2, 2 * 2)
+
+
+def test_dashboard_draws_every_metric(normal_loop_server: Server, checkpoints: Path) -> None:
+    """And no other: each name in a panel is one that a server exposes."""
+    server = normal_loop_server
+    # those that have a label of their own are there once there is a value for it
+    pause(server, "in_place")
+    resume(server)
+    update = {"model_path": str(checkpoints / "v1"), "non_blocking": True}
+    succeed(server.post("/update_weights_from_disk", update))
+
+    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
+    exposed = {
+        family.name: {sample.name for sample in family.samples}
+        for family in text_string_to_metric_families(text)
+        if family.name.startswith("sglang:inflight_")
+    }
+    drawn = {
+        name
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"sglang:inflight_\w+", target["expr"])
+    }
+    assert [family for family, names in exposed.items() if not names & drawn] == []
+    assert drawn - set().union(*exposed.values()) == set()
+
+
+def test_dashboard_is_whole() -> None:
+    board: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(board["panels"])))
+    assert {name for name in used if not name.startswith("__")} == variables

@@ -28,6 +28,7 @@ from tests.support.load import (
     status,
     until,
     until_waiting,
+    update,
     versions_of,
 )
 from tests.support.pool import CHUNK
@@ -42,15 +43,6 @@ KV_FIELDS: dict[str, dict[str, Any]] = {
     "keep": {"kv_cache": "keep"},
 }
 RECOMPUTES = {"flush", "recompute"}
-
-
-def update(server: Server, checkpoints: Path, version: int, **fields: Any) -> Any:
-    """Change the weights; returns the receipt."""
-    name = f"v{version}"
-    body = {"model_path": str(checkpoints / name), "weight_version": name, **fields}
-    receipt = ask(server, "POST", "/update_weights_from_disk", body)
-    assert receipt["success"], receipt
-    return receipt
 
 
 @dataclass

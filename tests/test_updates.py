@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -297,7 +298,74 @@ def test_second_begin(server: Server) -> None:
     says(server, 2)
 
 
-@pytest.mark.parametrize("path", ["/end_weight_update", "/abort_weight_update"])
+def test_sealed_session(server: Server) -> None:
+    """It has been checked, it takes in no more, and it goes live at its end and not before."""
+    before = serving(server)
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **V1))
+    sealed = succeed(server.post("/seal_weight_update", {}))
+    assert sealed["tensors"] == len(marker.tensors(1))
+    assert staging(server)[0]["state"] == "sealed"
+    refuse(send_tensors(server, marker.tensors(2), **V1), "is sealed", status_code=409)
+    assert succeed(server.post("/seal_weight_update", {})) == sealed
+    assert serving(server) == before
+    says(server, 0)
+    assert succeed(end(server))["weight_version"] == "v1"
+    says(server, 1)
+
+
+def test_sealed_session_may_be_dropped(server: Server) -> None:
+    before = serving(server)
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **V1))
+    succeed(server.post("/seal_weight_update", {}))
+    succeed(server.post("/abort_weight_update", {}))
+    refuse(end(server), "no weight-update session is open")
+    assert serving(server) == before
+    says(server, 0)
+
+
+def test_session_that_cannot_be_sealed(server: Server) -> None:
+    before = serving(server)
+    begin(server, partial=False)
+    succeed(send_tensors(server, {"model.norm.weight": torch.ones(marker.HIDDEN)}, **LIVE))
+    refuse(server.post("/seal_weight_update", {}), "lm_head.weight")
+    refuse(end(server), "no weight-update session is open")
+    assert serving(server) == before
+
+
+def test_session_of_another(server: Server) -> None:
+    """Calls that name their session touch no other one."""
+    body = {"session_id": "another"}
+    paths = ["/begin_weight_update", "/seal_weight_update", "/end_weight_update"]
+    paths.append("/abort_weight_update")
+    for path in paths:
+        refuse(server.post(path, body), "is not open", status_code=409)
+    # it would go live by itself
+    refuse(send_tensors(server, marker.tensors(2), **V1, **body), "not open", status_code=409)
+    begin(server)
+    succeed(send_tensors(server, marker.tensors(1), **V1))
+    for path in paths:
+        refuse(server.post(path, body), "is not open", status_code=409)
+    refuse(send_tensors(server, marker.tensors(2), **V1, **body), "not open", status_code=409)
+    succeed(end(server))
+    says(server, 1)
+
+
+def test_session_whose_lease_is_renewed(server: Server) -> None:
+    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 0.5})
+    named = {"session_id": succeed(answer)["session_id"]}
+    refuse(server.post("/begin_weight_update", {**named, "partial": False}), "lease_s")
+    succeed(server.post("/begin_weight_update", {**named, "lease_s": 300}))
+    time.sleep(1)
+    succeed(send_tensors(server, marker.tensors(1), **V1, **named))
+    succeed(end(server, **named))
+    says(server, 1)
+
+
+@pytest.mark.parametrize(
+    "path", ["/seal_weight_update", "/end_weight_update", "/abort_weight_update"]
+)
 def test_no_session_to_end(server: Server, path: str) -> None:
     refuse(server.post(path, {}), "no weight-update session is open")
 

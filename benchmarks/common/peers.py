@@ -52,6 +52,19 @@ class Peer(ABC):
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=None)
 
+    def halt(self) -> None:
+        """Take its processes off the cores, until ``going``."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def going(self) -> Iterator[None]:
+        """Let a server that is halted run, and halt it again."""
+        os.killpg(self.pid, signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self.halt()
+
     async def pause(self, client: httpx.AsyncClient) -> None:
         (await client.post(self.pause_path, json=self.pause_body)).raise_for_status()
 

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import scipy.stats
 from rich.console import Console
 from rich.table import Table
 
@@ -37,6 +38,15 @@ class Summary:
 
     def show(self) -> str:
         return f"{_round(self.median)} ({_round(self.low)} to {_round(self.high)})"
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median lies with 95 % confidence, whatever the distribution."""
+    drawn = scipy.stats.bootstrap(
+        (values,), statistics.median, vectorized=False, method="percentile", rng=0
+    )
+    low, high = drawn.confidence_interval
+    return low, high
 
 
 @dataclass

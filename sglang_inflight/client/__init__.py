@@ -1,5 +1,23 @@
-"""What a trainer uses: ``from sglang_inflight.client import Client``. Imports no SGLang."""
+"""What a trainer uses, with and without an event loop. Imports no SGLang.
 
+one server   ``Client``   ``AsyncClient``
+many         ``Fleet``    ``AsyncFleet``
+"""
+
+from sglang_inflight.client.async_client import AsyncClient
+from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.client import Client
+from sglang_inflight.client.fleet import Fleet
+from sglang_inflight.client.progress import Progress
+from sglang_inflight.client.report import FleetRefused, FleetSplit, Report
 
-__all__ = ["Client"]
+__all__ = [
+    "AsyncClient",
+    "AsyncFleet",
+    "Client",
+    "Fleet",
+    "FleetRefused",
+    "FleetSplit",
+    "Progress",
+    "Report",
+]

@@ -5,6 +5,7 @@ Times are seconds. Decoding names the field that is wrong, so no check is repeat
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -60,6 +61,8 @@ class UpdateBody(Body, kw_only=True):
     partial: bool | None = None
     on_busy: OnBusy = "wait"
     timeout_s: Seconds | None = None
+    # the session that it must be a piece of
+    session_id: Name | None = None
 
     @property
     def source(self) -> Source:
@@ -143,9 +146,16 @@ class BeginBody(Body, kw_only=True):
     partial: bool = True
     on_busy: OnBusy = "wait"
     lease_s: Seconds | None = None
+    # of the session that is open: renew its lease, and begin nothing
+    session_id: Name | None = None
+
+
+class SealBody(Body, kw_only=True):
+    session_id: Name | None = None
 
 
 class EndBody(Body, kw_only=True):
+    session_id: Name | None = None
     non_blocking: bool = False
     weight_version: Name | None = None
     flush_cache: bool | None = None
@@ -154,7 +164,7 @@ class EndBody(Body, kw_only=True):
 
 
 class AbortUpdateBody(Body, kw_only=True):
-    pass
+    session_id: Name | None = None
 
 
 class RollbackBody(Body, kw_only=True):
@@ -193,6 +203,19 @@ def decode(body: bytes, shape: type[B]) -> B:
         return msgspec.json.decode(body or b"{}", type=shape)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error
+
+
+def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
+    """Raises ``Refused`` with the name where the query's values do not have the shape."""
+    values: dict[str, str] = {}
+    for name, text in items:
+        if name in values:
+            raise Refused(f"bad query: {name} is given twice")
+        values[name] = text
+    try:
+        return msgspec.convert(values, shape, strict=False)
+    except msgspec.ValidationError as error:
+        raise Refused(f"bad query: {error}") from error
 
 
 class _NamesAGroup(msgspec.Struct):

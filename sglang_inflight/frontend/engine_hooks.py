@@ -17,6 +17,7 @@ from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_nam
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
     BeginBody,
     DiskBody,
     DistributedBody,
@@ -24,6 +25,7 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     OnBusy,
     RollbackBody,
+    SealBody,
     TensorBody,
     UpdateBody,
 )
@@ -247,6 +249,12 @@ async def async_begin_weight_update(
     return True, "Success"
 
 
+async def async_seal_weight_update(engine: Engine) -> Receipt:
+    """Check the session and vote for it on every rank, without committing it."""
+    receipt: Receipt = await engine.tokenizer_manager.inflight.updates.seal(SealBody())
+    return receipt
+
+
 async def async_end_weight_update(
     engine: Engine,
     *,
@@ -267,7 +275,7 @@ async def async_end_weight_update(
 
 async def async_abort_weight_update(engine: Engine) -> None:
     """Drop the session, and the tensors staged in it."""
-    await engine.tokenizer_manager.inflight.updates.abort()
+    await engine.tokenizer_manager.inflight.updates.abort(AbortUpdateBody())
 
 
 async def async_rollback_weights(
@@ -319,6 +327,7 @@ _ASYNC: tuple[Callable[..., Any], ...] = (
     async_update_weights_from_distributed,
     async_update_weights_from_ipc,
     async_begin_weight_update,
+    async_seal_weight_update,
     async_end_weight_update,
     async_abort_weight_update,
     async_rollback_weights,

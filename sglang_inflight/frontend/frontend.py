@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.frontend import control_calls
+from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
@@ -26,7 +27,8 @@ class Frontend:
         self._ranks = Ranks(tokenizer_manager)
         metrics = Metrics()
         self.pauses = Pauses(tokenizer_manager, self._ranks, metrics)
-        settings = Settings.from_environment()
+        self.caches = Caches(tokenizer_manager, self._ranks)
+        settings = self.settings = Settings.from_environment()
         self.groups = Groups(self._ranks, settings)
         self.updates = Updates(tokenizer_manager, self._ranks, self.groups, metrics, settings)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])

@@ -88,6 +88,11 @@ def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:
     return f"rank dp{dp_rank} pp{pp_rank} tp{tp_rank}"
 
 
+def count_ranks() -> int:
+    """Of all replicas: what a trainer counts besides itself in the world size of a group."""
+    return len(_all_ranks())
+
+
 def _all_ranks() -> set[Rank]:
     parallel = get_parallel()
     stages, width = range(parallel.pp_size), range(parallel.tp_size)

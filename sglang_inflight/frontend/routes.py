@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
-from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
@@ -29,11 +26,13 @@ from sglang_inflight.frontend.bodies import (
     LeaveGroupBody,
     PauseBody,
     RollbackBody,
+    SealBody,
     TensorBody,
     UpdateBody,
     decode,
     group_named_in,
 )
+from sglang_inflight.frontend.endpoints import Answer, guarded, refusal, with_body
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.pause_comments import PauseComments
 from sglang_inflight.settings import Settings
@@ -44,7 +43,6 @@ logger = logging.getLogger(__name__)
 TAG = "inflight"
 
 B = TypeVar("B", bound=Body)
-Answer = dict[str, Any]
 
 
 def mount(app: FastAPI, frontend: Frontend) -> None:
@@ -54,7 +52,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
         router.add_api_route(
-            path, _endpoint(shape, handler), methods=["POST"], openapi_extra=_describe(shape)
+            path, with_body(shape, handler), methods=["POST"], openapi_extra=_describe(shape)
         )
 
     post("/pause_generation", PauseBody, routes.pause)
@@ -63,19 +61,20 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/update_weights_from_tensor", TensorBody, routes.update)
     router.add_api_route(
         "/update_weights_from_distributed",
-        _guarded(routes.update_from_distributed, takes_request=True),
+        guarded(routes.update_from_distributed, takes_request=True),
         methods=["POST"],
         openapi_extra=_describe(DistributedBody),
     )
     post("/update_weights_from_ipc", IPCBody, routes.update)
     post("/begin_weight_update", BeginBody, routes.begin)
+    post("/seal_weight_update", SealBody, routes.seal)
     post("/end_weight_update", EndBody, routes.end)
     post("/abort_weight_update", AbortUpdateBody, routes.abort)
     post("/init_weights_update_group", JoinGroupBody, routes.join_group)
     post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
     post("/inflight/rollback", RollbackBody, routes.roll_back)
-    router.add_api_route("/is_paused", _guarded(routes.is_paused), methods=["GET"])
-    router.add_api_route("/inflight/status", _guarded(routes.status), methods=["GET"])
+    router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
+    router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
     ours = {served for route in router.routes for served in _serves(route)}
     for route in app.router.routes:
         if isinstance(route, APIRoute) and _serves(route) <= ours:
@@ -101,12 +100,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     """A call of a route of upstream's that let a refusal through."""
     assert isinstance(error, Refused)
     logger.warning("%s refused: %s", request.url.path, error)
-    return _refusal(error)
-
-
-def _refusal(error: Refused) -> Response:
-    content = {"success": False, "status": "error", "message": str(error)}
-    return ORJSONResponse(content, status_code=error.status)
+    return refusal(error)
 
 
 def _describe(shape: type[Body]) -> dict[str, Any]:
@@ -114,41 +108,6 @@ def _describe(shape: type[Body]) -> dict[str, Any]:
     _, components = msgspec.json.schema_components([shape])
     content = {"application/json": {"schema": components[shape.__name__]}}
     return {"requestBody": {"content": content}}
-
-
-def _endpoint(
-    shape: type[B], handler: Callable[[B], Awaitable[Answer]]
-) -> Callable[[Request], Awaitable[Response]]:
-    async def read_and_answer(request: Request) -> Answer:
-        return await handler(decode(await request.body(), shape))
-
-    return _guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
-
-
-def _guarded(
-    handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = False
-) -> Callable[..., Awaitable[Response]]:
-    """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
-
-    async def answer(*args: Any) -> Response:
-        try:
-            return ORJSONResponse(await handler(*args))
-        except Refused as error:
-            logger.warning("%s refused: %s", handler.__name__, error)
-            return _refusal(error)
-
-    async def with_request(request: Request) -> Response:
-        return await answer(request)
-
-    async def without_request() -> Response:
-        return await answer()
-
-    level: Callable[..., Any] = auth_level(AuthLevel.ADMIN_OPTIONAL)
-    endpoint: Callable[..., Awaitable[Response]] = level(
-        with_request if takes_request else without_request
-    )
-    endpoint.__name__ = handler.__name__
-    return endpoint
 
 
 class _Routes:
@@ -186,14 +145,16 @@ class _Routes:
         return await self.update(body)
 
     async def begin(self, body: BeginBody) -> Answer:
-        await self._updates.begin(body)
-        return {"success": True, "message": "Success"}
+        return await self._updates.begin(body)
+
+    async def seal(self, body: SealBody) -> Answer:
+        return await self._updates.seal(body)
 
     async def end(self, body: EndBody) -> Answer:
         return await self._updates.end(body)
 
     async def abort(self, body: AbortUpdateBody) -> Answer:
-        await self._updates.abort()
+        await self._updates.abort(body)
         return {"success": True, "message": "The session was dropped."}
 
     async def roll_back(self, body: RollbackBody) -> Answer:

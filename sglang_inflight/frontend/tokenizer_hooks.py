@@ -39,6 +39,8 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.version_lag import check_max_version_lag
+from sglang_inflight.messages import KV_VERSIONS
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -51,9 +53,13 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
     if http_server is not None:
-        from sglang_inflight.frontend.routes import mount
+        from sglang_inflight.frontend import routes
+        from sglang_inflight.frontend.vllm import routes as vllm_routes
 
-        mount(http_server.app, tokenizer_manager.inflight)
+        frontend = tokenizer_manager.inflight
+        routes.mount(http_server.app, frontend)
+        if frontend.settings.vllm_routes:
+            vllm_routes.mount(http_server.app, frontend, tokenizer_manager)
 
 
 async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -> None:
@@ -133,6 +139,23 @@ async def _settle(doing: Awaitable[dict[str, Any] | None]) -> tuple[bool, str]:
     return True, receipt["message"] if receipt else "Success"
 
 
+def take_kv_versions(
+    accumulate: Callable[..., None],
+    tm: TokenizerManager,
+    meta_info: dict[str, Any],
+    state: object,
+    info: dict[str, list[Any]],
+    index: int,
+    *args: Any,
+) -> None:
+    """They come once and whole; upstream would take them for a value per token."""
+    spans = info.get(KV_VERSIONS)
+    if spans is not None and spans[index] is not None:
+        meta_info[KV_VERSIONS] = spans[index]
+    rest = {key: values for key, values in info.items() if key != KV_VERSIONS}
+    accumulate(tm, meta_info, state, rest, index, *args)
+
+
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 
@@ -140,6 +163,12 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
+    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),
+    (
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+        check_max_version_lag,
+        HookType.BEFORE,
+    ),
     *(
         (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", replacement, HookType.REPLACE)
         for replacement in (

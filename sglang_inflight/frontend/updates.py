@@ -16,18 +16,20 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_memory, get_parallel
 
 from sglang_inflight.errors import Conflict, Dropped, RankSilent, Refused
 from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
     BeginBody,
     DiskBody,
     DistributedBody,
     EndBody,
     OnBusy,
     RollbackBody,
+    SealBody,
     TensorBody,
     UpdateBody,
     choose_kv_policy,
@@ -86,6 +88,8 @@ class _Open:
     is_session: bool = False
     lease: asyncio.TimerHandle | None = None
     lease_s: float | None = None
+    # once there is one, nothing more is staged
+    vote: asyncio.Task[None] | None = None
 
     def note(self, body: UpdateBody) -> None:
         """The last version named wins; a cache once to be recomputed is recomputed."""
@@ -120,6 +124,11 @@ class Updates:
         self._turn = asyncio.Lock()
         self._open: _Open | None = None
 
+    @property
+    def has_session(self) -> bool:
+        """Whether a session is open, which the next call of ``update`` is a piece of."""
+        return self._open is not None and self._open.is_session
+
     # ---- one call, or a session of many --------------------------------------------
 
     async def update(self, body: UpdateBody) -> Receipt:
@@ -142,6 +151,8 @@ class Updates:
         if getattr(body, "abort_all_requests", False):
             self._tokenizer_manager.abort_request(abort_all=True)
         session = self._open
+        if body.session_id is not None:
+            session = self._require_session(body.session_id)
         if session is not None and session.is_session:
             return await self._add(session, body, source)
         if isinstance(body, TensorBody | DistributedBody) and not body.non_blocking:
@@ -166,8 +177,13 @@ class Updates:
                 )
                 return await self._commit(update)
 
-    async def begin(self, body: BeginBody) -> None:
-        """Open a session. Its calls go live together, at ``end``."""
+    async def begin(self, body: BeginBody) -> dict[str, Any]:
+        """Open a session, whose calls go live together at ``end``, or renew its lease.
+
+        Raises ``Conflict`` where the session to be renewed is not open any more.
+        """
+        if body.session_id is not None:
+            return self._renew(body, self._require_session(body.session_id))
         if self._open is not None and self._open.is_session and body.on_busy == "wait":
             raise Refused(
                 "a weight-update session is already open; end or abort it first, "
@@ -180,23 +196,35 @@ class Updates:
             call = self._open_call(update, partial=body.partial, expected=body.expected_version)
             require_success(await self._ranks.call(call, self._left(update) + GRACE_S))
             self._renew_lease(update)
+        return {"success": True, "message": "Success", "session_id": update.id}
+
+    async def seal(self, body: SealBody) -> Receipt:
+        """Check the session's tensors on every rank: after this its commit cannot fail.
+
+        What is sealed may be ended or aborted, and takes in no more. Sealing twice is
+        sealing once, so a caller who lost the answer may ask again.
+        """
+        update = self._require_session(body.session_id)
+        async with self._dropped_on_failure(update):
+            await self._seal(update)
+            self._renew_lease(update)
+        return self._describe(update, "Sealed. It goes live at end_weight_update.")
 
     async def end(self, body: EndBody) -> Receipt:
-        """Check the session's tensors on every rank, and commit them."""
-        update = self._require_session()
+        """Seal the session, where that is not done, and commit it."""
+        update = self._require_session(body.session_id)
+        if body.kv_cache is not None or body.flush_cache is not None:
+            policy = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
+            update.kv_cache = self._allow(policy)
         update.weight_version = body.weight_version or update.weight_version
         update.torch_empty_cache |= body.torch_empty_cache
-        if body.kv_cache is not None or body.flush_cache is not None:
-            update.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
         async with self._dropped_on_failure(update), self._blocking(body.non_blocking):
-            answers = await self._ranks.call(self._seal_call(update), self._left(update) + GRACE_S)
-            require_success(answers)
-            update.staged_s += _longest(answers)
+            await self._seal(update)
             return await self._commit(update)
 
-    async def abort(self) -> None:
+    async def abort(self, body: AbortUpdateBody) -> None:
         """Drop the session, and the tensors staged in it."""
-        await self._drop(self._require_session(), "it was aborted by a caller")
+        await self._drop(self._require_session(body.session_id), "it was aborted by a caller")
 
     async def roll_back(self, body: RollbackBody) -> Receipt:
         """Return to the version before the last commit, whose weights are still here."""
@@ -234,6 +262,8 @@ class Updates:
         return self._open
 
     async def _add(self, session: _Open, body: UpdateBody, source: Source) -> Receipt:
+        if session.vote is not None:
+            raise Conflict("the weight-update session is sealed: end or abort it")
         session.deadline = time.monotonic() + (body.timeout_s or self._settings.update_timeout_s)
         async with self._dropped_on_failure(session):
             if body.expected_version is not None:
@@ -241,14 +271,7 @@ class Updates:
             self._renew_lease(session)
             await self._stage(session, body, source, opens=None, seals=False)
             self._renew_lease(session)
-        return {
-            "success": True,
-            "message": "Staged. It goes live at end_weight_update.",
-            "weight_version": self._tokenizer_manager.config_value("weight_version"),
-            "staged_s": session.staged_s,
-            "bytes": session.bytes,
-            "tensors": session.tensors,
-        }
+        return self._describe(session, "Staged. It goes live at end_weight_update.")
 
     async def _stage(
         self,
@@ -287,6 +310,17 @@ class Updates:
         assert not isinstance(staged, BaseException)
         update.tensors += staged[0].detail["tensors"]
         update.bytes += max(answer.detail["bytes"] for answer in staged)
+
+    async def _seal(self, update: _Open) -> None:
+        """Hear the vote. There is one, however many ask for it."""
+        if update.vote is None:
+            update.vote = asyncio.ensure_future(self._take_vote(update))
+        await asyncio.shield(update.vote)
+
+    async def _take_vote(self, update: _Open) -> None:
+        answers = await self._ranks.call(self._seal_call(update), self._left(update) + GRACE_S)
+        require_success(answers)
+        update.staged_s += _longest(answers)
 
     async def _commit(self, update: _Open) -> Receipt:
         update.is_committing = True
@@ -388,13 +422,45 @@ class Updates:
 
     # ---- small things --------------------------------------------------------------
 
-    def _require_session(self) -> _Open:
-        if self._open is None or not self._open.is_session:
+    def _require_session(self, session_id: str | None) -> _Open:
+        """The open session; ``Conflict`` where it is another one than ``session_id``."""
+        update = self._open if self._open is not None and self._open.is_session else None
+        if session_id is not None and (update is None or update.id != session_id):
+            raise Conflict(
+                f"session_id {session_id!r} is not open: it was ended or dropped (by a failed "
+                "call, or because its lease ran out)"
+            )
+        if update is None:
             raise Refused(
                 "no weight-update session is open; call begin_weight_update first (a failed "
                 "call or a lease that ran out drops a session)"
             )
-        return self._open
+        if update.is_committing:
+            raise Conflict("the weight-update session is being committed")
+        return update
+
+    def _renew(self, body: BeginBody, update: _Open) -> dict[str, Any]:
+        nothing_else = BeginBody(
+            session_id=body.session_id, lease_s=body.lease_s, non_blocking=body.non_blocking
+        )
+        if body != nothing_else:
+            raise Refused(
+                "begin_weight_update with a session_id renews that session's lease, and takes "
+                "no field besides but lease_s"
+            )
+        update.lease_s = body.lease_s or update.lease_s
+        self._renew_lease(update)
+        return {"success": True, "message": "The lease is renewed.", "session_id": update.id}
+
+    def _describe(self, session: _Open, message: str) -> Receipt:
+        return {
+            "success": True,
+            "message": message,
+            "weight_version": self._tokenizer_manager.config_value("weight_version"),
+            "staged_s": session.staged_s,
+            "bytes": session.bytes,
+            "tensors": session.tensors,
+        }
 
     def _renew_lease(self, update: _Open) -> None:
         if update.lease is not None:
@@ -405,6 +471,8 @@ class Updates:
         update.lease = loop.call_later(update.lease_s, self._expire, update)
 
     def _expire(self, update: _Open) -> None:
+        if update.is_committing:
+            return
         logger.warning("The lease of a weight-update session ran out: it is dropped.")
         task = asyncio.ensure_future(self._drop(update, "its lease ran out"))
         self._tokenizer_manager.asyncio_tasks.add(task)

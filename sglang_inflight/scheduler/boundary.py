@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
+from sglang_inflight.scheduler.metrics import Metrics
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
@@ -24,8 +26,9 @@ class Boundary:
     ``ingest_requests`` runs at a boundary and nowhere else.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self._scheduler = scheduler
+        self._metrics = metrics
 
     @property
     def pending_results(self) -> Iterable[tuple[Any, Any]]:
@@ -81,11 +84,13 @@ class Boundary:
         """
         scheduler = self._scheduler
         self.drain()
-        retracted = len(self.running_requests())
+        running = self.running_requests()
+        self._metrics.retracted.inc(len(running))
+        self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in running))
         was_paused, started_at = scheduler._engine_paused, scheduler._pause_started_at
         scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         scheduler._engine_paused, scheduler._pause_started_at = was_paused, started_at
-        return retracted
+        return len(running)
 
     def flush(self, *, empty_cache: bool) -> None:
         """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""

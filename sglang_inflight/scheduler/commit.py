@@ -25,6 +25,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.staging.staging import Staging
+from sglang_inflight.scheduler.staleness import Staleness
 from sglang_inflight.scheduler.versions import Versions
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Commits:
         staging: Staging,
         versions: Versions,
         fence: PrefixFence,
+        staleness: Staleness,
         metrics: Metrics,
     ) -> None:
         self._scheduler = scheduler
@@ -52,6 +54,7 @@ class Commits:
         self._staging = staging
         self._versions = versions
         self._fence = fence
+        self._staleness = staleness
         self._metrics = metrics
         # (version, digest, roles) of what the shadow holds after a commit
         self._previous: tuple[str, str, frozenset[str]] | None = None
@@ -101,6 +104,7 @@ class Commits:
         swapped = self._exchange(roles)
         self._versions.begin_epoch()
         self._versions.change(version)
+        self._staleness.begin_epoch(self._versions.epoch)
         if kv_cache == "recompute":
             self._boundary.flush(empty_cache=empty_cache)
         if kv_cache != "keep":
@@ -108,7 +112,6 @@ class Commits:
         stall_s = time.perf_counter() - started
         self._metrics.commit_stall.observe(stall_s)
         self._metrics.epoch.set(self._versions.epoch)
-        self._metrics.retracted.inc(retracted)
         stall_ms = 1000 * stall_s
         logger.info(
             "Committed weights %r as epoch %d: %d bytes, loop held for %.2f ms.",

@@ -14,10 +14,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     CommitCall,
     ContinueCall,
     DropCall,
+    FlushCall,
     GiveUpTransferCall,
     InflightCall,
     JoinGroupCall,
@@ -34,16 +36,18 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.commit import Commits
 from sglang_inflight.scheduler.containment import Containment
+from sglang_inflight.scheduler.kv_versions import KVVersions
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.staging.pace import Pace
 from sglang_inflight.scheduler.staging.staging import Staging, StagingState
+from sglang_inflight.scheduler.staleness import Staleness
 from sglang_inflight.scheduler.versions import Versions
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.server_args import PortArgs
 
@@ -59,15 +63,23 @@ class Controller:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
-        boundary = self._boundary = Boundary(scheduler)
-        metrics = Metrics()
+        metrics = self._metrics = Metrics()
+        boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
-        self.versions = Versions(scheduler, boundary)
+        kv_versions = self._kv_versions = KVVersions(scheduler)
+        self.versions = Versions(scheduler, boundary, kv_versions)
+        self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
         self.staging = Staging(scheduler, boundary, self._answers, self._pace, metrics, settings)
         self.commits = Commits(
-            scheduler, boundary, self.staging, self.versions, self.fence, metrics
+            scheduler,
+            boundary,
+            self.staging,
+            self.versions,
+            self.fence,
+            self.staleness,
+            metrics,
         )
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
             PauseCall: self._take_pause,
@@ -79,6 +91,7 @@ class Controller:
             DropCall: self.staging.drop,
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
+            FlushCall: self._flush,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -125,6 +138,21 @@ class Controller:
     def enqueue(self, req: Req) -> None:
         """A request, new or retracted, enters the waiting queue."""
         self.fence.admit(req)
+
+    def before_launch(self, batch: ScheduleBatch) -> None:
+        """A forward of ``batch`` is about to be launched."""
+        self._kv_versions.note_launch(batch)
+
+    def before_release(self, req: Req) -> None:
+        """A request is about to lose its row of KV slots."""
+        if req.finished():
+            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.current)
+
+    def before_output(self, reqs: list[Req]) -> None:
+        """The outputs of ``reqs`` are about to be sent."""
+        for req in reqs:
+            if req.finished():
+                self.staleness.observe(req, self.versions.epoch)
 
     def after_result(self, result: Any) -> None:
         """The result of a launched batch was processed."""
@@ -180,6 +208,15 @@ class Controller:
 
     def _roll_back(self, call: RollbackCall) -> None:
         self._answers.succeed(call, **self.commits.roll_back(call))
+
+    def _flush(self, call: FlushCall) -> None:
+        self._boundary.drain()
+        running = len(self._boundary.running_requests())
+        if running and not call.retract:
+            raise Conflict(f"{running} running requests hold KV")
+        self._metrics.retracted.inc(self._boundary.retract())
+        self._boundary.flush(empty_cache=False)
+        self._answers.succeed(call)
 
     def _describe(self, call: StatusCall) -> None:
         self._answers.succeed(

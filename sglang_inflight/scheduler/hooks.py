@@ -9,19 +9,23 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
+from sglang_inflight.scheduler.output_streamer import extend
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 
 def create_controller(
     _: None, scheduler: Scheduler, server_args: ServerArgs, port_args: PortArgs
 ) -> None:
-    scheduler.inflight = Controller(scheduler, port_args)
+    controller = scheduler.inflight = Controller(scheduler, port_args)
+    scheduler.output_streamer.inflight = controller
+    scheduler.req_to_token_pool.inflight = controller
 
 
 def hold_back_while_draining(
@@ -73,6 +77,18 @@ def name_the_call(
         output.rid = recv_obj.rid
 
 
+def note_launch(scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
+    scheduler.inflight.before_launch(batch)
+
+
+def read_before_release(pool: ReqToTokenPool, req: Req) -> None:
+    pool.inflight.before_release(req)
+
+
+def extend_output_streamer(get_class: Callable[..., type], scheduler: Scheduler) -> type:
+    return extend(get_class(scheduler))
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 
@@ -86,4 +102,11 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._poll_timeout_aborts", add_due_timers, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
+    (f"{_SCHEDULER}.run_batch", note_launch, HookType.BEFORE),
+    (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
+    (
+        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
+        read_before_release,
+        HookType.BEFORE,
+    ),
 ]

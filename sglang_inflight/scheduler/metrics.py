@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_observability, get_parallel
 
 if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge
+    from prometheus_client import Counter, Gauge, Histogram
 
+_LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
@@ -46,17 +47,30 @@ class Metrics:
         self.retracted = counter(
             "sglang:inflight_retracted_requests", "Requests that a commit or a pause sent back."
         )
+        self.recomputed = counter(
+            "sglang:inflight_recomputed_tokens", "Tokens whose KV was released to be recomputed."
+        )
+        self.outdated = counter(
+            "sglang:inflight_outdated_requests", "Requests ended because of max_version_lag."
+        )
         self.staged_bytes = counter("sglang:inflight_staged_bytes", "Staged by this rank.")
         self.staged_seconds = counter(
             "sglang:inflight_staged_seconds", "Time that this rank spent staging."
         )
-        stall = Histogram(
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            all_replicas = Histogram(name, help, list(labels), registry=registry, buckets=buckets)
+            return all_replicas.labels(**labels)
+
+        self.commit_stall = histogram(
             "sglang:inflight_commit_stall_seconds",
             "How long a commit held the scheduler's loop.",
-            list(labels),
-            registry=registry,
-            buckets=_STALL_S,
+            _STALL_S,
         )
-        self.commit_stall = stall.labels(**labels)
+        self.version_lag = histogram(
+            "sglang:inflight_version_lag",
+            "Commits between the first token of a request and its end.",
+            _LAG,
+        )
         self.paused.set(0)
         self.epoch.set(0)

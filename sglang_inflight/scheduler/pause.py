@@ -128,7 +128,6 @@ class Pause:
             self._drain_by(call, aborted=0, gives_up_at=_after(call.timeout_s))
         else:
             retracted = self._boundary.retract() if call.mode == "retract" else 0
-            self._metrics.retracted.inc(retracted)
             self._freeze()
             self._answer(call, retracted=retracted)
 

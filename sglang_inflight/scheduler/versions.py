@@ -18,6 +18,7 @@ from sglang.srt.runtime_context import get_context, get_serving
 from sglang.srt.utils.weight_versions import record_weight_version_events
 
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.kv_versions import KVVersions
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 class Versions:
     """The version label of one scheduler. Only the scheduler's thread touches it."""
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary) -> None:
+    def __init__(self, scheduler: Scheduler, boundary: Boundary, kv_versions: KVVersions) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
+        self._kv_versions = kv_versions
         self._epoch = 0
         # labels that wait for results, oldest first: (the last of those results, label)
         self._pending: list[tuple[Any, str]] = []
@@ -50,6 +52,7 @@ class Versions:
         """The weights in place are ``version`` from now on. None keeps the name."""
         if version is None or version == self.current:
             return
+        self._kv_versions.change(self.current, version)
         results = [result for _, result in self._boundary.pending_results]
         if results:
             self._pending.append((results[-1], version))

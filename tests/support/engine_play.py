@@ -75,6 +75,10 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
     answers["async"] = engine.loop.run_until_complete(use_async(engine, checkpoints))
 
     answers["blocking disk"] = engine.update_weights_from_disk(str(checkpoints / "v5"))
+    engine.begin_weight_update()
+    engine.update_weights_from_tensor(list(marker.tensors(1).items()))
+    answers["sealed"] = engine.seal_weight_update()
+    engine.abort_weight_update()
     answers["blocking session"] = [
         engine.begin_weight_update(),
         engine.update_weights_from_tensor(list(marker.tensors(0).items())),

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -77,6 +78,7 @@ class Generation:
         input_ids: Sequence[int] | None = None,
         stream: bool = True,
         n: int = 1,
+        sampling: dict[str, Any] | None = None,
     ) -> None:
         self.rid = f"test-{next(_serial)}"
         self._server = server
@@ -94,12 +96,12 @@ class Generation:
         self._connection = HTTPConnection(url.hostname, url.port or 80, timeout=280)
         self._connection.connect()
         self._socket: socket.socket = self._connection.sock
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "n": n}
+        greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "n": n}
         self._body = {
             # with n > 1 the server names each output itself
             "rid": self.rid if n == 1 else None,
             "input_ids": list(input_ids if input_ids is not None else prompt()),
-            "sampling_params": sampling,
+            "sampling_params": greedy | (sampling or {}),
             "stream": stream,
         }
         threading.Thread(target=self._read, name=self.rid, daemon=True).start()
@@ -248,7 +250,7 @@ _client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S)
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
     """The JSON answer of a request that must be granted."""
-    response = _client.request(method, server.url + path, json=body)
+    response = _client.request(method, server.url + path, json=body, headers=server.headers)
     assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
     return response.json() if response.content else None
 
@@ -289,6 +291,15 @@ def pause(server: Server, mode: str, **fields: Any) -> Any:
 
 def resume(server: Server, **fields: Any) -> Any:
     return ask(server, "POST", "/continue_generation", fields)
+
+
+def update(server: Server, checkpoints: Path, version: int, **fields: Any) -> Any:
+    """Change the weights; returns the receipt."""
+    name = f"v{version}"
+    body = {"model_path": str(checkpoints / name), "weight_version": name, **fields}
+    receipt = ask(server, "POST", "/update_weights_from_disk", body)
+    assert receipt["success"], receipt
+    return receipt
 
 
 # ---- what must be true ---------------------------------------------------------------

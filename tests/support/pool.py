@@ -33,14 +33,18 @@ class Flavour:
 
     flags: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
+    admin_key: str | None = None
 
 
 # Small enough that nine requests make one wait.
 MAX_RUNNING = 8
 MAX_QUEUED = 8
 CHUNK = 512
+MAX_VERSION_LAG = 1
+SMALL_POOL = 20480  # tokens
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 8
+ADMIN_KEY = "the-key-of-the-tests"
 
 _COMMON = (
     "--chunked-prefill-size", str(CHUNK),
@@ -65,7 +69,11 @@ FLAVOURS = {
             "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
         },
     ),
-    "off_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_STAGING": "off"}),
+    "off_server": Flavour(
+        (*_COMMON, "--max-total-tokens", str(SMALL_POOL)),
+        {"SGLANG_INFLIGHT_STAGING": "off", "SGLANG_INFLIGHT_MAX_VERSION_LAG": str(MAX_VERSION_LAG)},
+    ),
+    "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
 }  # fmt: skip
 
 
@@ -93,6 +101,7 @@ class ServerPool:
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
                 env=ENV | flavour.env,
+                admin_key=flavour.admin_key,
             )
         )
         self._running = flavour, server

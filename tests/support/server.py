@@ -24,7 +24,7 @@ class Server:
     url: str
     process: subprocess.Popen[bytes]
     log: Path
-    # sent with every request: a key, where the server wants one
+    # of its --admin-api-key, where it has one
     headers: dict[str, str] = field(default_factory=dict)
 
     def post(self, path: str, body: Any = None, timeout: float = 120, **kwargs: Any) -> Any:
@@ -62,7 +62,11 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serve(
-    model: Path, *flags: str, log: Path, env: dict[str, str] | None = None
+    model: Path,
+    *flags: str,
+    log: Path,
+    env: dict[str, str] | None = None,
+    admin_key: str | None = None,
 ) -> Iterator[Server]:
     """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards."""
     port = free_port()
@@ -72,6 +76,10 @@ def serve(
         "--max-total-tokens", "65536", "--max-running-requests", "64",
         "--skip-server-warmup", *flags,
     ]  # fmt: skip
+    headers = {}
+    if admin_key is not None:
+        command += ["--admin-api-key", admin_key]
+        headers["Authorization"] = f"Bearer {admin_key}"
     with log.open("wb") as sink:
         process = subprocess.Popen(
             command,
@@ -80,7 +88,7 @@ def serve(
             env={**os.environ, **(env or {})},
             start_new_session=True,
         )
-    server = Server(f"http://127.0.0.1:{port}", process, log)
+    server = Server(f"http://127.0.0.1:{port}", process, log, headers)
     try:
         _wait_until_up(server)
         yield server

@@ -65,9 +65,7 @@ class Trainer:
         self, server: Server, *, ranks: int = 1, group: str = "weight_update_group", **more: Any
     ) -> None:
         """Form ``group`` with the ``ranks`` ranks of ``server``."""
-        self._wait_until_up()
-        port = free_port()
-        self.order("join", port=port, world_size=1 + ranks, group=group)
+        port = self.listen(ranks=ranks, group=group)
         body = {
             "master_address": "127.0.0.1",
             "master_port": port,
@@ -79,6 +77,13 @@ class Trainer:
         answered = server.post("/init_weights_update_group", {**body, **more})
         assert answered["status_code"] == 200, answered
         assert self.answer() == "joined"
+
+    def listen(self, *, ranks: int = 1, group: str = "weight_update_group") -> int:
+        """Begin to form ``group`` with ``ranks`` ranks, which are to join at this port."""
+        self._wait_until_up()
+        port = free_port()
+        self.order("join", port=port, world_size=1 + ranks, group=group)
+        return port
 
     def leave(self, server: Server, *, group: str = "weight_update_group") -> None:
         self.order("leave", group=group)
@@ -104,11 +109,22 @@ class Trainer:
         version: int,
         *,
         bucket: bool = False,
+        bucket_bytes: int | None = None,
         count: int | None = None,
         group: str = "weight_update_group",
     ) -> None:
-        """Begin to broadcast ``version``: all of it, or the first ``count`` tensors."""
-        self.order("send", version=version, bucket=bucket, count=count, group=group)
+        """Begin to broadcast ``version``: all of it, or the first ``count`` tensors.
+
+        In one bucket, or in as many as it takes if each ends beyond ``bucket_bytes``.
+        """
+        self.order(
+            "send",
+            version=version,
+            bucket=bucket,
+            bucket_bytes=bucket_bytes,
+            count=count,
+            group=group,
+        )
 
     def reset(self) -> None:
         """Be in no group any more, after a test that may have failed anywhere."""
@@ -150,6 +166,20 @@ class Trainers:
 
 # ---- the trainer process --------------------------------------------------------------
 
+Named = list[tuple[str, torch.Tensor]]
+
+
+def split(weights: Named, most: int | None) -> Iterator[Named]:
+    """Parts that end with the tensor that takes them beyond ``most`` bytes."""
+    part: Named = []
+    for pair in weights:
+        part.append(pair)
+        if most is not None and sum(tensor.nbytes for _, tensor in part) > most:
+            yield part
+            part = []
+    if part:
+        yield part
+
 
 def main() -> None:
     import torch.distributed as dist
@@ -165,8 +195,9 @@ def main() -> None:
         weights = list(marker.tensors(order["version"]).items())[: order["count"]]
         group = groups[order["group"]]
         if order["bucket"]:
-            bucket = FlattenedTensorBucket(named_tensors=weights)
-            dist.broadcast(bucket.get_flattened_tensor(), src=0, group=group)
+            for part in split(weights, order["bucket_bytes"]):
+                bucket = FlattenedTensorBucket(named_tensors=part)
+                dist.broadcast(bucket.get_flattened_tensor(), src=0, group=group)
             return "sent"
         for _, tensor in weights:
             dist.broadcast(tensor, src=0, group=group)

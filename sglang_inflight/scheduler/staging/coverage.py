@@ -7,6 +7,8 @@ payload, and whatever still holds it at the end was not written.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 _PATTERNS: dict[torch.dtype, tuple[torch.dtype, int]] = {
@@ -21,6 +23,15 @@ def can_mark(tensor: torch.Tensor) -> bool:
     return tensor.dtype in _PATTERNS
 
 
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether a floating-point ``tensor`` holds neither NaN nor infinity."""
+    if tensor.numel() == 0:
+        return True
+    # in one pass and without memory: NaN and infinity come through both
+    low, high = torch.aminmax(tensor)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
 def mark(tensor: torch.Tensor) -> None:
     """Fill ``tensor`` with the pattern."""
     bits, pattern = _PATTERNS[tensor.dtype]
@@ -29,5 +40,7 @@ def mark(tensor: torch.Tensor) -> None:
 
 def count_marked(tensor: torch.Tensor) -> int:
     """How many elements of ``tensor`` were not written since ``mark``."""
+    if is_finite(tensor):
+        return 0
     bits, pattern = _PATTERNS[tensor.dtype]
     return int((tensor.view(bits) == pattern).sum())

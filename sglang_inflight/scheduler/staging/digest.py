@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 
 import torch
+import xxhash
 
 CHUNK_BYTES = 8 << 20
 
 
-def digest(weights: Iterable[tuple[str, torch.Tensor]], spend: Callable[[int], None]) -> str:
-    """16 hex digits over names, shapes, dtypes and bytes; ``spend`` paces the reading."""
-    whole = hashlib.sha256()
-    for name, tensor in weights:
-        checksum = 0
-        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-        for chunk in torch.split(flat, CHUNK_BYTES):
-            checksum = zlib.crc32(chunk.cpu().numpy().data, checksum)
-            spend(chunk.numel())
-        whole.update(f"{name} {list(tensor.shape)} {tensor.dtype} {checksum:08x}\n".encode())
-    return whole.hexdigest()[:16]
+class Digest:
+    """Over names, shapes, dtypes and bytes of the weights that were read through it."""
+
+    def __init__(self) -> None:
+        self._whole = hashlib.sha256()
+
+    def read(self, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Read ``tensor``, and hand on each piece of it, flat, as soon as it is read."""
+        checksum = xxhash.xxh3_64()
+        flat = tensor.detach().contiguous().view(-1)
+        for chunk in torch.split(flat, max(1, CHUNK_BYTES // flat.element_size())):
+            checksum.update(chunk.view(torch.uint8).cpu().numpy().data)
+            yield chunk
+        line = f"{name} {list(tensor.shape)} {tensor.dtype} {checksum.hexdigest()}\n"
+        self._whole.update(line.encode())
+
+    def hexdigest(self) -> str:
+        """16 hex digits."""
+        return self._whole.hexdigest()[:16]

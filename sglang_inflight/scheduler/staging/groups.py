@@ -19,7 +19,8 @@ from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 0.0005
+# asking takes the interpreter from the loop for a moment, so not too often
+POLL_S = 0.005
 
 
 class Group:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.staging.coverage import is_finite
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -95,9 +96,5 @@ class Guard:
             raise Refused(
                 f"tensor {name!r} has shape {list(tensor.shape)}; the model's has {list(expected)}"
             )
-        if self._check_finite and tensor.is_floating_point() and not _is_finite(tensor):
+        if self._check_finite and tensor.dtype in _FLOATS and not is_finite(tensor):
             raise Refused(f"tensor {name!r} holds NaN or infinity")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(torch.isfinite(tensor).all())

@@ -13,11 +13,10 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import Source, TensorSource
+from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
 from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
-from sglang_inflight.scheduler.staging.sources import FLATTENED_BUCKET
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

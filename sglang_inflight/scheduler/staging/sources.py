@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,20 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import DiskSource, DistributedSource, TensorSource
+from sglang_inflight.messages import (
+    FLATTENED_BUCKET,
+    DiskSource,
+    DistributedSource,
+    TensorSource,
+)
 from sglang_inflight.scheduler.staging.groups import Groups
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 Weights = Generator[tuple[str, torch.Tensor], None, None]
-
-FLATTENED_BUCKET = "flattened_bucket"
+# name, dtype and shape of a tensor that is to be broadcast
+_Layout = tuple[str, torch.dtype, list[int]]
 
 
 def read_disk(source: DiskSource, runner: ModelRunner, *, of_draft: bool) -> Weights:
@@ -154,7 +160,7 @@ def _unflatten(bucket: Any) -> Weights:
 def receive(
     source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
 ) -> Weights:
-    """Tensors as the trainer broadcasts them: all at once in a bucket, or one by one."""
+    """Tensors as the trainer broadcasts them: in buckets, or one by one."""
     dtypes = [_dtype(name) for name in source.dtypes]
     if not len(source.names) == len(dtypes) == len(source.shapes):
         raise Refused(
@@ -166,26 +172,52 @@ def receive(
     if source.load_format not in (None, FLATTENED_BUCKET):
         raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
     group = groups.get(source.group_name)
-    if source.load_format == FLATTENED_BUCKET:
-        bucket = FlattenedTensorBucket.empty(source.names, dtypes, source.shapes, device)
-        group.receive(bucket.get_flattened_tensor(), check)
-        group.note_taken(source.transfer_id)
-        yield from bucket.reconstruct_tensors()
-        return
-    expected = zip(source.names, dtypes, source.shapes, strict=True)
+    expected = _broadcasts(source, dtypes, device)
     try:
-        for name, dtype, shape in expected:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            group.receive(tensor, check)
-            yield name, tensor
+        for buffer, tensors in expected:
+            group.receive(buffer, check)
+            yield from tensors
     except GeneratorExit:
         # one was refused: take in the rest, and the group stays in step
         with suppress(Refused):
-            for _, dtype, shape in expected:
-                group.receive(torch.empty(shape, dtype=dtype, device=device), check)
+            for buffer, _ in expected:
+                group.receive(buffer, check)
             group.note_taken(source.transfer_id)
         raise
     group.note_taken(source.transfer_id)
+
+
+def _broadcasts(
+    source: DistributedSource, dtypes: list[torch.dtype], device: torch.device
+) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]]:
+    """What to receive into, one after the other, and the tensors that are in it then."""
+    tensors = list(zip(source.names, dtypes, source.shapes, strict=True))
+    if source.load_format != FLATTENED_BUCKET:
+        for name, dtype, shape in tensors:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            yield tensor, [(name, tensor)]
+        return
+    for part in _split(tensors, source.bucket_bytes):
+        try:
+            bucket = FlattenedTensorBucket.empty(*zip(*part, strict=True), device)
+        except ValueError as error:
+            raise Refused(f"not a {FLATTENED_BUCKET}: {error}") from error
+        yield bucket.get_flattened_tensor(), bucket.reconstruct_tensors()
+
+
+def _split(tensors: list[_Layout], most: int | None) -> Iterator[list[_Layout]]:
+    """Buckets as trainers make them: the tensor that goes beyond ``most`` bytes is the last."""
+    part: list[_Layout] = []
+    nbytes = 0
+    for layout in tensors:
+        _, dtype, shape = layout
+        part.append(layout)
+        nbytes += math.prod(shape) * dtype.itemsize
+        if most is not None and nbytes > most:
+            yield part
+            part, nbytes = [], 0
+    if part:
+        yield part
 
 
 def _dtype(name: str) -> torch.dtype:

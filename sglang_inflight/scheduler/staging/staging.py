@@ -41,7 +41,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.staging.coverage import can_mark, count_marked, mark
-from sglang_inflight.scheduler.staging.digest import digest
+from sglang_inflight.scheduler.staging.digest import Digest
 from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
@@ -261,11 +261,13 @@ class Staging:
         The live weights are only read, and only the loop's thread changes them, in a
         commit, which cannot be while an update is open.
         """
+        update.roles = {model.role for model in self._selected(call.selector)}
+        if not update.roles:
+            raise Refused(f"selector {call.selector!r} selects no model of this server")
         for model in self._models:
             model.build_shadow(self.mode, self._device)
         if self._exchanged is not None:
             self._exchanged.synchronize()
-        update.roles = {model.role for model in self._selected(call.selector)}
         if self.mode is StagingMode.OFF:
             return {}
         for model, _, live, shadow in self._weights(update.roles):
@@ -357,10 +359,13 @@ class Staging:
         started = time.perf_counter()
         if update.tensors == 0:
             raise Refused("the update holds no tensor")
-        self._check_complete(update)
         if self.live_digest is None:
-            self.live_digest = self._digest(set())
-        update.digest = self._digest(update.roles)
+            self.live_digest = self._read_through(update, set(), set())
+        whole = {m.role for m in self._models if not self._is_partial(update, m)} & update.roles
+        if self.mode is StagingMode.OFF:
+            self._check_all_sent(update, whole)
+            whole = set()
+        update.digest = self._read_through(update, update.roles, whole)
         update.check()
         update.sealed = True
         return {
@@ -370,34 +375,39 @@ class Staging:
             "bytes": update.bytes,
         }
 
-    def _digest(self, shadowed: set[str]) -> str:
-        """Of all models of this rank, the ones of ``shadowed`` as they will be."""
-        roles = {model.role for model in self._models}
-        weights = (
-            (f"{model.role}.{name}", shadow if model.role in shadowed else live)
-            for model, name, live, shadow in self._weights(roles)
-        )
-        return digest(weights, self._pace.spend)
+    def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
+        """The digest of all models of this rank, those of ``shadowed`` as they will be.
 
-    def _check_complete(self, update: Update) -> None:
-        whole = [m for m in self._models if m.role in update.roles]
-        whole = [m for m in whole if not self._is_partial(update, m)]
-        unsent = sorted({name for m in whole for name in m.served} - update.names)
-        if self.mode is StagingMode.OFF:
-            if unsent:
-                raise Refused(f"the update is not complete: {_list(unsent)} were not sent")
-            return
-        for _, name, _, shadow in self._weights(model.role for model in whole):
-            update.check()
-            missing = count_marked(shadow) if can_mark(shadow) else 0
-            self._pace.spend(shadow.nbytes)
+        In the same reading, all elements of those of ``whole`` must have been written.
+        """
+        digest = Digest()
+        roles = {model.role for model in self._models}
+        for model, name, live, shadow in self._weights(roles):
+            tensor = shadow if model.role in shadowed else live
+            is_marked = model.role in whole and can_mark(tensor)
+            missing = 0
+            for piece in digest.read(f"{model.role}.{name}", tensor):
+                update.check()
+                missing += count_marked(piece) if is_marked else 0
+                self._pace.spend(piece.nbytes)
             if missing:
+                unsent = self._unsent(update, whole)
                 raise Refused(
-                    f"the update is not complete: {missing} of {shadow.numel()} elements of "
+                    f"the update is not complete: {missing} of {tensor.numel()} elements of "
                     f"{name!r} were not sent"
                     + (f"; not sent: {_list(unsent)}" if unsent else "")
                     + ". Send them, or set partial=true"
                 )
+        return digest.hexdigest()
+
+    def _check_all_sent(self, update: Update, whole: set[str]) -> None:
+        """By name only: what is written in place bears no marks."""
+        if unsent := self._unsent(update, whole):
+            raise Refused(f"the update is not complete: {_list(unsent)} were not sent")
+
+    def _unsent(self, update: Update, whole: set[str]) -> list[str]:
+        served = {name for m in self._models if m.role in whole for name in m.served}
+        return sorted(served - update.names)
 
     def _weights(
         self, roles: Iterable[str]

@@ -1,0 +1,54 @@
+"""The server that commands talk to.
+
+Exit codes: 0 done, 1 refused, 2 bad usage, 3 the server's state is another one (409), 4 a
+rank did not answer (504), 5 the server was not reached.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from sglang_inflight.client import Client
+from sglang_inflight.errors import Conflict, RankSilent, Refused
+
+LOCAL = "http://127.0.0.1:30000"
+
+Url = Annotated[str, typer.Option(envvar="SGLANG_URL", help="Where the server listens.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's admin key.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+
+
+@contextmanager
+def connect(url: str, api_key: str | None) -> Iterator[Client]:
+    """A client, whose errors become a sentence and an exit code."""
+    try:
+        with Client(url, api_key=api_key) as client:
+            yield client
+    except Refused as error:
+        typer.echo(str(error), err=True)
+        code = 3 if isinstance(error, Conflict) else 4 if isinstance(error, RankSilent) else 1
+        raise typer.Exit(code) from error
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        typer.echo(f"{url}: {error}", err=True)
+        raise typer.Exit(5) from error
+
+
+def print_json(answer: Any, *, indent: int | None = 2) -> None:
+    typer.echo(json.dumps(answer, indent=indent))
+
+
+@contextmanager
+def until_ctrl_c() -> Iterator[None]:
+    """Ctrl-C is how the block is meant to end."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        return

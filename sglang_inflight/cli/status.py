@@ -1,0 +1,78 @@
+"""``sglang-inflight status``: what a server does, once or as it changes."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sglang_inflight.cli.connection import (
+    LOCAL,
+    ApiKey,
+    AsJson,
+    Url,
+    connect,
+    print_json,
+    until_ctrl_c,
+)
+from sglang_inflight.cli.tables import print_table, start_table
+from sglang_inflight.client import Client
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def status(
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it as it changes, until Ctrl-C.")
+    ] = False,
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 0.5,
+    url: Url = LOCAL,
+    api_key: ApiKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a server serves, whether it is paused and by whom, and what is staged.
+
+    With --watch and --json, one line for each look.
+    """
+    with connect(url, api_key) as client:
+        if watch:
+            with until_ctrl_c():
+                _watch(client, every, as_json=as_json)
+        elif as_json:
+            print_json(client.status())
+        else:
+            print_table(_draw(client.status()))
+
+
+def _watch(client: Client, every: float, *, as_json: bool) -> None:
+    if as_json:
+        while True:
+            print_json(client.status(), indent=None)
+            time.sleep(every)
+
+    from rich.live import Live
+
+    with Live(_draw(client.status()), auto_refresh=False) as live:
+        while True:
+            time.sleep(every)
+            live.update(_draw(client.status()), refresh=True)
+
+
+def _draw(answer: dict[str, Any]) -> Table:
+    facts = start_table("fact", "value")
+    for name in ("state", "mode", "weight_version", "epoch", "previous_version", "digest"):
+        facts.add_row(name, str(answer[name]))
+    for holder in answer["holders"]:
+        left = holder["lease_left_s"]
+        lease = "for ever" if left is None else f"for {left:.0f} s more"
+        facts.add_row("held by", f"{holder['pause_id']} ({holder['mode']}, {lease})")
+    for rank in answer["ranks"]:
+        staging = rank["staging"]
+        facts.add_row(
+            f"rank dp{rank['dp_rank']} pp{rank['pp_rank']} tp{rank['tp_rank']}",
+            f"{rank['running']} running, {rank['waiting']} waiting; staging {staging['state']}, "
+            f"{staging['tensors']} tensors, {staging['bytes'] / 1e6:.1f} MB",
+        )
+    return facts

@@ -1,0 +1,240 @@
+"""Many servers, as a trainer with an event loop sees them: all change, or none does.
+
+    phase     each server                        one that fails
+    begin     opens a session, with a lease      all are dropped: ``FleetRefused``
+    stage     fills it, once or many times       all are dropped: ``FleetRefused``
+    seal      checks it and votes                all are dropped: ``FleetRefused``
+    commit    swaps it in                        the others have: ``FleetSplit``
+
+What a server can refuse, it refuses before it is sealed. So the last phase fails only where
+a server dies or is cut off, or loses its session, in the moment between the two. No
+protocol closes that window; the report says on which side of it each server is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import httpx
+
+from sglang_inflight.client.async_client import LEASE_S, Answer, AsyncClient, Source
+from sglang_inflight.client.progress import OnProgress
+from sglang_inflight.client.report import FleetRefused, FleetSplit, Phase, Report
+from sglang_inflight.errors import Refused
+
+# of ``update``, what belongs to the whole and not to one call of it
+_OF_SESSION = (
+    "weight_version",
+    "kv_cache",
+    "partial",
+    "expected_version",
+    "on_busy",
+    "lease_s",
+    "selector",
+)
+
+
+class AsyncFleet:
+    """Calls of all servers, at once. Belongs to the event loop that it is first used on.
+
+    Raises ``FleetRefused`` where a server failed and none has changed, ``FleetSplit`` where
+    some have. What is tried again is said by ``AsyncClient``.
+    """
+
+    def __init__(self, urls: Iterable[str], *, api_key: str | None = None) -> None:
+        """Raises ``ValueError`` where there is no server, or one twice."""
+        self.servers = tuple(AsyncClient(url, api_key=api_key) for url in urls)
+        if not self.servers:
+            raise ValueError("a fleet needs a server")
+        if len({server.url for server in self.servers}) < len(self.servers):
+            raise ValueError("a server is named twice")
+        self._in_session = False
+
+    async def __aenter__(self) -> AsyncFleet:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        for server in self.servers:
+            await server.aclose()
+
+    async def status(self) -> Report:
+        """Of each server that answers. Raises nothing: failures are in the report."""
+        return await self._everywhere(Report("status"), AsyncClient.status)
+
+    @asynccontextmanager
+    async def paused(
+        self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
+    ) -> AsyncIterator[Report]:
+        """All paused for the time of the block, as by ``AsyncClient.paused``, or none."""
+        async with AsyncExitStack() as stack:
+
+            async def enter(server: AsyncClient) -> Answer:
+                block = server.paused(mode, lease_s=lease_s, timeout_s=timeout_s)
+                return await stack.enter_async_context(block)
+
+            yield await self._all_or_none("pause", enter)
+
+    async def update(
+        self,
+        /,
+        source: Source,
+        *,
+        on_progress: OnProgress | None = None,
+        **fields: Any,
+    ) -> Report:
+        """Stage the same weights everywhere, and commit them where every server could.
+
+        Inside ``session`` they are staged only. ``fields`` are those of ``session`` and of
+        ``AsyncClient.update``. The report has the receipts.
+        """
+        if self._in_session:
+            return await self._stage(source, on_progress=on_progress, **fields)
+        of_session = {name: fields.pop(name) for name in _OF_SESSION if name in fields}
+        if of_session.get("partial") is None:
+            of_session["partial"] = source != "disk"
+        async with self._two_phases(on_progress=on_progress, **of_session) as report:
+            # here too, so that a server which cannot do it says so before it is sealed
+            await self._stage(source, kv_cache=of_session.get("kv_cache"), **fields)
+        return report
+
+    async def update_from_disk(
+        self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
+    ) -> Report:
+        """``update`` from a checkpoint's folder, as each server sees it."""
+        return await self.update(
+            "disk", model_path=model_path, weight_version=weight_version, **fields
+        )
+
+    @asynccontextmanager
+    async def session(
+        self,
+        /,
+        *,
+        weight_version: str | None = None,
+        kv_cache: str = "fence",
+        lease_s: float = LEASE_S,
+        on_progress: OnProgress | None = None,
+        on_busy: str = "refuse",
+        **fields: Any,
+    ) -> AsyncIterator[Report]:
+        """Updates sent in the block go live together, on all servers or on none, at its end.
+
+        The yielded report has the receipts, once the block has ended. Where the block
+        raises, nothing changed. A server that is busy with another update refuses: two
+        trainers that wait for each other's servers would wait for ever.
+        """
+        async with self._two_phases(
+            weight_version=weight_version,
+            kv_cache=kv_cache,
+            on_busy=on_busy,
+            lease_s=lease_s,
+            on_progress=on_progress,
+            **fields,
+        ) as report:
+            self._in_session = True
+            try:
+                yield report
+            finally:
+                self._in_session = False
+
+    async def roll_back(
+        self, *, weight_version: str | None = None, only: Collection[str] | None = None
+    ) -> Report:
+        """Return to the version before the last commit, on the URLs of ``only`` or on all.
+
+        ``only=error.report.answers`` undoes what a ``FleetSplit`` says was done.
+        """
+
+        async def roll_back(server: AsyncClient) -> Answer:
+            return await server.roll_back(weight_version=weight_version)
+
+        report = await self._everywhere(Report("roll back"), roll_back, only)
+        _require_one_side(report)
+        return report
+
+    # ---- how -------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _two_phases(
+        self,
+        /,
+        *,
+        weight_version: str | None = None,
+        kv_cache: str = "fence",
+        on_busy: str = "refuse",
+        **fields: Any,
+    ) -> AsyncIterator[Report]:
+        report = Report("commit")
+        async with AsyncExitStack() as stack:
+
+            async def begin(server: AsyncClient) -> Answer:
+                block = server.opened(on_busy=on_busy, **fields)
+                return await stack.enter_async_context(block)
+
+            async def end(server: AsyncClient) -> Answer:
+                return await server.end(weight_version=weight_version, kv_cache=kv_cache)
+
+            await self._all_or_none("begin", begin)
+            yield report
+            await self._all_or_none("seal", AsyncClient.seal)
+            await _to_its_end(self._everywhere(report, end))
+            _require_one_side(report)
+
+    async def _stage(self, source: Source, **fields: Any) -> Report:
+        async def stage(server: AsyncClient) -> Answer:
+            return await server.update(source, **fields)
+
+        return await self._all_or_none("stage", stage)
+
+    async def _all_or_none(
+        self, phase: Phase, call: Callable[[AsyncClient], Awaitable[Answer]]
+    ) -> Report:
+        """A phase that changes nothing that is served, so a failure can be taken back."""
+        report = await self._everywhere(Report(phase), call)
+        if report.failures:
+            raise FleetRefused(report)
+        return report
+
+    async def _everywhere(
+        self,
+        report: Report,
+        call: Callable[[AsyncClient], Awaitable[Answer]],
+        only: Collection[str] | None = None,
+    ) -> Report:
+        """Call each server, and hear each of them whatever the others say."""
+
+        async def attempt(server: AsyncClient) -> None:
+            try:
+                report.answers[server.url] = await call(server)
+            except (Refused, httpx.HTTPError) as error:
+                report.failures[server.url] = error
+
+        async with asyncio.TaskGroup() as tasks:
+            for server in self.servers:
+                if only is None or server.url in only:
+                    tasks.create_task(attempt(server))
+        return report
+
+
+def _require_one_side(report: Report) -> None:
+    if report.failures:
+        split = report.answers or report.uncertain
+        raise FleetSplit(report) if split else FleetRefused(report)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
+    """Whoever cancels it must wait: half of a commit is a split fleet."""
+    with anyio.CancelScope(shield=True):
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            await asyncio.wait({task})
+            raise

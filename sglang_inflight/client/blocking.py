@@ -1,0 +1,141 @@
+"""From async to sync: the same calls, waited for by threads that have no event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from types import TracebackType
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+
+from anyio.from_thread import BlockingPortal, BlockingPortalProvider
+
+
+class Closable(Protocol):
+    async def aclose(self) -> None: ...
+
+
+A = TypeVar("A", bound=Closable)
+P = ParamSpec("P")
+T = TypeVar("T")
+ExcInfo = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
+
+# One event loop, in a thread of its own, while any client of this process is open.
+_LOOP = BlockingPortalProvider()
+
+
+class Blocking(Generic[A]):
+    """An async client, whose calls run on that loop. Safe to use from several threads.
+
+    A call that is interrupted (Ctrl-C) is cancelled, and has let go of what it held when
+    the interruption goes on.
+    """
+
+    def __init__(self, client: A) -> None:
+        self.client = client
+        self.portal: BlockingPortal = _LOOP.__enter__()
+        self._is_open = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self.portal.call(self.client.aclose)
+            _LOOP.__exit__(None, None, None)
+
+
+def waiting(
+    method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Blocking[A], P], T]:
+    """``method``, as one that returns when it is done."""
+
+    @functools.wraps(method)
+    def wait(blocking: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        call = functools.partial(method, blocking.client, *args, **kwargs)
+        return _Task(blocking.portal, call).wait()
+
+    return wait
+
+
+def waiting_block(
+    method: Callable[Concatenate[A, P], AbstractAsyncContextManager[T]],
+) -> Callable[Concatenate[Blocking[A], P], AbstractContextManager[T]]:
+    """``method``, whose block is one of ``with`` rather than ``async with``."""
+
+    @functools.wraps(method)
+    def block(
+        blocking: Blocking[A], /, *args: P.args, **kwargs: P.kwargs
+    ) -> AbstractContextManager[T]:
+        return _Block(blocking.portal, method(blocking.client, *args, **kwargs))
+
+    return block
+
+
+class _Task(Generic[T]):
+    """A coroutine on the loop, as the thread sees it that waits for it."""
+
+    def __init__(self, portal: BlockingPortal, call: Callable[[], Coroutine[Any, Any, T]]) -> None:
+        self._over = threading.Event()
+        self._future = portal.start_task_soon(self._run, call)
+
+    async def _run(self, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return await call()
+        finally:
+            self._over.set()
+
+    def wait(self) -> T:
+        with self.cancelled_on_failure():
+            return self._future.result()
+
+    @contextmanager
+    def cancelled_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._future.cancel()
+            # the future is done at once, the coroutine when it has cleaned up
+            self._over.wait()
+            raise
+
+
+class _Block(AbstractContextManager[T]):
+    """One task from the entry to the exit, so an interruption at any moment is cleaned up."""
+
+    def __init__(self, portal: BlockingPortal, block: AbstractAsyncContextManager[T]) -> None:
+        self._portal = portal
+        self._block = block
+        self._entered: Future[T] = Future()
+        # what ended the body of the ``with``
+        self._left: Future[ExcInfo] = Future()
+
+    def __enter__(self) -> T:
+        self._task = _Task(self._portal, self._live)
+        with self._task.cancelled_on_failure():
+            return self._entered.result()
+
+    def __exit__(self, *how: Any) -> bool | None:
+        self._left.set_result(how)
+        return self._task.wait()
+
+    async def _live(self) -> bool | None:
+        try:
+            self._entered.set_result(await self._block.__aenter__())
+        except BaseException as error:
+            self._entered.set_exception(error)
+            raise
+        try:
+            how = await asyncio.wrap_future(self._left)
+        except asyncio.CancelledError as error:
+            await self._block.__aexit__(type(error), error, error.__traceback__)
+            raise
+        # handed over, not raised: a KeyboardInterrupt in a task would end the loop
+        return await self._block.__aexit__(*how)

@@ -1,0 +1,23 @@
+"""Many servers, as a trainer sees them: all change, or none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sglang_inflight.client.async_fleet import AsyncFleet
+from sglang_inflight.client.blocking import Blocking, waiting, waiting_block
+
+
+class Fleet(Blocking[AsyncFleet]):
+    """``AsyncFleet`` without an event loop: see there. A callback runs in another thread."""
+
+    def __init__(self, urls: Iterable[str], *, api_key: str | None = None) -> None:
+        """Raises ``ValueError`` where there is no server, or one twice."""
+        super().__init__(AsyncFleet(urls, api_key=api_key))
+
+    status = waiting(AsyncFleet.status)
+    paused = waiting_block(AsyncFleet.paused)
+    update = waiting(AsyncFleet.update)
+    update_from_disk = waiting(AsyncFleet.update_from_disk)
+    session = waiting_block(AsyncFleet.session)
+    roll_back = waiting(AsyncFleet.roll_back)

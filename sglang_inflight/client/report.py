@@ -1,0 +1,63 @@
+"""What became of a call on each server of a fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from sglang_inflight.errors import RankSilent, Refused
+
+Phase = Literal["status", "pause", "begin", "stage", "seal", "commit", "roll back"]
+
+
+@dataclass
+class Report:
+    """Of one phase, on each server by its URL, which is in exactly one of the two."""
+
+    phase: Phase
+    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, Exception] = field(default_factory=dict)
+
+    @property
+    def uncertain(self) -> list[str]:
+        """Failed, but may have done it all the same: nothing was heard of them in time."""
+        return [
+            url
+            for url, error in self.failures.items()
+            if not isinstance(error, Refused) or isinstance(error, RankSilent)
+        ]
+
+    def __str__(self) -> str:
+        failed = (
+            f"{url} {'may have failed' if url in self.uncertain else 'failed'} "
+            f"({error or type(error).__name__})"
+            for url, error in self.failures.items()
+        )
+        done = f"done on {_list(self.answers)}" if self.answers else "done on no server"
+        return f"{self.phase}: {'; '.join([*failed, done])}"
+
+
+class FleetRefused(Refused):
+    """Not every server could do its part. No server has changed: mend it and call again."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"nothing has changed on any server; {report}")
+        self.report = report
+
+
+class FleetSplit(Exception):
+    """Some servers have changed and others failed: they serve different weights.
+
+    ``report.answers`` has those that changed, which may be rolled back; ``report.failures``
+    those that did not. One that is ``report.uncertain`` may have: its ``status`` tells, if
+    it is alive, and it is to be replaced otherwise.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"the fleet is split; {report}")
+        self.report = report
+
+
+def _list(urls: Iterable[str]) -> str:
+    return ", ".join(urls)

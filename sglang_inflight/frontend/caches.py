@@ -1,0 +1,51 @@
+"""What is kept of prompts that were computed, across all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.runtime_context import get_memory
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.messages import FlushCall
+from sglang_inflight.unsupported import why_no_pause
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+# A step may take long, and a flush waits for its end.
+FLUSH_TIMEOUT_S = 120.0
+
+
+class Caches:
+    """Forgets prefixes and preprocessed images. Lives on the front end's event loop."""
+
+    def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._ranks = ranks
+
+    async def flush(self, *, retract: bool) -> None:
+        """Forget every cached prefix, on every rank.
+
+        ``retract`` sends running requests back to the queue, to be recomputed. Raises
+        ``Conflict`` where it is false and requests run, ``Refused`` where the server's loop
+        cannot retract, or the cache has tiers that a flush does not reach.
+        """
+        if (reason := why_no_pause()) is not None:
+            raise Refused(f"running requests cannot be retracted: {reason}")
+        memory = get_memory()
+        if memory.enable_hierarchical_cache or memory.enable_lmcache or memory.enable_flexkv:
+            raise Refused(
+                "the cache cannot be flushed: a hierarchical cache, LMCache or FlexKV keeps "
+                "prefixes in tiers of its own"
+            )
+        require_success(
+            await self._ranks.call(FlushCall(call_id="", retract=retract), FLUSH_TIMEOUT_S)
+        )
+        self.clear_preprocessed()
+
+    def clear_preprocessed(self) -> None:
+        """Forget preprocessed images and the like; models for text have none."""
+        if self._tokenizer_manager.mm_processor is not None:
+            self._tokenizer_manager.mm_processor.clear_preprocess_cache()

@@ -1,0 +1,66 @@
+"""What every route of ours has around its handler: decoding, auth, and errors as answers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import ORJSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.bodies import Body, decode, read_query
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+Answer = dict[str, Any]
+Endpoint = Callable[..., Awaitable[Response]]
+
+
+def with_body(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose JSON body has the ``shape``."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        return await handler(decode(await request.body(), shape))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def with_query(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose query has the ``shape``; a body is not looked at."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        return await handler(read_query(request.query_params.multi_items(), shape))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def guarded(handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = False) -> Endpoint:
+    """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
+
+    async def answer(*args: Any) -> Response:
+        try:
+            return ORJSONResponse(await handler(*args))
+        except Refused as error:
+            logger.warning("%s refused: %s", handler.__name__, error)
+            return refusal(error)
+
+    async def with_request(request: Request) -> Response:
+        return await answer(request)
+
+    async def without_request() -> Response:
+        return await answer()
+
+    level: Callable[..., Any] = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    endpoint: Endpoint = level(with_request if takes_request else without_request)
+    endpoint.__name__ = handler.__name__
+    return endpoint
+
+
+def refusal(error: Refused) -> Response:
+    content = {"success": False, "status": "error", "message": str(error)}
+    return ORJSONResponse(content, status_code=error.status)

@@ -1,0 +1,20 @@
+"""``max_version_lag`` of a request, checked before it is accepted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_inflight.messages import MAX_VERSION_LAG
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+
+def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
+    """Raise ``ValueError``, which upstream answers with 400, where it is not a count."""
+    custom = params.custom_params
+    most = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise ValueError(
+            f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"
+        )

@@ -1,0 +1,116 @@
+"""What vLLM's clients send: its fields, and nothing that it would not read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.bodies import Body, DistributedBody, Name
+from sglang_inflight.messages import DistributedSource, PauseMode
+
+VLLMPauseMode = Literal["abort", "wait", "keep"]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+B = TypeVar("B", bound=Body)
+
+
+class PauseQuery(Body, kw_only=True):
+    mode: VLLMPauseMode = "abort"
+    clear_cache: bool = True
+
+
+class SleepQuery(Body, kw_only=True):
+    level: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
+    mode: VLLMPauseMode = "abort"
+
+
+class ResetCacheQuery(Body, kw_only=True):
+    reset_running_requests: bool = False
+    reset_external: bool = False
+
+
+class WorldSizeQuery(Body, kw_only=True):
+    include_dp: bool = True
+
+
+class AbortBody(Body, kw_only=True):
+    request_ids: list[Name] | None = None
+
+
+class InitBody(Body, kw_only=True):
+    init_info: dict[str, Any]
+
+
+class InitInfo(Body, kw_only=True):
+    """Of vLLM's ``nccl`` backend."""
+
+    master_address: Name
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+    rank_offset: Annotated[int, msgspec.Meta(ge=0)]
+    world_size: Annotated[int, msgspec.Meta(ge=2)]
+    # whether tensors come in buckets, and the size in bytes that ends one
+    packed: bool = False
+    packed_buffer_size_bytes: Positive = 1 << 30
+    # how many buckets vLLM's receiver has in flight: ours has one
+    packed_num_buffers: Positive = 2
+
+
+class UpdateBody(Body, kw_only=True):
+    update_info: dict[str, Any] | list[dict[str, Any]]
+
+
+class UpdateInfo(Body, kw_only=True):
+    """Of vLLM's ``nccl`` backend."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+class FinishBody(Body, kw_only=True):
+    weight_version: Name | None = None
+
+
+class VersionBody(Body, kw_only=True):
+    new_version: Name
+    # SGLang's own field of this route; its default there is true
+    abort_all_requests: bool = False
+
+
+class CheckBody(Body, kw_only=True):
+    action: Literal["checksum", "reset", "compare"]
+    baseline: dict[str, str] | None = None
+
+
+class BroadcastBody(DistributedBody, kw_only=True):
+    """A distributed update that comes in buckets of a size."""
+
+    bucket_bytes: int | None = None
+
+    @property
+    def source(self) -> DistributedSource:
+        return DistributedSource(
+            names=self.names,
+            dtypes=self.dtypes,
+            shapes=self.shapes,
+            group_name=self.group_name,
+            load_format=self.load_format,
+            bucket_bytes=self.bucket_bytes,
+        )
+
+
+def choose_pause_mode(mode: VLLMPauseMode, *, clears_cache: bool) -> PauseMode:
+    """vLLM preempts what it keeps when it clears the cache, whatever it documents."""
+    if mode == "keep":
+        return "retract" if clears_cache else "in_place"
+    return mode
+
+
+def read_info(info: dict[str, Any], shape: type[B], name: str) -> B:
+    """Raises ``Refused`` with the field's name where ``info`` does not have the shape."""
+    try:
+        return msgspec.convert(info, shape)
+    except msgspec.ValidationError as error:
+        raise Refused(f"bad {name}: {error}") from error

@@ -1,0 +1,40 @@
+"""Checksums of the weights that are served, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import CheckWeightsReqInput
+
+from sglang_inflight.errors import RankFailed
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+
+async def read_checksums(tokenizer_manager: TokenizerManager) -> dict[str, str]:
+    """By ``dp….pp….tp….<name of the tensor>``. Holds the schedulers' loops while it reads.
+
+    Raises ``RankFailed`` where a rank could not read its weights.
+    """
+    success, message, ranks, _ = await tokenizer_manager.check_weights(
+        CheckWeightsReqInput(action="checksum", selector="target")
+    )
+    if not success or ranks is None:
+        raise RankFailed(f"the weights could not be read: {message}")
+    return {
+        f"{_prefix(rank['parallelism_info'][0])}.{name}": checksum
+        for rank in ranks
+        for name, checksum in rank["checksums"].items()
+    }
+
+
+def _prefix(place: dict[str, Any]) -> str:
+    return f"dp{place['dp_rank']}.pp{place['pp_rank']}.tp{place['tp_rank']}"
+
+
+def mismatches(ours: dict[str, str], baseline: dict[str, str]) -> list[str]:
+    """Names that differ, or that only one of the two has."""
+    return sorted(
+        name for name in ours.keys() | baseline.keys() if ours.get(name) != baseline.get(name)
+    )

@@ -1,0 +1,161 @@
+"""vLLM's weight transfer engine, as a group with the trainer and sessions of updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_inflight.errors import Conflict, NotOffered, Refused
+from sglang_inflight.frontend.bodies import (
+    DEFAULT_GROUP,
+    AbortUpdateBody,
+    BeginBody,
+    EndBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    decode,
+)
+from sglang_inflight.frontend.groups import Groups
+from sglang_inflight.frontend.updates import Updates
+from sglang_inflight.frontend.vllm.bodies import (
+    BroadcastBody,
+    InitInfo,
+    UpdateBody,
+    UpdateInfo,
+    read_info,
+)
+from sglang_inflight.messages import FLATTENED_BUCKET, Selector
+
+
+@dataclass(frozen=True)
+class _Link:
+    """How the trainer that is joined cuts its broadcasts."""
+
+    # None: one for each tensor
+    bucket_bytes: int | None
+
+
+class Transfer:
+    """Joins a trainer and takes its weights in, as vLLM's ``nccl`` backend does.
+
+    vLLM has one trainer at a time and knows no name of a group: it is the default one of
+    ``/init_weights_update_group``. Lives on the front end's event loop.
+    """
+
+    def __init__(
+        self, groups: Groups, updates: Updates, *, backend: str, session_lease_s: float
+    ) -> None:
+        self._groups = groups
+        self._updates = updates
+        self._backend = backend
+        # vLLM has no call that drops a session: one that was left must end by itself
+        self._session_lease_s = session_lease_s
+        self._link: _Link | None = None
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Leave the trainer before, if there is one, and form a group with this one.
+
+        A session that the one before left open is dropped: nobody will send the rest.
+        Raises ``NotOffered`` for other ways of vLLM's to transfer weights, ``Refused``
+        where the group was not formed.
+        """
+        _refuse_other_backends(init_info)
+        info = read_info(init_info, InitInfo, "init_info")
+        if self._updates.has_session:
+            await self._updates.abort(AbortUpdateBody())
+        await self._leave()
+        await self._groups.join(
+            JoinGroupBody(
+                master_address=info.master_address,
+                master_port=info.master_port,
+                rank_offset=info.rank_offset,
+                world_size=info.world_size,
+                backend=self._backend,
+            )
+        )
+        self._link = _Link(info.packed_buffer_size_bytes if info.packed else None)
+
+    async def disconnect(self) -> None:
+        """Leave the group, if there is one. Raises ``Conflict`` in a session."""
+        if self._updates.has_session:
+            raise Conflict("a weight update is going on: finish_weight_update comes first")
+        await self._leave()
+
+    async def start(self, selector: Selector) -> None:
+        self._require_link()
+        await self._updates.begin(
+            BeginBody(selector=selector, non_blocking=True, lease_s=self._session_lease_s)
+        )
+
+    async def receive(self, content: bytes) -> None:
+        """Take in what the trainer broadcasts now; it goes live at ``finish``.
+
+        ``content`` is the request's body, because one that cannot be read ends its session
+        as well, as every call does that is refused.
+        """
+        link = self._require_link()
+        try:
+            self._require_session("start_weight_update comes first")
+            body = _broadcast(link, decode(content, UpdateBody).update_info)
+        except Refused as error:
+            # the trainer may have begun to broadcast all the same
+            besides = await self._groups.give_up(DEFAULT_GROUP, None, error)
+            if self._updates.has_session:
+                await self._updates.abort(AbortUpdateBody())
+            raise type(error)(f"{error}{besides}") from error
+        await self._updates.update(body)
+
+    async def finish(self, weight_version: str | None) -> None:
+        """Commit. vLLM keeps the KV of its running requests here, and so do we."""
+        self._require_session("there is none to finish")
+        await self._updates.end(
+            EndBody(non_blocking=True, weight_version=weight_version, kv_cache="fence")
+        )
+
+    async def _leave(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            await self._groups.leave(LeaveGroupBody())
+
+    def _require_link(self) -> _Link:
+        if self._link is None:
+            raise Refused("no trainer is joined: init_weight_transfer_engine comes first")
+        return self._link
+
+    def _require_session(self, otherwise: str) -> None:
+        if not self._updates.has_session:
+            raise Refused(
+                f"no weight update is going on: {otherwise} (a call that fails ends it, and so "
+                "does time)"
+            )
+
+
+def _broadcast(link: _Link, update_info: dict[str, Any] | list[dict[str, Any]]) -> BroadcastBody:
+    if isinstance(update_info, list):
+        raise NotOffered("update_info cannot differ from rank to rank: all take in one broadcast")
+    if update_info.keys() & {"ipc_handles", "ipc_handles_pickled"}:
+        raise NotOffered(_NO_IPC)
+    info = read_info(update_info, UpdateInfo, "update_info")
+    return BroadcastBody(
+        names=info.names,
+        dtypes=info.dtype_names,
+        shapes=info.shapes,
+        load_format=None if link.bucket_bytes is None else FLATTENED_BUCKET,
+        bucket_bytes=link.bucket_bytes,
+        kv_cache="fence",
+    )
+
+
+_NO_IPC = (
+    "vLLM's CUDA IPC handles are pickles that run what they like when they are read: send "
+    "tensors in one process' memory by /update_weights_from_tensor"
+)
+
+
+def _refuse_other_backends(init_info: dict[str, Any]) -> None:
+    if "nccl_unique_id_b64" in init_info:
+        raise NotOffered(
+            "a trainer is met at master_address and master_port, not by nccl_unique_id_b64"
+        )
+    if init_info.keys() <= {"packed"}:
+        raise NotOffered(_NO_IPC)

@@ -1,0 +1,82 @@
+"""Which weights computed the KV that a request used.
+
+A slot of the KV pool is written by one forward and read by any number of requests, after
+commits too: a running request keeps its KV, and ``kv_cache="keep"`` lends old prefixes to
+new requests. So the version is kept per slot: each forward notes it for the slots that it
+is about to write, and a request that ends reads it off its slots. Reuse, retraction and
+recompute then need no rule of their own.
+
+Stream order: noting and reading are enqueued on the scheduler's stream, as the allocation
+of the slots and of a request's row are. So a read sees what was noted before it and waits
+for no forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler import Scheduler
+
+Spans = list[dict[str, Any]]
+
+
+class KVVersions:
+    """The version of every slot of one rank's pool. Only the scheduler's thread touches it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        # int32, one per slot: the index of a name. None while there is only one.
+        self._of_slot: torch.Tensor | None = None
+        self._names: list[str] = []
+
+    def change(self, old: str, new: str) -> None:
+        """Forwards that are launched from now on write KV of ``new``."""
+        if self._of_slot is None:
+            self._names = [old]
+            rows = self._scheduler.req_to_token_pool.req_to_token
+            # a page more than there are slots: the first page takes what padding writes
+            slots = self._scheduler.token_to_kv_pool_allocator.size + self._scheduler.page_size
+            self._of_slot = torch.zeros(slots, dtype=torch.int32, device=rows.device)
+        self._names.append(new)
+
+    def note_launch(self, batch: ScheduleBatch) -> None:
+        """A forward of ``batch`` is about to be launched."""
+        if self._of_slot is not None and batch.out_cache_loc is not None:
+            self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._names) - 1)
+
+    def read(self, req: Req, current: str) -> Spans | None:
+        """Spans over the KV of ``req``: its prompt and its output, but for the last token.
+
+        The last token was sampled and never computed. ``current`` is the version while
+        there was only one. None where the slots do not tell: under speculative decoding
+        a slot may be written for a token that is then not taken, and in a disaggregated
+        server another one wrote it.
+        """
+        scheduler = self._scheduler
+        if not scheduler.spec_algorithm.is_none() or scheduler.disaggregation_mode.value != "null":
+            return None
+        used = min(req.kv.kv_committed_len, _computed(req))
+        if used == 0:
+            return []
+        if self._of_slot is None:
+            return [{"version": current, "start": 0, "end": used}]
+        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :used]
+        runs, lengths = torch.unique_consecutive(self._of_slot[row.long()], return_counts=True)
+        spans: Spans = []
+        start = 0
+        for index, length in zip(runs.tolist(), lengths.tolist(), strict=True):
+            version = self._names[index]
+            if spans and spans[-1]["version"] == version:
+                spans[-1]["end"] += length
+            else:
+                spans.append({"version": version, "start": start, "end": start + length})
+            start += length
+        return spans
+
+
+def _computed(req: Req) -> int:
+    return len(req.origin_input_ids) + max(0, len(req.output_ids_through_stop) - 1)

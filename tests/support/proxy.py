@@ -1,0 +1,98 @@
+"""A way to a server on which things get lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import httpx
+
+from tests.support.server import Server
+
+
+class Proxy:
+    """Hands requests on to a server, unless told otherwise of the next one to a path."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._before: dict[str, Callable[[], object]] = {}
+        self._lost_answers: list[str] = []
+        self._is_stopped = False
+        # the path of each request that arrived here
+        self.arrivals: list[str] = []
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.url = f"http://127.0.0.1:{self._http.server_port}"
+
+    def before(self, path: str, action: Callable[[], object]) -> None:
+        """Do this when the next request to ``path`` comes, and then hand it on."""
+        self._before[path] = action
+
+    def lose_request(self, path: str) -> None:
+        """The server does not hear of the next request to ``path``."""
+
+        def lose() -> None:
+            raise ConnectionAbortedError(path)
+
+        self.before(path, lose)
+
+    def lose_answer(self, path: str) -> None:
+        """The server does what it is asked, and its client does not hear of it."""
+        self._lost_answers.append(path)
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self.do_POST()
+
+            def do_POST(self) -> None:
+                proxy.arrivals.append(self.path)
+                if proxy._is_stopped:
+                    self.close_connection = True
+                    return
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                try:
+                    proxy._before.pop(self.path, lambda: None)()
+                    answer = proxy._forward(self.command, self.path, body)
+                except (ConnectionAbortedError, httpx.HTTPError):
+                    self.close_connection = True
+                    return
+                if self.path in proxy._lost_answers:
+                    proxy._lost_answers.remove(self.path)
+                    self.close_connection = True
+                    return
+                self.send_response(answer.status_code)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(answer.content)))
+                self.end_headers()
+                self.wfile.write(answer.content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        return Handler
+
+    def _forward(self, method: str, path: str, body: bytes) -> httpx.Response:
+        headers = {"Content-Type": "application/json"}
+        url = self._server.url + path
+        return httpx.request(method, url, content=body, headers=headers, timeout=120)
+
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[Proxy]:
+        threading.Thread(target=self._http.serve_forever, name="proxy", daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        """Also on connections that are open."""
+        self._is_stopped = True
+        self._http.shutdown()
+        self._http.server_close()

@@ -1,0 +1,51 @@
+"""What Hugging Face transformers says of tokens whose context mixes weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+class Replay:
+    """Several versions of a model, which take turns over one KV cache."""
+
+    def __init__(self, checkpoints: Mapping[str, Path]) -> None:
+        self._models: dict[str, Any] = {
+            version: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            for version, path in checkpoints.items()
+        }
+
+    @torch.no_grad()
+    def logprobs(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        made_by: Sequence[str],
+        kv: Sequence[str],
+    ) -> list[float]:
+        """Of each token of ``output``, by the version in ``made_by`` that sampled it.
+
+        ``kv`` names the version that computed the KV of each position which a later one
+        attends to; there is one for each token but the last.
+        """
+        tokens = [*prompt, *output]
+        found: list[float] = []
+        cache = DynamicCache()
+        for position, owner in enumerate(kv):
+            token = torch.tensor([[tokens[position]]])
+            following = position + 1 - len(prompt)
+            if following >= 0:
+                sampler = made_by[following]
+                # a forward adds to the cache that it is given
+                scratch = cache if sampler == owner else copy.deepcopy(cache)
+                logits = self._models[sampler](token, past_key_values=scratch).logits[0, -1]
+                found.append(logits.log_softmax(-1)[output[following]].item())
+                if sampler == owner:
+                    continue
+            self._models[owner](token, past_key_values=cache)
+        return found

@@ -1,0 +1,267 @@
+"""Two servers under load that change together or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit
+from sglang_inflight.errors import Conflict, Refused
+from tests.support import marker
+from tests.support.load import ENDLESS, expect_all_go_on, start_running, status
+from tests.support.pool import restore
+from tests.support.proxy import Proxy
+from tests.support.server import Server, free_port, serve
+from tests.support.updates import drop_session, expect_to_run_on, says, serving, tensor_body
+
+SEAL, END = "/seal_weight_update", "/end_weight_update"
+
+
+@pytest.fixture(scope="module")
+def beside(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server besides the pool's."""
+    log = tmp_path_factory.mktemp("fleet") / "second.log"
+    env = {"OMP_NUM_THREADS": "1"}
+    with serve(checkpoints / "v0", "--weight-version", "v0", log=log, env=env) as server:
+        yield server
+
+
+@pytest.fixture
+def servers(server: Server, beside: Server, checkpoints: Path) -> Iterator[list[Server]]:
+    yield [server, beside]
+    drop_session(server)
+    if beside.is_alive():
+        drop_session(beside)
+        restore(beside, checkpoints / "v0")
+
+
+@pytest.fixture
+def way(servers: list[Server]) -> Iterator[Proxy]:
+    """The fleet's way to the second server."""
+    with Proxy(servers[1]).serving() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def fleet(servers: list[Server], way: Proxy) -> Iterator[Fleet]:
+    with Fleet([servers[0].url, way.url]) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def dead_url() -> str:
+    return f"http://127.0.0.1:{free_port()}"
+
+
+def expect_unchanged(servers: list[Server]) -> None:
+    """Version 0 is served and nothing is staged, nor does anyone wait for a turn."""
+    for server in servers:
+        assert status(server)["ranks"][0]["staging"]["state"] == "empty"
+        assert status(server)["weight_version"] == "v0"
+        says(server, 0)
+
+
+# ---- updates -----------------------------------------------------------------------------
+
+
+def test_update(servers: list[Server], fleet: Fleet, checkpoints: Path) -> None:
+    running = [(server, start_running(server, 2, tokens=ENDLESS)) for server in servers]
+    report = fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+    assert not report.failures
+    assert [a["weight_version"] for a in report.answers.values()] == ["v1", "v1"]
+    assert {a["weight_version"] for a in fleet.status().answers.values()} == {"v1"}
+    for server, generations in running:
+        expect_to_run_on(server, generations, [0, 1])
+
+
+def test_session(servers: list[Server], way: Proxy, checkpoints: Path) -> None:
+    weights = marker.tensors(1)
+    head = {"lm_head.weight": weights.pop("lm_head.weight")}
+
+    async def train() -> None:
+        async with AsyncFleet([servers[0].url, way.url]) as fleet:
+            async with fleet.session(weight_version="v1", partial=False) as report:
+                await fleet.update("tensor", **tensor_body(weights))
+                await fleet.update("tensor", **tensor_body(head))
+                versions = (await fleet.status()).answers.values()
+                assert {answer["weight_version"] for answer in versions} == {"v0"}
+            assert {a["weight_version"] for a in report.answers.values()} == {"v1"}
+
+    asyncio.run(train())
+    for server in servers:
+        says(server, 1)
+
+
+def test_block_that_fails(servers: list[Server], fleet: Fleet) -> None:
+    def send_and_fail() -> None:
+        with fleet.session(weight_version="v1"):
+            fleet.update("tensor", **tensor_body(marker.tensors(1)))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        send_and_fail()
+    expect_unchanged(servers)
+
+
+# ---- nobody commits ----------------------------------------------------------------------
+
+
+def test_one_is_elsewhere(
+    servers: list[Server], fleet: Fleet, way: Proxy, checkpoints: Path
+) -> None:
+    """It has been updated by somebody else, and the update is meant for the version before."""
+    with Client(servers[1].url) as client:
+        client.update_from_disk(str(checkpoints / "v2"), weight_version="v2")
+    with pytest.raises(FleetRefused, match="'v2' is serving") as refused:
+        fleet.update_from_disk(str(checkpoints / "v1"), expected_version="v0")
+    report = refused.value.report
+    assert (report.phase, list(report.failures), report.uncertain) == ("begin", [way.url], [])
+    expect_unchanged(servers[:1])
+    says(servers[1], 2)
+
+
+def test_one_is_busy(servers: list[Server], fleet: Fleet, checkpoints: Path) -> None:
+    with Client(servers[1].url) as client, client.session():
+        with pytest.raises(FleetRefused, match="another weight update is going on"):
+            fleet.update_from_disk(str(checkpoints / "v1"))
+        client.update_from_disk(str(checkpoints / "v2"))
+    says(servers[1], 2)
+    expect_unchanged(servers[:1])
+
+
+def test_one_cannot_stage(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    weights = marker.tensors(1)
+    wrong = {"lm_head.weight": weights["lm_head.weight"][:3]}
+
+    def spoil() -> None:
+        with Client(servers[1].url) as client, pytest.raises(Refused, match="shape"):
+            client.update("tensor", **tensor_body(wrong))
+
+    way.before("/update_weights_from_tensor", spoil)
+    with pytest.raises(FleetRefused, match="is not open") as refused:
+        fleet.update("tensor", **tensor_body(weights))
+    assert refused.value.report.phase == "stage"
+    expect_unchanged(servers)
+
+
+def test_one_loses_its_session(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    """Between staging and sealing: all had staged."""
+
+    def stage_and_lose() -> None:
+        with fleet.session(weight_version="v1"):
+            fleet.update("tensor", **tensor_body(marker.tensors(1)))
+            servers[1].post("/abort_weight_update", {})
+
+    with pytest.raises(FleetRefused, match="is not open") as refused:
+        stage_and_lose()
+    report = refused.value.report
+    assert (report.phase, list(report.failures)) == ("seal", [way.url])
+    assert isinstance(report.failures[way.url], Conflict)
+    expect_unchanged(servers)
+
+
+def test_answer_to_seal_is_lost(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    """It is asked for again, because sealing twice is sealing once."""
+    way.lose_answer(SEAL)
+    fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
+    assert way.arrivals.count(SEAL) == 2
+    for server in servers:
+        says(server, 1)
+
+
+# ---- some commit -------------------------------------------------------------------------
+
+
+def test_answer_to_commit_is_lost(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    """It is not asked for again, and the report does not claim to know."""
+    way.lose_answer(END)
+    with pytest.raises(FleetSplit) as split:
+        fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
+    report = split.value.report
+    assert (report.phase, list(report.answers)) == ("commit", [servers[0].url])
+    assert (list(report.failures), report.uncertain) == ([way.url], [way.url])
+    assert way.arrivals.count(END) == 1
+    assert {a["weight_version"] for a in fleet.status().answers.values()} == {"v1"}
+
+
+def test_commit_does_not_arrive(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    way.lose_request(END)
+    with pytest.raises(FleetSplit, match="may have failed") as split:
+        fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
+    says(servers[0], 1)
+    expect_unchanged(servers[1:])
+    fleet.roll_back(only=split.value.report.answers)
+    expect_unchanged(servers)
+
+
+def test_cancelled_while_it_commits(servers: list[Server], way: Proxy) -> None:
+    """Half a commit would split the fleet: it is finished first."""
+
+    async def train() -> None:
+        async with AsyncFleet([servers[0].url, way.url]) as fleet:
+            update = asyncio.create_task(
+                fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
+            )
+            loop = asyncio.get_running_loop()
+            way.before(END, lambda: loop.call_soon_threadsafe(update.cancel))
+            with pytest.raises(asyncio.CancelledError):
+                await update
+
+    asyncio.run(train())
+    for server in servers:
+        assert status(server)["weight_version"] == "v1"
+        says(server, 1)
+
+
+# ---- pauses ------------------------------------------------------------------------------
+
+
+def test_paused(servers: list[Server], fleet: Fleet) -> None:
+    running = [start_running(server, 2, tokens=ENDLESS) for server in servers]
+    with fleet.paused() as report:
+        assert len(report.answers) == 2
+        assert all(status(server)["paused"] for server in servers)
+    for generations in running:
+        expect_all_go_on(generations)
+
+
+def test_paused_where_one_is_not_there(servers: list[Server], dead_url: str) -> None:
+    running = [start_running(server, 2, tokens=ENDLESS) for server in servers]
+    with Fleet([*(server.url for server in servers), dead_url]) as fleet:
+        with pytest.raises(FleetRefused, match=dead_url), fleet.paused():
+            raise AssertionError("not all are paused")
+        assert list(fleet.status().failures) == [dead_url]
+    assert not any(status(server)["paused"] for server in servers)
+    for generations in running:
+        expect_all_go_on(generations)
+
+
+def test_no_fleet() -> None:
+    with pytest.raises(ValueError, match="needs a server"):
+        Fleet([])
+    with pytest.raises(ValueError, match="twice"):
+        Fleet(["http://localhost:1", "http://localhost:1"])
+
+
+# ---- the last one, because it ends the second server -------------------------------------
+
+
+def test_one_dies_before_it_is_sealed(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    generations = start_running(servers[0], 2, tokens=ENDLESS)
+    before = serving(servers[0])
+
+    def die() -> None:
+        servers[1].process.kill()
+        servers[1].process.wait()
+
+    way.before(SEAL, die)
+    with pytest.raises(FleetRefused) as refused:
+        fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
+    report = refused.value.report
+    assert (report.phase, list(report.failures)) == ("seal", [way.url])
+    assert serving(servers[0]) == before
+    expect_unchanged(servers[:1])
+    expect_to_run_on(servers[0], generations, [0])

@@ -1,0 +1,162 @@
+"""Each cached position names the weights that computed its KV."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.load import (
+    ENDLESS,
+    Output,
+    expect_aborted,
+    expect_all_go_on,
+    expect_whole,
+    pause,
+    prompt,
+    resume,
+    start,
+    start_running,
+    until_waiting,
+    update,
+)
+from tests.support.marker import FIRST
+from tests.support.pool import CHUNK, SMALL_POOL
+from tests.support.server import Server
+
+PIECE = SMALL_POOL // 10
+
+
+def kv_runs(output: Output) -> list[tuple[str, int]]:
+    """(version, positions), and the spans leave nothing out."""
+    spans = output.meta["kv_versions"]
+    ends = [0, *(span["end"] for span in spans)]
+    assert [span["start"] for span in spans] == ends[:-1], f"gaps between spans: {spans}"
+    return [(span["version"], span["end"] - span["start"]) for span in spans]
+
+
+def runs(labels: list[str]) -> list[tuple[str, int]]:
+    return [(label, len(list(same))) for label, same in itertools.groupby(labels)]
+
+
+def made_as_it_ran(output: Output, prompt_tokens: int) -> list[tuple[str, int]]:
+    """What the KV must be where none was reused or recomputed.
+
+    The forward that gives token i computes the KV of the one before it, and that of the
+    whole prompt gives the first. Nothing computes the last token's.
+    """
+    versions = [f"v{made - FIRST}" for made in output.tokens]
+    return runs([versions[0]] * prompt_tokens + versions[1:])
+
+
+@pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_kv_of_running_requests(
+    any_server: Server, checkpoints: Path, kv: str, stream: bool
+) -> None:
+    (asked,) = start(any_server, 1, tokens=ENDLESS, input_ids=prompt(40), stream=stream)
+    (beside,) = start_running(any_server, 1, tokens=ENDLESS)
+    for version in (1, 2):
+        update(any_server, checkpoints, version, non_blocking=True, kv_cache=kv)
+        beside.wait_for_tokens(beside.count + 3)
+    asked.abort()
+    output = expect_aborted(asked)
+    if kv == "recompute":
+        assert kv_runs(output) == [("v2", 40 + len(output.tokens) - 1)]
+    else:
+        assert kv_runs(output) == made_as_it_ran(output, 40)
+        assert {version for version, _ in kv_runs(output)} == {"v0", "v1", "v2"}
+    beside.abort()
+    expect_aborted(beside)
+
+
+def test_kv_of_a_paused_update(any_server: Server, checkpoints: Path) -> None:
+    """Frozen requests keep their KV, and those sent back get new KV."""
+    generations = start_running(any_server, 2, tokens=ENDLESS)
+    pause(any_server, "in_place")
+    update(any_server, checkpoints, 1, flush_cache=False)
+    resume(any_server)
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
+    pause(any_server, "retract")
+    for generation in generations:
+        assert not generation.has_ended
+    resume(any_server)
+    for output in expect_all_go_on(generations):
+        assert kv_runs(output) == [("v1", 16 + len(output.tokens) - 1)]
+
+
+@pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
+def test_kv_of_a_reused_prefix(any_server: Server, checkpoints: Path, kv: str) -> None:
+    input_ids = prompt(64)
+    (first,) = start(any_server, 1, tokens=4, input_ids=input_ids)
+    assert kv_runs(expect_whole(first)) == [("v0", 67)]
+    update(any_server, checkpoints, 1, non_blocking=True, kv_cache=kv)
+    (second,) = start(any_server, 1, tokens=4, input_ids=input_ids)
+    output = expect_whole(second)
+    reused = output.meta["cached_tokens"]
+    if kv == "keep":
+        # the prompt's last token is computed anew, and found in the cache all the same:
+        # the tokens after it attend to what the cache has
+        assert reused == 63
+        assert kv_runs(output) == [("v0", 64), ("v1", 3)]
+    else:
+        assert reused == 0
+        assert kv_runs(output) == [("v1", 67)]
+
+
+def test_kv_of_a_prefix_of_three_versions(any_server: Server, checkpoints: Path) -> None:
+    """Each prompt is the one before it and more, so each leaves its part in the cache."""
+    input_ids = prompt(192)
+    expected: list[Any] = []
+    for version, length in ((0, 64), (1, 128), (2, 192)):
+        if version:
+            update(any_server, checkpoints, version, non_blocking=True, kv_cache="keep")
+        (generation,) = start(any_server, 1, tokens=1, input_ids=input_ids[:length])
+        output = expect_whole(generation)
+        reused = output.meta["cached_tokens"]
+        labels = [v for v, n in expected for _ in range(n)]
+        assert len(labels) == reused
+        expected = runs(labels + [f"v{version}"] * (length - reused))
+        assert kv_runs(output) == expected
+    assert [version for version, _ in expected] == ["v0", "v1", "v2"]
+
+
+@pytest.mark.parametrize("kv", ["fence", "keep"])
+def test_kv_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
+    pause(any_server, "in_place")
+    (prefilling,) = start(any_server, 1, tokens=2, input_ids=prompt(8 * CHUNK))
+    until_waiting(any_server, 1)
+    resume(any_server)
+    (rank,) = pause(any_server, "in_place")["ranks"]
+    assert (rank["running"], rank["waiting"]) == (1, 0)
+    update(any_server, checkpoints, 1, non_blocking=True, kv_cache=kv)
+    resume(any_server)
+    output = expect_whole(prefilling)
+    (old, before), (new, after) = kv_runs(output)
+    assert (old, new) == ("v0", "v1")
+    assert before % CHUNK == 0
+    assert before + after == 8 * CHUNK + 1
+
+
+def test_old_prefixes_are_the_first_to_go(off_server: Server, checkpoints: Path) -> None:
+    """Under pressure what nobody can reuse any more goes before what somebody can.
+
+    What ran across the commit and ends after it is used later than much that is new, and
+    has to go before it all the same. The pool holds what is new, and nothing besides.
+    """
+    across = start_running(off_server, 1, tokens=ENDLESS, input_ids=prompt(2 * PIECE))
+    for _ in range(2):
+        expect_whole(start(off_server, 1, tokens=1, input_ids=prompt(PIECE))[0])
+    update(off_server, checkpoints, 1, non_blocking=True, kv_cache="fence")
+    new = [prompt(PIECE) for _ in range(SMALL_POOL // PIECE - 1)]
+    for input_ids in new[:2]:
+        expect_whole(start(off_server, 1, tokens=1, input_ids=input_ids)[0])
+    expect_all_go_on(across)
+    for input_ids in new[2:]:
+        expect_whole(start(off_server, 1, tokens=1, input_ids=input_ids)[0])
+    for input_ids in new:
+        (again,) = start(off_server, 1, tokens=1, input_ids=input_ids)
+        assert expect_whole(again).meta["cached_tokens"] == PIECE - 1

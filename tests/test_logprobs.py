@@ -1,0 +1,171 @@
+"""The log-probability of each token is that under its own weights and its own KV.
+
+The real model in float32, sampled at temperature 1, beside transformers, which is given the
+same weights and the same mix of KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sglang_inflight.demo import smollm2
+from tests.support.load import ask, until
+from tests.support.pool import ServerPool
+from tests.support.replay import Replay
+from tests.support.server import Server, serve
+
+PROMPT = list(range(1000, 1040))
+TOKENS = 48
+# in nats, of float32 on both sides; the versions differ by thousands of times that
+CLOSE = 2e-3
+
+Versions = dict[str, Path]
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """SmolLM2 in float32, and the same with a tenth of noise on each weight."""
+    base = smollm2.build_base(smollm2.default_cache())
+    folder = tmp_path_factory.mktemp("smollm2")
+    weights = {n: t.float() for n, t in load_file(base / "model.safetensors").items()}
+    noise = torch.Generator().manual_seed(0)
+    noisy = {n: t * (1 + 0.1 * torch.randn(t.shape, generator=noise)) for n, t in weights.items()}
+    found = {}
+    for name, tensors in (("v0", weights), ("v1", noisy)):
+        found[name] = folder / name
+        found[name].mkdir()
+        for file in base.iterdir():
+            if file.suffix != ".safetensors":
+                (found[name] / file.name).symlink_to(file)
+        save_file(tensors, found[name] / "model.safetensors", metadata={"format": "pt"})
+    return found
+
+
+@pytest.fixture(scope="module")
+def replay(versions: Versions) -> Replay:
+    return Replay(versions)
+
+
+@pytest.fixture(scope="module")
+def real_server(
+    versions: Versions, pool: ServerPool, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    pool.discard()  # one server at a time
+    flags = ("--dtype", "float32", "--weight-version", "v0", "--max-total-tokens", "4096")
+    # unpaced, so that the update is through before the tokens are
+    env = {"SGLANG_INFLIGHT_PACE_BYTES": "0", "OMP_NUM_THREADS": "2"}
+    log = tmp_path_factory.mktemp("logs") / "real.log"
+    with serve(versions["v0"], *flags, log=log, env=env) as server:
+        yield server
+
+
+@pytest.fixture
+def real(real_server: Server, versions: Versions) -> Iterator[Server]:
+    yield real_server
+    update(real_server, versions, "v0", kv_cache="recompute")
+
+
+def update(real: Server, versions: Versions, version: str, **fields: Any) -> None:
+    body = {"model_path": str(versions[version]), "weight_version": version, **fields}
+    receipt = ask(real, "POST", "/update_weights_from_disk", {**body, "non_blocking": True})
+    assert receipt["success"], receipt
+
+
+def generate(real: Server, tokens: int = TOKENS) -> Any:
+    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    return ask(real, "POST", "/generate", body)
+
+
+def generate_across(real: Server, versions: Versions, kv_cache: str) -> Any:
+    """An answer of which the first tokens are of v0 and the last ones of v1."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor() as threads:
+        answer = threads.submit(generate, real)
+        until("it runs", lambda: ask(real, "GET", "/inflight/status")["running"] == 1)
+        update(real, versions, "v1", kv_cache=kv_cache)
+        return answer.result()
+
+
+def labels(spans: list[dict[str, Any]]) -> list[str]:
+    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+
+
+def expect_logprobs(answer: Any, replay: Replay, kv: list[str] | None = None) -> None:
+    meta = answer["meta_info"]
+    output = answer["output_ids"]
+    returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+    expected = replay.logprobs(
+        PROMPT, output, labels(meta["weight_versions"]), kv or labels(meta["kv_versions"])
+    )
+    assert len(returned) == len(expected) == len(output)
+    for index, (ours, theirs) in enumerate(zip(returned, expected, strict=True)):
+        assert abs(ours - theirs) < CLOSE, f"token {index}: {ours}, expected {theirs}: {meta}"
+
+
+def test_without_an_update(real: Server, replay: Replay) -> None:
+    answer = generate(real)
+    assert set(labels(answer["meta_info"]["weight_versions"])) == {"v0"}
+    expect_logprobs(answer, replay)
+
+
+def test_the_reference_tells_versions_apart(real: Server, replay: Replay) -> None:
+    """Else the other tests would prove nothing."""
+    answer = generate(real)
+    kv = labels(answer["meta_info"]["kv_versions"])
+    with pytest.raises(AssertionError, match="token"):
+        expect_logprobs(answer, replay, kv=["v1"] * (len(PROMPT) // 2) + kv[len(PROMPT) // 2 :])
+
+
+@pytest.mark.parametrize("kv_cache", ["fence", "keep"])
+def test_across_a_commit_that_keeps_the_kv(
+    real: Server, versions: Versions, replay: Replay, kv_cache: str
+) -> None:
+    answer = generate_across(real, versions, kv_cache)
+    assert set(labels(answer["meta_info"]["weight_versions"])) == {"v0", "v1"}
+    assert set(labels(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
+    expect_logprobs(answer, replay)
+
+
+def test_across_a_commit_that_recomputes(real: Server, versions: Versions, replay: Replay) -> None:
+    """A token that was there before the commit keeps the log-probability that it had."""
+    answer = generate_across(real, versions, "recompute")
+    meta = answer["meta_info"]
+    made_by = labels(meta["weight_versions"])
+    assert set(made_by) == {"v0", "v1"}
+    assert set(labels(meta["kv_versions"])) == {"v1"}
+    returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
+    for version in ("v0", "v1"):
+        kv = [version] * (len(PROMPT) + TOKENS - 1)
+        expected = replay.logprobs(PROMPT, answer["output_ids"], [version] * TOKENS, kv)
+        mine = [i for i, label in enumerate(made_by) if label == version]
+        for index in mine:
+            assert abs(returned[index] - expected[index]) < CLOSE, (index, meta)
+
+
+def test_of_a_prefix_that_older_weights_left(
+    real: Server, versions: Versions, replay: Replay
+) -> None:
+    generate(real, tokens=1)
+    update(real, versions, "v1", kv_cache="keep")
+    answer = generate(real)
+    assert answer["meta_info"]["cached_tokens"] == len(PROMPT) - 1
+    assert set(labels(answer["meta_info"]["weight_versions"])) == {"v1"}
+    assert set(labels(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
+    expect_logprobs(answer, replay)
+
+
+def test_of_a_prefix_behind_the_fence(real: Server, versions: Versions, replay: Replay) -> None:
+    generate(real, tokens=1)
+    update(real, versions, "v1", kv_cache="fence")
+    answer = generate(real)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    assert set(labels(answer["meta_info"]["kv_versions"])) == {"v1"}
+    expect_logprobs(answer, replay)

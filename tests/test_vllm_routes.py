@@ -1,0 +1,474 @@
+"""vLLM's routes for RL, driven as vLLM's own examples drive them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    expect_aborted,
+    expect_all_go_on,
+    expect_whole,
+    prompt,
+    settle,
+    start,
+    start_running,
+    until_waiting,
+)
+from tests.support.pool import FLAVOURS, ServerPool
+from tests.support.server import Server
+from tests.support.trainer import Trainer, Trainers, layout
+from tests.support.updates import drop_session, expect_to_run_on, says, serving
+
+pytest_plugins = ["tests.support.fixtures"]
+
+# so small that the marker model comes in several buckets
+BUCKET_BYTES = 30_000
+
+ROUTES = {
+    "/pause": "POST",
+    "/resume": "POST",
+    "/abort_requests": "POST",
+    "/init_weight_transfer_engine": "POST",
+    "/shutdown_weight_transfer_engine": "POST",
+    "/start_weight_update": "POST",
+    "/start_draft_weight_update": "POST",
+    "/update_weights": "POST",
+    "/finish_weight_update": "POST",
+    "/weight_info": "GET",
+    "/weight_checker": "POST",
+    "/get_world_size": "GET",
+    "/reset_prefix_cache": "POST",
+    "/reset_mm_cache": "POST",
+    "/reset_encoder_cache": "POST",
+    "/sleep": "POST",
+    "/wake_up": "POST",
+    "/is_sleeping": "GET",
+    "/release_kv_cache_memory": "POST",
+}
+
+
+class VLLMClient:
+    """What a trainer that was written for vLLM has: its calls, in its words."""
+
+    def __init__(self, server: Server) -> None:
+        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120)
+
+    def post(self, path: str, json: Any = None, **params: Any) -> Any:
+        return self._read(self._http.post(path, json=json, params=params))
+
+    def get(self, path: str, **params: Any) -> Any:
+        return self._read(self._http.get(path, params=params))
+
+    def refuse(
+        self, path: str, *words: str, status: int = 400, json: Any = None, **params: Any
+    ) -> None:
+        """The call is refused, in a sentence that has ``words``."""
+        response = self._http.request(ROUTES[path], path, json=json, params=params)
+        assert response.status_code == status, response.text
+        for word in words:
+            assert word in response.json()["message"], response.text
+
+    def init_weight_transfer_engine(self, trainer: Trainer, *, packed: bool) -> None:
+        """Both sides meet: the server inside the call, the trainer beside it."""
+        world_size = 1 + self.get("/get_world_size")["world_size"]
+        init_info = {
+            "master_address": "127.0.0.1",
+            "master_port": trainer.listen(ranks=world_size - 1),
+            "rank_offset": 1,
+            "world_size": world_size,
+            "packed": packed,
+            "packed_buffer_size_bytes": BUCKET_BYTES,
+            "packed_num_buffers": 2,
+        }
+        try:
+            self.post("/init_weight_transfer_engine", {"init_info": init_info})
+        except BaseException:
+            # it waits for a server that does not come
+            trainer.close()
+            raise
+        assert trainer.answer() == "joined"
+
+    def shutdown_weight_transfer_engine(self, trainer: Trainer) -> None:
+        trainer.order("leave", group="weight_update_group")
+        self.post("/shutdown_weight_transfer_engine")
+        assert trainer.answer() == "left"
+
+    def send_weights(
+        self, trainer: Trainer, version: int, *, packed: bool, name: str | None = None
+    ) -> None:
+        """A whole round: the call receives while the trainer broadcasts."""
+        self.post("/start_weight_update")
+        calling = threading.Thread(
+            target=self.post, args=("/update_weights", {"update_info": update_info(version)})
+        )
+        calling.start()
+        trainer.send(version, bucket=packed, bucket_bytes=BUCKET_BYTES if packed else None)
+        assert trainer.answer() == "sent"
+        calling.join()
+        self.post("/finish_weight_update", None if name is None else {"weight_version": name})
+
+    @staticmethod
+    def _read(response: httpx.Response) -> Any:
+        assert response.status_code == 200, response.text
+        return response.json()
+
+
+def update_info(version: int) -> dict[str, Any]:
+    fields = layout(version)
+    return {
+        "names": fields["names"],
+        "dtype_names": fields["dtypes"],
+        "shapes": fields["shapes"],
+    }
+
+
+@pytest.fixture
+def vllm_server(pool: ServerPool) -> Iterator[Server]:
+    """With vLLM's routes and an admin key."""
+    server = pool.get(FLAVOURS["vllm_server"])
+    yield server
+    drop_session(server)
+    pool.restore()
+
+
+@pytest.fixture
+def vllm(vllm_server: Server) -> VLLMClient:
+    return VLLMClient(vllm_server)
+
+
+@pytest.fixture
+def trainer(vllm_server: Server, trainers: Trainers) -> Iterator[Trainer]:
+    trainer = trainers.get()
+    yield trainer
+    # whichever of the two a failed test left in the group; the server first, because a
+    # trainer that hangs in a broadcast then fails
+    drop_session(vllm_server)
+    vllm_server.post("/shutdown_weight_transfer_engine")
+    trainer.reset()
+
+
+# ---- weights -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one_by_one"])
+def test_steps_of_training(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer, packed: bool, clear_cache: bool
+) -> None:
+    """Pause and keep, send, resume: running requests go on with the new weights."""
+    generations = start_running(vllm_server, 2, tokens=ENDLESS)
+    vllm.init_weight_transfer_engine(trainer, packed=packed)
+    for version in (1, 2):
+        paused = vllm.post("/pause", mode="keep", clear_cache=clear_cache)
+        assert paused["status"] == "paused"
+        assert vllm.get("/is_paused") == {"is_paused": True}
+        (rank,) = paused["ranks"]
+        assert rank["retracted"] == (2 if clear_cache else 0)
+        counts = settle(vllm_server, generations)
+        vllm.send_weights(trainer, version, packed=packed, name=f"v{version}")
+        assert vllm.get("/weight_info") == {"weight_version": f"v{version}"}
+        assert settle(vllm_server, generations) == counts
+        assert vllm.post("/resume")["status"] == "resumed"
+        assert vllm.get("/is_paused") == {"is_paused": False}
+        for generation, count in zip(generations, counts, strict=True):
+            generation.wait_for_tokens(count + 3)
+    expect_to_run_on(vllm_server, generations, [0, 1, 2])
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+def test_without_a_pause(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) -> None:
+    generations = start_running(vllm_server, 2, tokens=ENDLESS)
+    vllm.init_weight_transfer_engine(trainer, packed=True)
+    vllm.send_weights(trainer, 1, packed=True, name="v1")
+    expect_to_run_on(vllm_server, generations, [0, 1])
+    # a trainer that comes back takes its own place, and ends what it had begun
+    vllm.post("/start_weight_update")
+    trainer.order("leave", group="weight_update_group")
+    assert trainer.answer() == "left"
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    vllm.send_weights(trainer, 2, packed=False)
+    says(vllm_server, 2)
+    # vLLM names a version when it is told to, and not before
+    assert vllm.get("/weight_info") == {"weight_version": "v1"}
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+def test_order_of_calls(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) -> None:
+    before = serving(vllm_server)
+    vllm.refuse("/start_weight_update", "init_weight_transfer_engine")
+    vllm.refuse("/update_weights", "init_weight_transfer_engine", json={"update_info": {}})
+    vllm.refuse("/finish_weight_update", "no weight update")
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    vllm.refuse("/finish_weight_update", "no weight update")
+    vllm.post("/start_weight_update")
+    vllm.refuse("/start_weight_update", "already open")
+    vllm.refuse("/shutdown_weight_transfer_engine", "going on", status=409)
+    vllm.refuse("/finish_weight_update", "no tensor")
+    vllm.refuse("/finish_weight_update", "no weight update")
+    vllm.refuse(
+        "/update_weights", "start_weight_update", "join anew", json={"update_info": update_info(1)}
+    )
+    assert serving(vllm_server) == before
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+@pytest.mark.parametrize(
+    ("info", "status", "words"),
+    [
+        ({"names": ["a"], "dtype_names": ["bfloat16"]}, 400, ("update_info", "`shapes`")),
+        ({**update_info(1), "sizes": [1]}, 400, ("update_info", "`sizes`")),
+        ({**update_info(1), "dtype_names": ["bfloat16"]}, 400, ("of one length",)),
+        ({**update_info(1), "names": "lm_head.weight"}, 400, ("update_info", "`$.names`")),
+        ([update_info(1)], 501, ("rank",)),
+        ({**update_info(1), "ipc_handles_pickled": "gASV"}, 501, ("IPC",)),
+        (7, 400, ("`$.update_info`",)),
+    ],
+)
+def test_update_that_is_refused(
+    vllm_server: Server,
+    vllm: VLLMClient,
+    trainer: Trainer,
+    info: Any,
+    status: int,
+    words: tuple[str, ...],
+) -> None:
+    """It ends its session, and nothing has changed."""
+    generations = start_running(vllm_server, 1, tokens=ENDLESS)
+    before = serving(vllm_server)
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    vllm.post("/start_weight_update")
+    vllm.refuse("/update_weights", *words, "join anew", status=status, json={"update_info": info})
+    vllm.refuse("/finish_weight_update", "no weight update")
+    assert serving(vllm_server) == before
+    expect_all_go_on(generations)
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "one_by_one"])
+def test_tensor_that_is_refused(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer, packed: bool
+) -> None:
+    """What follows it is taken in all the same, and the next round needs no new group."""
+    before = serving(vllm_server)
+    vllm.init_weight_transfer_engine(trainer, packed=packed)
+    vllm.post("/start_weight_update")
+    info = update_info(1)
+    info["names"][4] = "nonsense"
+    trainer.send(1, bucket=packed, bucket_bytes=BUCKET_BYTES if packed else None)
+    vllm.refuse("/update_weights", "nonsense", json={"update_info": info})
+    assert trainer.answer() == "sent"
+    assert serving(vllm_server) == before
+    vllm.send_weights(trainer, 2, packed=packed, name="v2")
+    says(vllm_server, 2)
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+def test_draft(vllm: VLLMClient, trainer: Trainer) -> None:
+    """This server has none."""
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    vllm.refuse("/start_draft_weight_update", "'draft'", "no model")
+    vllm.refuse("/finish_weight_update", "no weight update")
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+_INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("info", "status", "words"),
+    [
+        ({"rank_offset": 1, "world_size": 2}, 400, ("init_info", "`master_address`")),
+        ({**_INIT, "master_port": 0}, 400, ("init_info", "`$.master_port`")),
+        ({**_INIT, "world_size": 1}, 400, ("init_info", "`$.world_size`")),
+        ({**_INIT, "rank_offset": 2}, 400, ("no place",)),
+        ({**_INIT, "packed_buffer_size_bytes": 0}, 400, ("`$.packed_buffer_size_bytes`",)),
+        ({**_INIT, "backend": "gloo"}, 400, ("init_info", "`backend`")),
+        ({"nccl_unique_id_b64": "", "rank_offset": 1, "world_size": 2}, 501, ("unique_id",)),
+        ({"packed": True}, 501, ("IPC",)),
+    ],
+)
+def test_init_that_is_refused(
+    vllm: VLLMClient, info: Any, status: int, words: tuple[str, ...]
+) -> None:
+    vllm.refuse("/init_weight_transfer_engine", *words, status=status, json={"init_info": info})
+    vllm.refuse("/start_weight_update", "init_weight_transfer_engine")
+
+
+def test_name_of_a_version(vllm_server: Server, vllm: VLLMClient) -> None:
+    """Unlike SGLang's call of this name, it ends no request."""
+    (generation,) = start_running(vllm_server, 1, tokens=ENDLESS)
+    answer = vllm.post("/update_weight_version", {"new_version": "a name"})
+    assert answer["success"]
+    assert answer["new_version"] == "a name"
+    assert vllm.get("/weight_info") == {"weight_version": "a name"}
+    generation.wait_for_tokens(generation.count + 3)
+    assert not generation.has_ended
+    assert vllm_server.post("/update_weight_version", {})["status_code"] == 400
+    # the tokens' spans have both names, which only this test knows
+    generation.abort()
+    assert generation.output().finish_reason == "abort"
+
+
+def test_checksums(vllm_server: Server, vllm: VLLMClient, checkpoints: Path) -> None:
+    checksums = vllm.post("/weight_checker", {"action": "checksum"})["checksums"]
+    assert any(name.endswith("lm_head.weight") for name in checksums)
+
+    def compare() -> Any:
+        return vllm.post("/weight_checker", {"action": "compare", "baseline": checksums})
+
+    assert compare() == {"match": True, "mismatches": []}
+    body = {"model_path": str(checkpoints / "v1"), "non_blocking": True}
+    assert vllm_server.post("/update_weights_from_disk", body)["success"]
+    # all that tells a marker's versions apart
+    assert compare() == {"match": False, "mismatches": ["dp0.pp0.tp0.lm_head.weight"]}
+    vllm.refuse("/weight_checker", "baseline", json={"action": "compare"})
+    vllm.refuse("/weight_checker", "zero", status=501, json={"action": "reset"})
+    says(vllm_server, 1)
+
+
+# ---- pauses ------------------------------------------------------------------------------
+
+
+def test_pause_aborts_by_default(vllm_server: Server, vllm: VLLMClient) -> None:
+    generations = start_running(vllm_server, 2, tokens=ENDLESS)
+    vllm.post("/pause")
+    for generation in generations:
+        expect_aborted(generation)
+    (queued,) = start(vllm_server, 1, tokens=3)
+    until_waiting(vllm_server, 1)
+    assert queued.count == 0
+    vllm.post("/resume")
+    expect_whole(queued)
+
+
+def test_pause_waits(vllm_server: Server, vllm: VLLMClient) -> None:
+    generations = start_running(vllm_server, 2, tokens=60)
+    vllm.post("/pause", mode="wait")
+    for generation in generations:
+        expect_whole(generation)
+    # twice is once, and one call ends it
+    vllm.post("/pause", mode="keep", clear_cache="false")
+    vllm.post("/resume")
+    assert vllm.get("/is_paused") == {"is_paused": False}
+
+
+def cached(server: Server, input_ids: list[int]) -> int:
+    output = expect_whole(Generation(server, tokens=2, input_ids=input_ids))
+    count: int = output.meta["cached_tokens"]
+    return count
+
+
+def test_pause_clears_the_cache(vllm_server: Server, vllm: VLLMClient) -> None:
+    input_ids = prompt(64)
+    cached(vllm_server, input_ids)
+    vllm.post("/pause", mode="keep", clear_cache=False)
+    vllm.post("/resume")
+    assert cached(vllm_server, input_ids) > 0
+    for mode in ("keep", "wait", "abort"):
+        vllm.post("/pause", mode=mode)
+        vllm.post("/resume")
+        assert cached(vllm_server, input_ids) == 0
+
+
+def test_reset_prefix_cache(vllm_server: Server, vllm: VLLMClient) -> None:
+    input_ids = prompt(64)
+    cached(vllm_server, input_ids)
+    assert vllm.post("/reset_prefix_cache", reset_external="true") == {"success": True}
+    assert cached(vllm_server, input_ids) == 0
+    generations = start_running(vllm_server, 2, tokens=ENDLESS)
+    assert vllm.post("/reset_prefix_cache") == {"success": False}
+    assert cached(vllm_server, input_ids) > 0
+    assert vllm.post("/reset_prefix_cache", reset_running_requests=True) == {"success": True}
+    assert cached(vllm_server, input_ids) == 0
+    expect_all_go_on(generations)
+
+
+def test_other_caches(vllm: VLLMClient) -> None:
+    """A model for text has none of them."""
+    vllm.post("/reset_mm_cache")
+    vllm.post("/reset_encoder_cache")
+
+
+def test_sleep(vllm_server: Server, vllm: VLLMClient) -> None:
+    generations = start_running(vllm_server, 2, tokens=ENDLESS)
+    assert vllm.get("/is_sleeping") == {"is_sleeping": False}
+    for level in (1, 2):
+        vllm.refuse("/sleep", "memory", status=501, level=level)
+    vllm.refuse("/sleep", "memory", status=501)
+    vllm.refuse("/release_kv_cache_memory", "memory", status=501)
+    assert vllm.get("/is_sleeping") == {"is_sleeping": False}
+    slept = vllm.post("/sleep", level=0, mode="keep")
+    assert (slept["status"], slept["level"]) == ("sleeping", 0)
+    assert vllm.get("/is_sleeping") == {"is_sleeping": True}
+    settle(vllm_server, generations)
+    vllm.refuse("/wake_up", "'soon'", tags=["scheduling", "soon"])
+    assert vllm.get("/is_sleeping") == {"is_sleeping": True}
+    woken = vllm.post("/wake_up", tags=["scheduling"])
+    assert (woken["status"], woken["tags"]) == ("awake", ["scheduling"])
+    expect_all_go_on(generations)
+
+
+def test_abort_requests(vllm_server: Server, vllm: VLLMClient) -> None:
+    one, *others = start_running(vllm_server, 3, tokens=ENDLESS)
+    assert vllm.post("/abort_requests", {"request_ids": [one.rid]})["aborted"] == 1
+    expect_aborted(one)
+    vllm.refuse("/abort_requests", "there is none")
+    assert not any(other.has_ended for other in others)
+    assert vllm.post("/abort_requests", {})["aborted"] == len(others)
+    for other in others:
+        expect_aborted(other)
+
+
+@pytest.mark.parametrize(
+    ("path", "words", "call"),
+    [
+        ("/pause", ("`$.mode`",), {"mode": "in_place"}),
+        ("/pause", ("`$.clear_cache`",), {"clear_cache": "perhaps"}),
+        ("/pause", ("`wait_for_inflight_requests`",), {"wait_for_inflight_requests": "true"}),
+        ("/pause", ("mode", "twice"), {"mode": ["keep", "abort"]}),
+        ("/sleep", ("`$.level`",), {"level": 3}),
+        ("/sleep", ("`$.mode`",), {"level": 0, "mode": "gently"}),
+        ("/reset_prefix_cache", ("`$.reset_running_requests`",), {"reset_running_requests": "x"}),
+        ("/get_world_size", ("`$.include_dp`",), {"include_dp": "all"}),
+        ("/abort_requests", ("`$.request_ids`",), {"json": {"request_ids": "one"}}),
+        ("/abort_requests", ("`$.request_ids[0]`",), {"json": {"request_ids": [""]}}),
+        ("/init_weight_transfer_engine", ("`init_info`",), {"json": {}}),
+        ("/finish_weight_update", ("`$.weight_version`",), {"json": {"weight_version": 7}}),
+        ("/weight_checker", ("`$.action`",), {"json": {"action": "guess"}}),
+        ("/weight_checker", ("object",), {"json": [1]}),
+    ],
+)
+def test_bad_input(
+    vllm_server: Server, vllm: VLLMClient, path: str, words: tuple[str, ...], call: dict[str, Any]
+) -> None:
+    generations = start_running(vllm_server, 1, tokens=ENDLESS)
+    before = serving(vllm_server)
+    vllm.refuse(path, *words, **call)
+    assert vllm.get("/is_paused") == {"is_paused": False}
+    assert serving(vllm_server) == before
+    expect_all_go_on(generations)
+
+
+# ---- who may call them, and where they are ---------------------------------------------
+
+
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer guessed"}], ids=["no", "wrong"])
+def test_key(vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]) -> None:
+    for path, method in {**ROUTES, "/update_weight_version": "POST"}.items():
+        response = httpx.request(method, vllm_server.url + path, headers=headers, timeout=60)
+        assert response.status_code == 401, f"{path}: {response.text}"
+    assert vllm.get("/is_paused") == {"is_paused": False}
+
+
+def test_off_unless_switched_on(server: Server) -> None:
+    for path, method in ROUTES.items():
+        response = httpx.request(method, server.url + path, timeout=60)
+        assert response.status_code == 404, f"{path}: {response.text}"
