@@ -27,8 +27,8 @@ from tests.support.load import (
 from tests.support.marker import FIRST
 from tests.support.server import Server
 
-SCHEDULES = 6
-OPERATIONS = 30
+SCHEDULES = 5
+OPERATIONS = 20
 VERSIONS = 6
 MAX_RUNNING = 3
 

@@ -6,6 +6,10 @@ new requests. So the version is kept per slot: each forward notes it for the slo
 is about to write, and a request that ends reads it off its slots. Reuse, retraction and
 recompute then need no rule of their own.
 
+What is read is what the row holds at the end. A prompt that the cache holds whole has its
+last token computed anew, and the slot of that is then replaced by the cache's: the one
+forward that overlap launches in between read the newer.
+
 Stream order: noting and reading are enqueued on the scheduler's stream, as the allocation
 of the slots and of a request's row are. So a read sees what was noted before it and waits
 for no forward.
