@@ -78,12 +78,13 @@ class Settings:
         "end a request at the commit that leaves its first token further behind, in commits",
     )
     pace_bytes: int = _setting(
-        4 << 20,
+        48 << 20,
         _natural,
-        "bytes staged per scheduler step while requests run; 0 does not pace",
+        "bytes of memory that staging touches per scheduler step while requests run; a tensor "
+        "that is loaded counts three times; 0 does not pace",
     )
     stage_nice: int = _setting(
-        10, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
+        0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
     )
     sse_comment_s: float = _setting(
         15.0,

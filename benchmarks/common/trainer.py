@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
+import socket
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +31,7 @@ Transport = Literal["disk", "tensor", "distributed"]
 
 GROUP = "benchmark"
 BUCKET_BYTES = 16 << 20
+_SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -60,7 +64,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def trainer(peer: Peer, model: Path, *, bytes_per_s: float = 0) -> Iterator[Trainer]:
-    """``bytes_per_s`` holds back what goes by ``distributed``; 0 does not."""
+    """``bytes_per_s`` holds the link of ``distributed``; 0 does not."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
@@ -103,7 +107,7 @@ class _Sender:
         self._bytes_per_s = bytes_per_s
         self._how = {"non_blocking": True} if is_ours else {}
         self._weights: Named | None = None
-        self._buckets: list[Named] = []
+        self._buckets: list[tuple[Named, torch.Tensor]] = []
         self._group: torch.distributed.ProcessGroup | None = None
         self._count = 0
 
@@ -124,7 +128,7 @@ class _Sender:
             from safetensors.torch import load_file
 
             self._weights = list(load_file(self._model / "model.safetensors").items())
-            self._buckets = list(_fill_buckets(self._weights))
+            self._buckets = [(b, _flatten(b)) for b in _fill_buckets(self._weights)]
         if transport == "tensor":
             from sglang.srt.utils import MultiprocessingSerializer
 
@@ -153,6 +157,8 @@ class _Sender:
                 rank=0,
                 group_name=GROUP,
             )
+        if self._bytes_per_s:
+            _hold_links(round(self._bytes_per_s))
         return group
 
     # ---- sending ---------------------------------------------------------------------
@@ -174,13 +180,10 @@ class _Sender:
                 body = {"serialized_named_tensors": [piece], **self._label(), **self._how}
                 self._post("/update_weights_from_tensor", body)
             else:
-                self._broadcast(piece)
+                self._broadcast(*piece)
         return self._post("/end_weight_update", self._how)
 
-    def _broadcast(self, bucket: Named) -> None:
-        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-        flat = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
+    def _broadcast(self, bucket: Named, flat: torch.Tensor) -> None:
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -191,9 +194,6 @@ class _Sender:
             **self._how,
         }
         with self._while_posting("/update_weights_from_distributed", body):
-            if self._bytes_per_s:
-                # the receiver waits in its collective, as it would on a slow wire
-                time.sleep(flat.nbytes / self._bytes_per_s)
             torch.distributed.broadcast(flat, src=0, group=self._group)
 
     def _label(self) -> dict[str, Any]:
@@ -223,6 +223,27 @@ class _Sender:
         thread.join()
         if failures:
             raise failures[0]
+
+
+def _hold_links(bytes_per_s: int) -> None:
+    """Let the kernel pace every TCP connection of this process, as a slow wire would."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            connection = socket.socket(fileno=os.dup(int(name)))
+        except OSError:
+            continue  # no socket, or closed since it was listed
+        with connection:
+            if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
+                connection.setsockopt(
+                    socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", bytes_per_s)
+                )
+
+
+def _flatten(bucket: Named) -> torch.Tensor:
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    flat: torch.Tensor = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
+    return flat
 
 
 def _fill_buckets(weights: Named) -> Iterator[Named]:

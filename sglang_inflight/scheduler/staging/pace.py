@@ -13,7 +13,7 @@ LONGEST_WAIT_S = 0.1
 
 
 class Pace:
-    """A byte budget per scheduler step.
+    """A budget of bytes touched per scheduler step.
 
     The staging thread spends; each step of the loop refills. The loop never waits: it
     sets an event.
@@ -46,7 +46,8 @@ def yield_cores(niceness: int) -> None:
     """Make the calling thread the least of those that want a core.
 
     On a CPU server decoding and staging share the cores. One thread for torch's loops,
-    and a low priority, which Linux keeps per thread.
+    and a lower priority if one is set, which Linux keeps per thread. A thread that waits for
+    a core may be holding the interpreter, which then nobody has: so none is set as a rule.
     """
     threadpool_limits(limits=1, user_api="openmp")
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)

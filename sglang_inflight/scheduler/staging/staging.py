@@ -59,6 +59,11 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.boundary import Boundary
 
 
+# A tensor that is loaded is read by its checks, read once more, and written. Marks only
+# write, and sealing only reads.
+_LOAD_TOUCHES = 3
+
+
 class StagingState(enum.Enum):
     EMPTY = "empty"
     OPEN = "open"
@@ -344,7 +349,7 @@ class Staging:
             update.check()
             if isinstance(tensor, torch.Tensor):
                 update.bytes += tensor.nbytes
-                self._pace.spend(tensor.nbytes)
+                self._pace.spend(_LOAD_TOUCHES * tensor.nbytes)
             update.tensors += 1
             yield name, tensor
 
