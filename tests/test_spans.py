@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
+from tests.support.marker import FIRST
 from tests.support.pool import CHUNK
 from tests.support.server import Server
 
@@ -43,6 +45,11 @@ KV_FIELDS: dict[str, dict[str, Any]] = {
     "keep": {"kv_cache": "keep"},
 }
 RECOMPUTES = {"flush", "recompute"}
+
+
+def word(version: int) -> str:
+    """What the tokenizer says for the token that ``version`` makes."""
+    return f"t{FIRST + version}"
 
 
 @dataclass
@@ -140,6 +147,50 @@ def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, k
     assert versions_of(amid) == ["v1"]
     for output in before:
         assert versions_of(output) == ["v0", "v1"]
+
+
+def test_spans_of_a_stop_string(any_server: Server, checkpoints: Path) -> None:
+    """The new weights say what ends the request, and the text is cut before it."""
+    sampling = {"stop": [word(1)]}
+    streams = start_running(any_server, 2, tokens=ENDLESS, sampling=sampling)
+    (whole,) = start(any_server, 1, tokens=ENDLESS, sampling=sampling, stream=False)
+    update(any_server, checkpoints, 1, non_blocking=True)
+    for generation in (*streams, whole):
+        output = generation.output()
+        assert output.finish_reason == "stop"
+        expect_spans(output)
+        assert versions_of(output) in (["v0", "v1"], ["v1"])
+        assert count_of(output, 1) == 1
+
+
+def test_spans_under_a_grammar(any_server: Server, checkpoints: Path) -> None:
+    """Each step's choice is masked by what the tokens before it allow."""
+    words = "|".join(word(version) for version in range(6))
+    sampling = {"regex": f"(({words}) )*"}
+    streams = start_running(any_server, 2, tokens=ENDLESS, sampling=sampling)
+    update(any_server, checkpoints, 1, non_blocking=True)
+    for output in expect_all_go_on(streams):
+        assert versions_of(output) == ["v0", "v1"]
+
+
+def test_spans_of_openai_completions(any_server: Server, checkpoints: Path) -> None:
+    body = {
+        "model": "default",
+        "prompt": prompt(),
+        "max_tokens": 400,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(ask, any_server, "POST", "/v1/completions", body)
+        until("it runs", lambda: status(any_server)["running"] == 1)
+        update(any_server, checkpoints, 1, non_blocking=True)
+        answer = asked.result()
+    made_by = [f"v{int(said[1:]) - FIRST}" for said in answer["choices"][0]["text"].split()]
+    spans = answer["metadata"]["weight_versions"]
+    labels = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    assert labels == made_by
+    assert set(labels) == {"v0", "v1"}
 
 
 def test_spans_of_a_hundred_updates_under_load(any_server: Server, checkpoints: Path) -> None:

@@ -1,7 +1,9 @@
 """Updates, pauses and faults for as long as one likes, under requests that never stop.
 
 ``python -m tests.support.soak --minutes 60`` prints what was done and what came of it, as
-a table and as JSON. What is done, and in which order, follows from ``--seed``.
+a table and as JSON. What is done, and in which order, follows from ``--seed``. With
+``--tokens`` and ``--commits`` it goes on until so many tokens were compared with their spans,
+and so many versions went live; ``--streams 32`` gets there sooner.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from rich.table import Table
 
 from tests.support import marker
 from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
-from tests.support.pool import ENV, FLAVOURS
+from tests.support.pool import ENV, FLAVOURS, MAX_RUNNING
 from tests.support.server import Server, serve
 from tests.support.trainer import Trainers, layout
 from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
@@ -73,13 +75,20 @@ class Soak:
     """One caller that does one thing after another, while ``STREAMS`` requests run."""
 
     def __init__(
-        self, server: Server, checkpoints: Path, sender: Sender, trainers: Trainers, seed: int
+        self,
+        server: Server,
+        checkpoints: Path,
+        sender: Sender,
+        trainers: Trainers,
+        seed: int,
+        streams: int = STREAMS,
     ) -> None:
         self._server = server
         self._checkpoints = checkpoints
         self._sender = sender
         self._trainers = trainers
         self._choose = random.Random(seed)
+        self._count_of_streams = streams
         self._streams: list[Generation] = []
         # those that an abort, or their client's going away, may have ended
         self._given_up: set[Generation] = set()
@@ -99,15 +108,22 @@ class Soak:
             self.abandon_a_session: 2,
         }
 
-    def run(self, minutes: float) -> Numbers:
-        """Raises ``AssertionError`` where the server is not as it must be at the end."""
+    def run(self, minutes: float, *, tokens: int = 0, commits: int = 0) -> Numbers:
+        """Until all three are reached.
+
+        Raises ``AssertionError`` where the server is not as it must be at the end.
+        """
         began = time.monotonic()
         # memory is compared from when all that is made once has been made
         for operation in self._operations:
             self._act(operation)
         self.numbers.rss_before = self._rss()
         operations, weights = zip(*self._operations.items(), strict=True)
-        while time.monotonic() < began + 60 * minutes:
+        while (
+            time.monotonic() < began + 60 * minutes
+            or self.numbers.tokens_checked < tokens
+            or self.numbers.commits < commits
+        ):
             self._act(self._choose.choices(operations, weights)[0])
         self._finish()
         self.numbers.rss_after = self._rss()
@@ -124,10 +140,13 @@ class Soak:
         for stream in [stream for stream in self._streams if stream.has_ended]:
             self._streams.remove(stream)
             self._check(stream)
-        while len(self._streams) < STREAMS:
+        while len(self._streams) < self._count_of_streams:
             length = self._choose.choice(LENGTHS)
             asked = prompt(self._choose.choice((1, 16, 200)))
-            self._streams.append(Generation(self._server, tokens=length, input_ids=asked))
+            stream = self._choose.random() < 0.5
+            self._streams.append(
+                Generation(self._server, tokens=length, input_ids=asked, stream=stream)
+            )
             self.numbers.requests += 1
 
     def _check(self, stream: Generation) -> None:
@@ -342,6 +361,9 @@ def show(numbers: Numbers) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0)
+    parser.add_argument("--tokens", type=int, default=0)
+    parser.add_argument("--commits", type=int, default=0)
+    parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}")
@@ -352,11 +374,16 @@ def main() -> int:
         trainers = Trainers()
         try:
             with serve(
-                folder / "v0", *FLAVOURS["server"].flags, log=folder / "server.log", env=ENV
+                folder / "v0",
+                *FLAVOURS["server"].flags,
+                *("--max-running-requests", str(max(MAX_RUNNING, arguments.streams))),
+                log=folder / "server.log",
+                env=ENV,
             ) as server:
                 sender = Sender(folder, folder, trainers)
-                numbers = Soak(server, folder, sender, trainers, arguments.seed).run(
-                    arguments.minutes
+                soak = Soak(server, folder, sender, trainers, arguments.seed, arguments.streams)
+                numbers = soak.run(
+                    arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
                 )
         finally:
             trainers.close()
