@@ -143,9 +143,9 @@ class Soak:
         while len(self._streams) < self._count_of_streams:
             length = self._choose.choice(LENGTHS)
             asked = prompt(self._choose.choice((1, 16, 200)))
-            stream = self._choose.random() < 0.5
+            in_chunks = self._choose.random() < 0.5
             self._streams.append(
-                Generation(self._server, tokens=length, input_ids=asked, stream=stream)
+                Generation(self._server, tokens=length, input_ids=asked, stream=in_chunks)
             )
             self.numbers.requests += 1
 
