@@ -46,7 +46,11 @@ LIVE = {"non_blocking": True}
 
 @dataclass
 class Numbers:
-    """What a soak did. ``rss_…`` is the scheduler's memory in MiB."""
+    """What a soak did. ``rss`` is the scheduler's memory in MiB, a minute after the other.
+
+    It grows at first: pages of the KV pool are touched one by one, and the allocator keeps what
+    the largest of the prefills needed.
+    """
 
     seed: int
     minutes: float = 0.0
@@ -58,8 +62,7 @@ class Numbers:
     updates: Counter[str] = field(default_factory=Counter)
     pauses: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    rss_before: float = 0.0
-    rss_after: float = 0.0
+    rss: list[float] = field(default_factory=list)
     # what was wrong with each lost request
     losses: list[str] = field(default_factory=list)
 
@@ -114,10 +117,8 @@ class Soak:
         Raises ``AssertionError`` where the server is not as it must be at the end.
         """
         began = time.monotonic()
-        # memory is compared from when all that is made once has been made
         for operation in self._operations:
             self._act(operation)
-        self.numbers.rss_before = self._rss()
         operations, weights = zip(*self._operations.items(), strict=True)
         while (
             time.monotonic() < began + 60 * minutes
@@ -125,8 +126,9 @@ class Soak:
             or self.numbers.commits < commits
         ):
             self._act(self._choose.choices(operations, weights)[0])
+            if time.monotonic() >= began + 60 * len(self.numbers.rss):
+                self.numbers.rss.append(round(self._rss()))
         self._finish()
-        self.numbers.rss_after = self._rss()
         self.numbers.minutes = (time.monotonic() - began) / 60
         return self.numbers
 
@@ -350,7 +352,7 @@ def show(numbers: Numbers) -> None:
                 table.add_row(f"{name}: {kind}", str(count))
         elif isinstance(value, float):
             table.add_row(name, f"{value:.1f}")
-        elif not isinstance(value, list):
+        elif name != "losses":
             table.add_row(name, str(value))
     Console().print(table)
     for loss in numbers.losses:
