@@ -117,7 +117,7 @@ def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure
 
     def fail_once(client: httpx.Client) -> None:
         if failure == "dropped session":
-            client.post("/begin_weight_update", json=LIVE).raise_for_status()
+            client.post("/begin_weight_update", json={"non_blocking": True}).raise_for_status()
             client.post("/update_weights_from_tensor", content=body).raise_for_status()
             client.post("/abort_weight_update", json={}).raise_for_status()
             return
