@@ -223,7 +223,10 @@ class Generation:
             if tokens[: len(output.tokens)] != output.tokens:
                 raise ValueError(f"{self.rid}: a chunk takes back tokens of the one before")
             output.tokens, output.meta = tokens, chunk["meta_info"]
-            output.chunks.append((len(tokens), output.meta.get("weight_versions")))
+            # upstream hands on its growing list of ids: a chunk that is written late may hold
+            # more of them than it speaks of
+            spoken_of = output.meta["completion_tokens"]
+            output.chunks.append((spoken_of, output.meta.get("weight_versions")))
             output.endings += chunk["meta_info"]["finish_reason"] is not None
             self._changed.notify_all()
 
