@@ -146,7 +146,7 @@ def test_update_shows_what_is_staged(
     folder = str(checkpoints / "v1")
     with _terminal(faulty_server.url, "update", "disk", folder, "--weight-version", "v1") as bar:
         # the checkpoint's size is known here, and so the bar has an end
-        shown = bar.read_until("staging v1", " kB")
+        shown = bar.read_until("staging v1", " kB", "╺")  # the end of what is staged so far
         assert re.search(r"[1-9][0-9.]*/[0-9.]+ kB", shown), shown
         faults.clear()
         code, output = bar.end()
