@@ -26,11 +26,11 @@ else:
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
 KVPolicy = Literal["recompute", "fence", "keep"]
+Selector = Literal["target", "draft", "all"]
+
 # what a request's answer, and a request's custom_params, call these
 KV_VERSIONS = "kv_versions"
 MAX_VERSION_LAG = "max_version_lag"
-
-Selector = Literal["target", "draft", "all"]
 
 # a load_format: tensors one after the other in one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support import marker
+from tests.support.engine import play
 from tests.support.load import ENDLESS, Generation, expect_all_go_on, pause, resume, start_running
 from tests.support.pool import UPSTREAM, ServerPool
 from tests.support.server import Server, free_port
@@ -140,20 +137,11 @@ class TestEngine:
         self, pool: ServerPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
     ) -> dict[str, Any]:
         pool.discard()
-        file = tmp_path_factory.mktemp("containment") / "answers.json"
-        module = "tests.support.engine_containment"
+        folder = tmp_path_factory.mktemp("containment")
         plugins = {"SGLANG_PLUGINS": "inflight_reference"} if UPSTREAM else {}
-        played = subprocess.run(
-            [sys.executable, "-m", module, str(checkpoints / "v0"), str(file)],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **plugins},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
+        answers: dict[str, Any] = play(
+            "tests.support.engine_containment", checkpoints / "v0", folder, plugins
         )
-        assert file.is_file(), played.stdout[-2000:] + played.stderr[-4000:]
-        answers: dict[str, Any] = json.loads(file.read_text())
         return answers
 
     @pytest.mark.guards_fix

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support import marker
+from tests.support.engine import play
 from tests.support.engine_play import TOKENS
 from tests.support.pool import ServerPool
 
@@ -23,18 +20,8 @@ def answers(
     pool: ServerPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     pool.discard()
-    file = tmp_path_factory.mktemp("engine") / "answers.json"
-    played = subprocess.run(
-        [sys.executable, "-m", "tests.support.engine_play", str(checkpoints), str(file)],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert file.is_file(), played.stdout[-2000:] + played.stderr[-4000:]
-    answers: dict[str, Any] = json.loads(file.read_text())
+    folder = tmp_path_factory.mktemp("engine")
+    answers: dict[str, Any] = play("tests.support.engine_play", checkpoints, folder)
     return answers
 
 

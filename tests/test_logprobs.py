@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sglang_inflight.demo import smollm2
-from tests.support.load import ask, until
+from tests.support.load import ask, labels_of, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
 from tests.support.server import Server, serve
@@ -95,16 +95,12 @@ def generate_across(real: Server, versions: Versions, kv_cache: str) -> Any:
         return answer.result()
 
 
-def labels(spans: list[dict[str, Any]]) -> list[str]:
-    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
-
-
 def expect_logprobs(answer: Any, replay: Replay, kv: list[str] | None = None) -> None:
     meta = answer["meta_info"]
     output = answer["output_ids"]
     returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
     expected = replay.logprobs(
-        PROMPT, output, labels(meta["weight_versions"]), kv or labels(meta["kv_versions"])
+        PROMPT, output, labels_of(meta["weight_versions"]), kv or labels_of(meta["kv_versions"])
     )
     assert len(returned) == len(expected) == len(output)
     for index, (ours, theirs) in enumerate(zip(returned, expected, strict=True)):
@@ -113,14 +109,14 @@ def expect_logprobs(answer: Any, replay: Replay, kv: list[str] | None = None) ->
 
 def test_without_an_update(real: Server, replay: Replay) -> None:
     answer = generate(real)
-    assert set(labels(answer["meta_info"]["weight_versions"])) == {"v0"}
+    assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v0"}
     expect_logprobs(answer, replay)
 
 
 def test_the_reference_tells_versions_apart(real: Server, replay: Replay) -> None:
     """Else the other tests would prove nothing."""
     answer = generate(real)
-    kv = labels(answer["meta_info"]["kv_versions"])
+    kv = labels_of(answer["meta_info"]["kv_versions"])
     with pytest.raises(AssertionError, match="token"):
         expect_logprobs(answer, replay, kv=["v1"] * (len(PROMPT) // 2) + kv[len(PROMPT) // 2 :])
 
@@ -130,8 +126,8 @@ def test_across_a_commit_that_keeps_the_kv(
     real: Server, versions: Versions, replay: Replay, kv_cache: str
 ) -> None:
     answer = generate_across(real, versions, kv_cache)
-    assert set(labels(answer["meta_info"]["weight_versions"])) == {"v0", "v1"}
-    assert set(labels(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
+    assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v0", "v1"}
+    assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
     expect_logprobs(answer, replay)
 
 
@@ -139,9 +135,9 @@ def test_across_a_commit_that_recomputes(real: Server, versions: Versions, repla
     """A token that was there before the commit keeps the log-probability that it had."""
     answer = generate_across(real, versions, "recompute")
     meta = answer["meta_info"]
-    made_by = labels(meta["weight_versions"])
+    made_by = labels_of(meta["weight_versions"])
     assert set(made_by) == {"v0", "v1"}
-    assert set(labels(meta["kv_versions"])) == {"v1"}
+    assert set(labels_of(meta["kv_versions"])) == {"v1"}
     returned = [logprob for logprob, *_ in meta["output_token_logprobs"]]
     for version in ("v0", "v1"):
         kv = [version] * (len(PROMPT) + TOKENS - 1)
@@ -158,8 +154,8 @@ def test_of_a_prefix_that_older_weights_left(
     update(real, versions, "v1", kv_cache="keep")
     answer = generate(real)
     assert answer["meta_info"]["cached_tokens"] == REUSED
-    assert set(labels(answer["meta_info"]["weight_versions"])) == {"v1"}
-    assert set(labels(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
+    assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v1"}
+    assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v0", "v1"}
     expect_logprobs(answer, replay)
 
 
@@ -168,5 +164,5 @@ def test_of_a_prefix_behind_the_fence(real: Server, versions: Versions, replay: 
     update(real, versions, "v1", kv_cache="fence")
     answer = generate(real)
     assert answer["meta_info"]["cached_tokens"] == 0
-    assert set(labels(answer["meta_info"]["kv_versions"])) == {"v1"}
+    assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v1"}
     expect_logprobs(answer, replay)

@@ -13,9 +13,9 @@ from tests.support.cache_model import CacheModel
 from tests.support.load import (
     ENDLESS,
     Generation,
-    Output,
     expect_aborted,
     expect_whole,
+    labels_of,
     pause,
     prompt,
     resume,
@@ -77,7 +77,7 @@ class Schedule:
         assert output.meta["cached_tokens"] == len(reused)
         prompt_kv = self._cache.insert(input_ids, self._fill(reused, len(input_ids)))
         kv = self._fill(prompt_kv, len(input_ids) + tokens - 1)
-        assert kv_of(output) == kv
+        assert labels_of(output.meta["kv_versions"]) == kv
         self._cache.insert([*input_ids, *output.tokens[:-1]], kv)
 
     def begin(self) -> None:
@@ -98,7 +98,7 @@ class Schedule:
         made_by = [f"v{made - FIRST}" for made in output.tokens]
         later = made_by[len(runner.known) + 1 - len(runner.input_ids) :]
         kv = runner.known + later
-        assert kv_of(output) == kv
+        assert labels_of(output.meta["kv_versions"]) == kv
         if not runner.is_barred:
             self._cache.insert([*runner.input_ids, *output.tokens[:-1]], kv)
 
@@ -153,11 +153,6 @@ class Schedule:
 
     def _fill(self, kv: list[str], length: int) -> list[str]:
         return kv + [f"v{self._version}"] * (length - len(kv))
-
-
-def kv_of(output: Output) -> list[str]:
-    spans = output.meta["kv_versions"]
-    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))

@@ -20,6 +20,7 @@ from tests.support.load import (
     expect_spans,
     expect_spans_in_chunks,
     expect_whole,
+    labels_of,
     pause,
     prompt,
     resume,
@@ -187,8 +188,7 @@ def test_spans_of_openai_completions(any_server: Server, checkpoints: Path) -> N
         update(any_server, checkpoints, 1, non_blocking=True)
         answer = asked.result()
     made_by = [f"v{int(said[1:]) - FIRST}" for said in answer["choices"][0]["text"].split()]
-    spans = answer["metadata"]["weight_versions"]
-    labels = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    labels = labels_of(answer["metadata"]["weight_versions"])
     assert labels == made_by
     assert set(labels) == {"v0", "v1"}
 

@@ -121,7 +121,7 @@ class DistributedBody(UpdateBody, kw_only=True):
     selector: Selector = "all"
 
     @property
-    def source(self) -> Source:
+    def source(self) -> DistributedSource:
         return DistributedSource(
             names=self.names,
             dtypes=self.dtypes,
@@ -177,11 +177,16 @@ class RollbackBody(Body, kw_only=True):
         return choose_kv_policy(self.flush_cache, self.kv_cache)
 
 
-class JoinGroupBody(Body, kw_only=True):
+class Rendezvous(Body, kw_only=True):
+    """Where ranks and trainer meet, and who is who."""
+
     master_address: Name
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     rank_offset: Annotated[int, msgspec.Meta(ge=0)]
     world_size: Annotated[int, msgspec.Meta(ge=2)]
+
+
+class JoinGroupBody(Rendezvous, kw_only=True):
     group_name: Name = DEFAULT_GROUP
     backend: Name = "nccl"
 
@@ -212,10 +217,15 @@ def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
         if name in values:
             raise Refused(f"bad query: {name} is given twice")
         values[name] = text
+    return convert(values, shape, "query", strict=False)
+
+
+def convert(values: object, shape: type[B], name: str, *, strict: bool = True) -> B:
+    """Raises ``Refused`` with the field's name where ``values`` do not have the shape."""
     try:
-        return msgspec.convert(values, shape, strict=False)
+        return msgspec.convert(values, shape, strict=strict)
     except msgspec.ValidationError as error:
-        raise Refused(f"bad query: {error}") from error
+        raise Refused(f"bad {name}: {error}") from error
 
 
 class _NamesAGroup(msgspec.Struct):

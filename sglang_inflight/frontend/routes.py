@@ -35,7 +35,6 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.endpoints import Answer, guarded, refusal, with_body
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.pause_comments import PauseComments
-from sglang_inflight.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
             route.include_in_schema = False
     app.router.routes[:0] = router.routes
     app.add_exception_handler(Refused, _refuse)
-    every_s = Settings.from_environment().sse_comment_s
+    every_s = frontend.settings.sse_comment_s
     if every_s > 0:
         # the last is the innermost: behind whoever checks keys and adds headers
         comments = Middleware(PauseComments, mode=frontend.pauses.mode, every_s=every_s)

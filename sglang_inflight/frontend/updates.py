@@ -424,7 +424,7 @@ class Updates:
 
     def _require_session(self, session_id: str | None) -> _Open:
         """The open session; ``Conflict`` where it is another one than ``session_id``."""
-        update = self._open if self._open is not None and self._open.is_session else None
+        update = self._open if self.has_session else None
         if session_id is not None and (update is None or update.id != session_id):
             raise Conflict(
                 f"session_id {session_id!r} is not open: it was ended or dropped (by a failed "

@@ -63,7 +63,7 @@ class Controller:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
-        metrics = self._metrics = Metrics()
+        metrics = Metrics()
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
@@ -214,7 +214,7 @@ class Controller:
         running = len(self._boundary.running_requests())
         if running and not call.retract:
             raise Conflict(f"{running} running requests hold KV")
-        self._metrics.retracted.inc(self._boundary.retract())
+        self._boundary.retract()
         self._boundary.flush(empty_cache=False)
         self._answers.succeed(call)
 

@@ -312,10 +312,15 @@ def versions_of(output: Output) -> list[str]:
     return [span["version"] for span in output.meta["weight_versions"]]
 
 
+def labels_of(spans: list[dict[str, Any]]) -> list[str]:
+    """The version of each position."""
+    return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+
+
 def expect_spans(output: Output) -> None:
     """The spans name, for each token, the version that the token itself tells."""
     spans = output.meta["weight_versions"]
-    labels = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+    labels = labels_of(spans)
     ends = [0, *(span["end"] for span in spans)]
     assert [span["start"] for span in spans] == ends[:-1], f"gaps between spans: {spans}"
     assert ends[-1] == len(output.tokens), f"{len(output.tokens)} tokens, spans {spans}"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sglang_inflight.errors import Refused
-from sglang_inflight.frontend.bodies import Body, DistributedBody, Name
+from sglang_inflight.frontend.bodies import Body, DistributedBody, Name, Rendezvous
 from sglang_inflight.messages import DistributedSource, PauseMode
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-
-B = TypeVar("B", bound=Body)
 
 
 class PauseQuery(Body, kw_only=True):
@@ -43,13 +40,9 @@ class InitBody(Body, kw_only=True):
     init_info: dict[str, Any]
 
 
-class InitInfo(Body, kw_only=True):
+class InitInfo(Rendezvous, kw_only=True):
     """Of vLLM's ``nccl`` backend."""
 
-    master_address: Name
-    master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
-    rank_offset: Annotated[int, msgspec.Meta(ge=0)]
-    world_size: Annotated[int, msgspec.Meta(ge=2)]
     # whether tensors come in buckets, and the size in bytes that ends one
     packed: bool = False
     packed_buffer_size_bytes: Positive = 1 << 30
@@ -91,14 +84,7 @@ class BroadcastBody(DistributedBody, kw_only=True):
 
     @property
     def source(self) -> DistributedSource:
-        return DistributedSource(
-            names=self.names,
-            dtypes=self.dtypes,
-            shapes=self.shapes,
-            group_name=self.group_name,
-            load_format=self.load_format,
-            bucket_bytes=self.bucket_bytes,
-        )
+        return msgspec.structs.replace(super().source, bucket_bytes=self.bucket_bytes)
 
 
 def choose_pause_mode(mode: VLLMPauseMode, *, clears_cache: bool) -> PauseMode:
@@ -106,11 +92,3 @@ def choose_pause_mode(mode: VLLMPauseMode, *, clears_cache: bool) -> PauseMode:
     if mode == "keep":
         return "retract" if clears_cache else "in_place"
     return mode
-
-
-def read_info(info: dict[str, Any], shape: type[B], name: str) -> B:
-    """Raises ``Refused`` with the field's name where ``info`` does not have the shape."""
-    try:
-        return msgspec.convert(info, shape)
-    except msgspec.ValidationError as error:
-        raise Refused(f"bad {name}: {error}") from error

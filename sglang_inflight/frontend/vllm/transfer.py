@@ -13,6 +13,7 @@ from sglang_inflight.frontend.bodies import (
     EndBody,
     JoinGroupBody,
     LeaveGroupBody,
+    convert,
     decode,
 )
 from sglang_inflight.frontend.groups import Groups
@@ -22,7 +23,6 @@ from sglang_inflight.frontend.vllm.bodies import (
     InitInfo,
     UpdateBody,
     UpdateInfo,
-    read_info,
 )
 from sglang_inflight.messages import FLATTENED_BUCKET, Selector
 
@@ -60,7 +60,7 @@ class Transfer:
         where the group was not formed.
         """
         _refuse_other_backends(init_info)
-        info = read_info(init_info, InitInfo, "init_info")
+        info = convert(init_info, InitInfo, "init_info")
         if self._updates.has_session:
             await self._updates.abort(AbortUpdateBody())
         await self._leave()
@@ -135,7 +135,7 @@ def _broadcast(link: _Link, update_info: dict[str, Any] | list[dict[str, Any]]) 
         raise NotOffered("update_info cannot differ from rank to rank: all take in one broadcast")
     if update_info.keys() & {"ipc_handles", "ipc_handles_pickled"}:
         raise NotOffered(_NO_IPC)
-    info = read_info(update_info, UpdateInfo, "update_info")
+    info = convert(update_info, UpdateInfo, "update_info")
     return BroadcastBody(
         names=info.names,
         dtypes=info.dtype_names,
