@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import torch
 
@@ -103,11 +102,7 @@ FAILURES: dict[str, tuple[Phase, Kind] | None] = {
 @pytest.mark.parametrize("failure", [*FAILURES, "dropped session"])
 def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure: str) -> None:
     server = faulty_server
-    (scheduler,) = (
-        process
-        for process in psutil.Process(server.process.pid).children(recursive=True)
-        if "sglang::scheduler" in " ".join(process.cmdline())
-    )
+    (scheduler,) = server.schedulers()
     fault = FAILURES.get(failure)
     extra = {} if fault or failure not in FAILURES else {"no.such.weight": torch.ones(1 << 19)}
     fields = {**LIVE, "timeout_s": 0.2} if failure == "hang" else LIVE
@@ -232,6 +227,38 @@ class TestTrainer:
         # it hangs in its first broadcast
         trainer.close()
         self.expect_recovery(server, sender, trainer, running)
+
+
+@pytest.mark.parametrize("kills_first", [True, False], ids=["killed", "hangs, killed later"])
+def test_dead_trainers_leave_nothing(
+    faulty_server: Server, trainers: Trainers, kills_first: bool
+) -> None:
+    """No thread and no socket of a group stays for longer than its trainer lives."""
+    server = faulty_server
+    (scheduler,) = server.schedulers()
+
+    def fail_once() -> None:
+        trainer = trainers.get()
+        trainer.join(server)
+        call = Call(server, DISTRIBUTED, {**layout(1), **V1, "timeout_s": SHORT_S})
+        trainer.send(1, count=10)
+        until_staging(server, tensors=10)
+        if kills_first:
+            trainer.close()
+        refuse(call.answer(), "failed" if kills_first else "time ran out")
+        succeed(server.post(LEAVE, {}))
+        trainer.close()
+
+    def fail(times: int) -> tuple[int, int]:
+        for _ in range(times):
+            fail_once()
+        # what was left for later is looked after whenever a group is formed or left
+        trainers.get().join(server)
+        trainers.get().leave(server)
+        return scheduler.num_fds(), scheduler.num_threads()
+
+    before = fail(2)
+    assert fail(3) == before
 
 
 def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None:

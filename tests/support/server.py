@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 START_TIMEOUT_S = 240
 
@@ -39,6 +40,14 @@ class Server:
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
+
+    def schedulers(self) -> list[psutil.Process]:
+        """The processes of its ranks."""
+        return [
+            process
+            for process in psutil.Process(self.process.pid).children(recursive=True)
+            if "sglang::scheduler" in " ".join(process.cmdline())
+        ]
 
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")

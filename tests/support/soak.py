@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -340,13 +339,7 @@ class Soak:
         assert self._server.is_alive()
 
     def _rss(self) -> float:
-        schedulers = [
-            process.memory_info().rss
-            for process in psutil.Process(self._server.process.pid).children(recursive=True)
-            if "sglang::scheduler" in " ".join(process.cmdline())
-        ]
-        assert schedulers
-        return sum(schedulers) / MIB
+        return sum(rank.memory_info().rss for rank in self._server.schedulers()) / MIB
 
 
 def show(numbers: Numbers) -> None:

@@ -41,6 +41,8 @@ class Group:
         self._broken: str | None = None
         # the last transfer of which every broadcast was taken in
         self._taken: str | None = None
+        # a broadcast that is awaited, or was given up, and what it may still write
+        self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
 
     def note_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
@@ -64,14 +66,14 @@ class Group:
         try:
             work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
             assert work is not None
+            self._unfinished = work, tensor
             while not work.is_completed():
                 check()
                 time.sleep(POLL_S)
+            self._unfinished = None
             work.wait()
         except Refused as error:
-            # the broadcast may still write into the tensor: it must outlive it
             self._broken = f"{error}"
-            _abandoned.append((work, tensor))
             raise
         except Exception as error:
             self._broken = f"{error}".split("\n")[0]
@@ -79,17 +81,17 @@ class Group:
                 f"the trainer's broadcast in group {self._name!r} failed: {self._broken}"
             ) from error
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a broadcast may still write into memory of this process."""
+        return self._unfinished is not None and not self._unfinished[0].is_completed()
+
     def leave(self) -> None:
-        if self._broken is None:
-            dist.destroy_process_group(self._group)
-        else:
-            # destroying waits for what will never come, and so does the object's end
+        if self.is_waiting:
+            # destroying waits for what may never come, and so does the object's end
             _abort_process_group(self._group)
-            _abandoned.append(self._group)
-
-
-# Groups and works that were given up, and the memory that these may still write.
-_abandoned: list[object] = []
+        else:
+            dist.destroy_process_group(self._group)
 
 
 class Groups:
@@ -98,6 +100,8 @@ class Groups:
     def __init__(self, timeout_s: float) -> None:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: dict[str, Group] = {}
+        # left while they waited: with their threads and sockets until their trainer dies
+        self._left: list[Group] = []
 
     def get(self, name: str) -> Group:
         if name not in self._groups:
@@ -113,6 +117,7 @@ class Groups:
 
         rank = rank_offset + (dp_rank · pp_size + pp_rank) · tp_size + tp_rank
         """
+        self._forget_left()
         if call.group_name in self._groups:
             raise Refused(f"group_name {call.group_name!r} is taken: destroy that group first")
         rank = call.rank_offset + own_index()
@@ -138,9 +143,15 @@ class Groups:
         self._groups[call.group_name] = Group(call.group_name, group)
 
     def leave(self, name: str) -> None:
+        self._forget_left()
         group = self.get(name)
         del self._groups[name]
         group.leave()
+        if group.is_waiting:
+            self._left.append(group)
+
+    def _forget_left(self) -> None:
+        self._left = [group for group in self._left if group.is_waiting]
 
     def give_up(self, call: GiveUpTransferCall) -> bool:
         """Whether there is such a group, and it is broken now."""

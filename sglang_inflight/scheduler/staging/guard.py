@@ -72,10 +72,14 @@ class Guard:
                 raise Refused(f"the model has no weight named {name!r}")
         self._current = None
 
-    def explain(self, error: Exception) -> Exception:
-        """``error``, which a loader raised, as an answer that names the tensor."""
-        if isinstance(error, Refused) or self._current is None:
-            return error
+    @property
+    def holds_a_tensor(self) -> bool:
+        """Whether the loader was given one and did not ask for the next."""
+        return self._current is not None
+
+    def explain(self, error: Exception) -> Refused:
+        """``error``, which a loader raised, as an answer that names the tensor it holds."""
+        assert self._current is not None
         name, tensor = self._current
         shape = list(tensor.shape)
         if isinstance(error, KeyError):

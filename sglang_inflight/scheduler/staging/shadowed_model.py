@@ -95,7 +95,12 @@ class ShadowedModel:
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
+        except Refused:
+            # from itself it would be a cycle, which keeps the tensors of its frames
+            raise
         except Exception as error:
+            if not guard.holds_a_tensor:
+                raise
             raise guard.explain(error) from error
         finally:
             self._guard = None
