@@ -18,6 +18,10 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
+# oneDNN's, and that of torch's layer above it, which keeps what oneDNN's lets go
+KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+# enough for decode batches, which come again and again
+KERNELS = 64
 
 
 def activate() -> str | None:
@@ -52,11 +56,15 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         return False
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Share the cores out among the ranks, unless the user bound them.
+        """Share the cores out among the ranks, and bound the memory of torch's kernels.
 
-        SGLang otherwise gives each rank a NUMA node of its own, and stops where there
-        are more ranks than nodes. ``"0|1"`` means rank 0 on core 0, rank 1 on core 1.
+        Both unless the user did. SGLang otherwise gives each rank a NUMA node of its own,
+        and stops where there are more ranks than nodes. ``"0|1"`` means rank 0 on core 0,
+        rank 1 on core 1. A kernel of up to a MiB is kept for each shape of a matmul, by
+        default 1024 of them, and nearly every prefill has a shape of its own.
         """
+        for cache in KERNEL_CACHES:
+            os.environ.setdefault(cache, str(KERNELS))
         replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
         ranks = server_args.tp_size * server_args.pp_size * replicas
         if ranks > 1 and THREADS_BIND not in os.environ:
