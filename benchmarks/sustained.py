@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 import typer
 
 from benchmarks.common import models, options

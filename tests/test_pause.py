@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from tests.support.load import (
@@ -480,11 +479,7 @@ def test_a_paused_scheduler_sleeps(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     settle(server, [generation])
-    (scheduler,) = (
-        process
-        for process in psutil.Process(server.process.pid).children(recursive=True)
-        if "scheduler" in process.name()
-    )
+    (scheduler,) = server.schedulers()
     # of the CPU, over two seconds in which nobody asks anything
     assert scheduler.cpu_percent(interval=2.0) < 10
     resume(server)

@@ -36,6 +36,7 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     JoinGroupBody,
     LeaveGroupBody,
+    PauseBody,
     TensorBody,
 )
 from sglang_inflight.frontend.frontend import Frontend
@@ -63,7 +64,7 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
 
 
 async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -> None:
-    await tm.inflight.pauses.pause(obj.mode)
+    await tm.inflight.pauses.pause(_convert(obj, PauseBody).mode)
 
 
 async def continue_generation(tm: TokenizerManager, obj: ContinueGenerationReqInput) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import Server, serve
+from tests.support.server import Server, free_port, serve
 
 # Run against SGLang as it is released, without our plugin, to see that the tests which guard
 # a fix of ours fail there.
@@ -44,6 +44,7 @@ MAX_VERSION_LAG = 1
 SMALL_POOL = 20480  # tokens
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 8
+GRPC_PORT = free_port()
 ADMIN_KEY = "the-key-of-the-tests"
 
 _COMMON = (
@@ -63,6 +64,7 @@ FLAVOURS = {
             "--enable-metrics",
             "--max-queued-requests", str(MAX_QUEUED),
             "--watchdog-timeout", str(WATCHDOG_S),
+            "--grpc-port", str(GRPC_PORT),
         ),
         {
             "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S),
