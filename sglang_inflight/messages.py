@@ -32,6 +32,9 @@ Selector = Literal["target", "draft", "all"]
 KV_VERSIONS = "kv_versions"
 MAX_VERSION_LAG = "max_version_lag"
 
+# how the ids of SGLang's own control calls begin, which every rank is to answer
+CONTROL_CALL = "inflight-control-"
+
 # a load_format: tensors one after the other in one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
 

@@ -117,6 +117,19 @@ def test_requests_run_on_through_an_update(
     expect_to_run_on(server, streams, [0, 1])
 
 
+def test_one_rank_fails_in_a_handler(
+    server: Server, flavour: str, faults: Faults, streams: list[Generation]
+) -> None:
+    """Of SGLang's own: the caller hears of it, though the other rank said yes."""
+    faults.inject("handler", "raise", rank=1)
+    failed = server.post("/slow_down", {"forward_sleep_time": 0})
+    assert failed["status_code"] == 500
+    assert "injected fault" in str(failed)
+    faults.clear()
+    assert server.post("/slow_down", {"forward_sleep_time": 0})["status_code"] == 200
+    expect_to_run_on(server, streams, [0])
+
+
 @pytest.mark.parametrize(
     ("source", "phase", "kind"),
     [

@@ -2,7 +2,8 @@
 
 Upstream takes the next answer of the right type for the answer. A caller that gave up,
 whose answer is still to come, leaves it to the next caller, who then thinks that its own
-call is done. And a handler that raises has no answer at all.
+call is done. A handler that raises has no answer at all, and of the ranks of a replica
+only the first is ever heard, so here the others say that they are done too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_inflight import errors
 from sglang_inflight.errors import HandlerFailed, Refused
-from sglang_inflight.messages import RankAnswer
+from sglang_inflight.frontend.ranks import count_ranks
+from sglang_inflight.messages import CONTROL_CALL, RankAnswer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator
@@ -25,11 +27,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Awaited:
+    # how many answer in upstream's form, and how many only say that they are done
     replicas: int
+    others: int
     answers: list[Any] = field(default_factory=list)
+    done: int = 0
     complete: asyncio.Future[list[Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+
+    def look(self) -> None:
+        is_whole = len(self.answers) == self.replicas and self.done == self.others
+        if is_whole and not self.complete.done():
+            self.complete.set_result(self.answers)
 
 
 # by the id of the call; event loops of one process share nothing but this
@@ -42,8 +52,9 @@ async def call(communicator: FanOutCommunicator[Any], request: Any) -> list[Any]
     Raises ``HandlerFailed``, or another child of ``Refused``, where a rank said so.
     """
     async with communicator._queueing_lock:
-        request.rid = uuid.uuid4().hex
-        awaited = _awaited[request.rid] = _Awaited(communicator._fan_out)
+        request.rid = CONTROL_CALL + uuid.uuid4().hex
+        replicas = communicator._fan_out
+        awaited = _awaited[request.rid] = _Awaited(replicas, count_ranks() - replicas)
         try:
             communicator._send(request)
             return await awaited.complete
@@ -58,13 +69,17 @@ def hear(communicator: FanOutCommunicator[Any], answer: Any) -> None:
         logger.info("Nobody waits for this %s any more.", type(answer).__name__)
         return
     awaited.answers.append(answer)
-    if len(awaited.answers) == awaited.replicas and not awaited.complete.done():
-        awaited.complete.set_result(awaited.answers)
+    awaited.look()
 
 
-def fail(answer: RankAnswer) -> None:
-    """A rank's handler raised: the call has failed, whatever other ranks say."""
+def hear_rank(answer: RankAnswer) -> None:
+    """A rank is done, or its handler raised: then the call has failed, whatever others say."""
     awaited = _awaited.get(answer.call_id)
-    if awaited is not None and not awaited.complete.done():
+    if awaited is None:
+        return
+    if answer.success:
+        awaited.done += 1
+        awaited.look()
+    elif not awaited.complete.done():
         error: type[Refused] = getattr(errors, answer.error, HandlerFailed)
         awaited.complete.set_exception(error(answer.message))

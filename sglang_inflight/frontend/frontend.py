@@ -34,9 +34,9 @@ class Frontend:
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])
 
     def _hear(self, answer: RankAnswer) -> None:
-        """Of a call of ours, or of upstream's whose handler raised: ids tell them apart."""
+        """Of a call of ours, or of one of upstream's: ids tell them apart."""
         self._ranks.hear(answer)
-        control_calls.fail(answer)
+        control_calls.hear_rank(answer)
 
     async def status(self) -> dict[str, Any]:
         """State, versions and staging progress: of the first rank, then of each rank."""

@@ -52,12 +52,16 @@ class AnswerChannel:
             detail=detail,
         )
 
+    def succeed_request(self, request: BaseReq) -> None:
+        """Say of a control request of upstream's that it is done here."""
+        self._send(_call_of(request), success=True, message="", error="", detail={})
+
     def fail_request(self, request: BaseReq, error: BaseException, message: str) -> None:
         """Say of a control request of upstream's that its handler raised ``error``."""
         if request.rid is None:
             return
         self._send(
-            InflightCall(call_id=request.rid, http_worker_ipc=request.http_worker_ipc),
+            _call_of(request),
             success=False,
             message=message,
             error=type(error).__name__ if isinstance(error, Refused) else "HandlerFailed",
@@ -80,3 +84,8 @@ class AnswerChannel:
         )
         with self._lock:
             sock_send(self._socket, answer)
+
+
+def _call_of(request: BaseReq) -> InflightCall:
+    assert request.rid is not None
+    return InflightCall(call_id=request.rid, http_worker_ipc=request.http_worker_ipc)

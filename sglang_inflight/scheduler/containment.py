@@ -30,6 +30,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.errors import Refused
+from sglang_inflight.messages import CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.errands import Errands
@@ -74,20 +75,24 @@ class Containment:
         def contained(request: Any) -> Any:
             try:
                 self._preconditions.check(request)
-                return handler(request)
+                output = handler(request)
             except Exception as error:
                 if not isinstance(error, Refused):
                     logger.exception("The handler of %s failed", type(request).__name__)
                 return self._answer(request, error)
+            if self._is_mute and _is_control_call(request):
+                self._answers.succeed_request(request)
+            return output
 
         return contained
 
-    def _answer(self, request: Any, error: Exception) -> Any:
-        """What the loop is to send instead of the handler's output. None: it is sent, or none is.
+    @property
+    def _is_mute(self) -> bool:
+        """Whether this rank is not its replica's first, and so has no socket for outputs."""
+        return self._scheduler.ipc_channels.send_to_tokenizer.socket is None
 
-        A rank other than a replica's first has no socket for such outputs, and speaks up
-        on its own.
-        """
+    def _answer(self, request: Any, error: Exception) -> Any:
+        """What the loop is to send instead of the handler's output, if anything."""
         message = f"{type(request).__name__} failed: {str(error) or type(error).__name__}"
         if isinstance(error, Refused):
             message = str(error)
@@ -95,7 +100,7 @@ class Containment:
             self._end([request], message)
         elif isinstance(request, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):
             self._end(request.batch, message)
-        elif self._scheduler.ipc_channels.send_to_tokenizer.socket is None:
+        elif self._is_mute:
             self._answers.fail_request(request, error, message)
         elif isinstance(request, RpcReqInput):
             return RpcReqOutput(success=False, message=message)
@@ -116,6 +121,11 @@ class Containment:
             if request.rid not in live:
                 abort = AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
                 self._scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def _is_control_call(request: Any) -> bool:
+    rid = getattr(request, "rid", None)
+    return isinstance(rid, str) and rid.startswith(CONTROL_CALL)
 
 
 def _failure(request: Any, message: str) -> Any:

@@ -1,4 +1,4 @@
-"""A SGLang plugin of the tests that makes one rank's staging fail.
+"""A SGLang plugin of the tests that makes one rank's staging fail, or a handler of SGLang's.
 
 The file named by ``INFLIGHT_TEST_FAULT`` says which rank, in which phase and how; it is
 read at each call, so a test switches a fault on and off while the server runs. See
@@ -29,6 +29,8 @@ def install() -> None:
     staging = "sglang_inflight.scheduler.staging.staging.Staging"
     for method, hook in (("_fill", first), ("_paced", middle), ("_finish", vote)):
         HookRegistry.register(f"{staging}.{method}", hook, HookType.AROUND)
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
 
 
 def first(fill: Callable[..., Any], staging: Any, update: Any, call: Any) -> Any:
@@ -46,6 +48,11 @@ def middle(paced: Callable[..., Pairs], staging: Any, update: Any, weights: Pair
 def vote(finish: Callable[..., Any], staging: Any, update: Any) -> Any:
     fail("vote", update)
     return finish(staging, update)
+
+
+def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:
+    fail("handler", None)
+    return slow_down(scheduler, request)
 
 
 def fail(phase: str, update: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Faults in the staging of a server's ranks: the test's end of ``tests/faults``."""
+"""Faults in a server's ranks: the test's end of ``tests/faults``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.support.pool import FLAVOURS, Flavour
 
 PLUGIN = Path(__file__).parents[1] / "faults"
 
-Phase = Literal["first", "middle", "vote"]
+# the last is no phase of an update: SGLang's handler of /slow_down, which can only raise
+Phase = Literal["first", "middle", "vote", "handler"]
 # "hang" looks whether its update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 
