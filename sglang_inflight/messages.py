@@ -147,6 +147,10 @@ class FlushCall(InflightCall, kw_only=True):
     retract: bool
 
 
+class ForgetEmbeddingsCall(InflightCall, kw_only=True):
+    pass
+
+
 class JoinGroupCall(InflightCall, kw_only=True):
     master_address: str
     master_port: int
@@ -207,6 +211,7 @@ CALLS: tuple[type[InflightCall], ...] = (
     DropCall,
     RollbackCall,
     FlushCall,
+    ForgetEmbeddingsCall,
     JoinGroupCall,
     LeaveGroupCall,
     GiveUpTransferCall,

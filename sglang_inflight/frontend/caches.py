@@ -8,7 +8,7 @@ from sglang.srt.runtime_context import get_memory
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.ranks import Ranks, require_success
-from sglang_inflight.messages import FlushCall
+from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ FLUSH_TIMEOUT_S = 120.0
 
 
 class Caches:
-    """Forgets prefixes and preprocessed images. Lives on the front end's event loop."""
+    """Forgets prefixes, and images in both their forms. Lives on the front end's event loop."""
 
     def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks) -> None:
         self._tokenizer_manager = tokenizer_manager
@@ -44,6 +44,10 @@ class Caches:
             await self._ranks.call(FlushCall(call_id="", retract=retract), FLUSH_TIMEOUT_S)
         )
         self.clear_preprocessed()
+
+    async def forget_embeddings(self) -> None:
+        """Forget what encoders made of images and the like, on every rank."""
+        require_success(await self._ranks.call(ForgetEmbeddingsCall(call_id=""), FLUSH_TIMEOUT_S))
 
     def clear_preprocessed(self) -> None:
         """Forget preprocessed images and the like; models for text have none."""

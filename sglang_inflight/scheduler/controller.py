@@ -20,6 +20,7 @@ from sglang_inflight.messages import (
     ContinueCall,
     DropCall,
     FlushCall,
+    ForgetEmbeddingsCall,
     GiveUpTransferCall,
     InflightCall,
     JoinGroupCall,
@@ -36,6 +37,7 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.commit import Commits
 from sglang_inflight.scheduler.containment import Containment
+from sglang_inflight.scheduler.embeddings import forget_embeddings
 from sglang_inflight.scheduler.kv_versions import KVVersions
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
@@ -92,6 +94,7 @@ class Controller:
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
             FlushCall: self._flush,
+            ForgetEmbeddingsCall: self._forget_embeddings,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -216,6 +219,10 @@ class Controller:
             raise Conflict(f"{running} running requests hold KV")
         self._boundary.retract()
         self._boundary.flush(empty_cache=False)
+        self._answers.succeed(call)
+
+    def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
+        forget_embeddings()
         self._answers.succeed(call)
 
     def _describe(self, call: StatusCall) -> None:

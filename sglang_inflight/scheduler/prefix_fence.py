@@ -3,11 +3,9 @@
 SGLang's radix cache looks a prefix up under a request's ``extra_key``. The fence makes
 the weights' epoch part of that key. After a fencing commit a request that starts its
 prefill is looked up under the new epoch, finds nothing older, and fills its own; running
-requests keep their key, and with it their KV, which is not put into the cache any more. Nothing is
-flushed and no tree is walked: old entries are never looked up again and no older ones come,
-so they are the least recently used, and the first to be evicted.
-
-Embeddings of images are cached by content alone, so a fence forgets all of them.
+requests keep their key, and with it their KV, which is not put into the cache any more.
+Nothing is flushed and no tree is walked: old entries are never looked up again and no older
+ones come, so they are the least recently used, and the first to be evicted.
 """
 
 from __future__ import annotations
@@ -15,9 +13,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from sglang.srt.managers import mm_schedule
-
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.embeddings import forget_embeddings
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -41,8 +38,7 @@ class PrefixFence:
             if not req.skip_radix_cache_insert:
                 req.skip_radix_cache_insert = True
                 self._barred.add(req)
-        if mm_schedule.embedding_cache is not None:
-            mm_schedule.embedding_cache.clear()
+        forget_embeddings()
         for req in self._boundary.waiting_requests():
             self.admit(req)
 

@@ -190,8 +190,7 @@ class _Routes:
         return {}
 
     async def reset_encoder_cache(self) -> Answer:
-        if self._tokenizer_manager.mm_processor is not None:
-            raise NotOffered("SGLang has no call that clears the outputs of its encoders")
+        await self._caches.forget_embeddings()
         return {}
 
     async def sleep(self, query: SleepQuery) -> Answer:
