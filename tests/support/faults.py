@@ -20,7 +20,8 @@ Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 # Where the servers look, for the whole test session: they are told once, at their start.
 _FILE = Path(tempfile.mkdtemp(prefix="inflight-faults-")) / "fault.json"
 
-GROUP_TIMEOUT_S = 6
+# longer than busy cores take for a broadcast, as short as a test can wait for one that fails
+GROUP_TIMEOUT_S = 10
 
 _ENV = {
     "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
