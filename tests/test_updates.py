@@ -67,8 +67,8 @@ def folder(checkpoints: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoints / "v1", tmp_path / "v1"))
 
 
-def begin(server: Server, **fields: Any) -> None:
-    succeed(server.post("/begin_weight_update", {"non_blocking": True, **fields}))
+def begin(server: Server, **fields: Any) -> dict[str, Any]:
+    return succeed(server.post("/begin_weight_update", {"non_blocking": True, **fields}))
 
 
 def end(server: Server, **fields: Any) -> dict[str, Any]:
@@ -350,6 +350,37 @@ def test_session_of_another(server: Server) -> None:
     refuse(send_tensors(server, marker.tensors(2), **V1, **body), "not open", status_code=409)
     succeed(end(server))
     says(server, 1)
+
+
+@pytest.mark.parametrize("on_busy", ["wait", "refuse"])
+def test_stranger_in_a_session(server: Server, checkpoints: Path, on_busy: str) -> None:
+    """A call that names no session is no piece of one whose calls do."""
+    named = {"session_id": begin(server)["session_id"]}
+    weights = marker.tensors(1)
+    head = {"lm_head.weight": weights.pop("lm_head.weight")}
+    succeed(send_tensors(server, head, **V1, **named))
+    body = {"model_path": str(checkpoints / "v2"), **LIVE, "weight_version": "v2"}
+    stranger = Call(server, "/update_weights_from_disk", {**body, "on_busy": on_busy})
+    if on_busy == "refuse":
+        refuse(stranger.answer(), "another weight update is going on", status_code=409)
+    succeed(send_tensors(server, weights, **V1, **named))
+    receipt = succeed(end(server, **named))
+    assert (receipt["weight_version"], receipt["tensors"]) == ("v1", len(marker.tensors(1)))
+    if on_busy == "wait":
+        assert succeed(stranger.answer())["base_version"] == "v1"
+    says(server, 1 if on_busy == "refuse" else 2)
+
+
+def test_stranger_who_came_first(server: Server, checkpoints: Path) -> None:
+    """It went into the session like a piece of it, so what names the session is not sure of it."""
+    before = serving(server)
+    named = {"session_id": begin(server)["session_id"]}
+    body = {"model_path": str(checkpoints / "v2"), **LIVE, "weight_version": "v2"}
+    succeed(server.post("/update_weights_from_disk", body))
+    refuse(send_tensors(server, marker.tensors(1), **V1, **named), "did not name", status_code=409)
+    refuse(end(server, **named), "is not open", status_code=409)
+    assert serving(server) == before
+    says(server, 0)
 
 
 def test_session_whose_lease_is_renewed(server: Server) -> None:

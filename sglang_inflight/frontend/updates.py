@@ -86,10 +86,29 @@ class _Open:
     load_format: str | None = None
     is_committing: bool = False
     is_session: bool = False
+    # whether the calls that brought tensors so far named the session; None before the first
+    is_named: bool | None = None
     lease: asyncio.TimerHandle | None = None
     lease_s: float | None = None
     # once there is one, nothing more is staged
     vote: asyncio.Task[None] | None = None
+
+    def is_foreign(self, body: UpdateBody) -> bool:
+        """Whether a call is no piece of this session, but an update of its own.
+
+        Upstream's clients name no session, so theirs takes whatever comes. A caller who does
+        name it is safe from others' calls, say one whose sender is long gone.
+        """
+        return body.session_id is None and self.is_named is True
+
+    def claim(self, body: UpdateBody) -> None:
+        """Raises ``Conflict`` where a call names the session, and one before it did not."""
+        if body.session_id is not None and self.is_named is False:
+            raise Conflict(
+                "a call that did not name this session sent weights into it, and may be "
+                "anybody's: the session is dropped"
+            )
+        self.is_named = body.session_id is not None
 
     def note(self, body: UpdateBody) -> None:
         """The last version named wins; a cache once to be recomputed is recomputed."""
@@ -153,7 +172,7 @@ class Updates:
         session = self._open
         if body.session_id is not None:
             session = self._require_session(body.session_id)
-        if session is not None and session.is_session:
+        if session is not None and session.is_session and not session.is_foreign(body):
             return await self._add(session, body, source)
         if isinstance(body, TensorBody | DistributedBody) and not body.non_blocking:
             raise Refused(
@@ -266,6 +285,7 @@ class Updates:
             raise Conflict("the weight-update session is sealed: end or abort it")
         session.deadline = time.monotonic() + (body.timeout_s or self._settings.update_timeout_s)
         async with self._dropped_on_failure(session):
+            session.claim(body)
             if body.expected_version is not None:
                 raise Refused("expected_version belongs to begin_weight_update in a session")
             self._renew_lease(session)
