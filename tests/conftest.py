@@ -16,8 +16,12 @@ VERSIONS = 6
 
 
 def pytest_configure() -> None:
-    """A test run that is ended takes its servers along, as one that is interrupted does."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """A test run that is ended takes its servers along, as one that is interrupted does.
+
+    A shell's background job ignores SIGINT, and so would every process that it starts.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
