@@ -80,7 +80,8 @@ class Generation:
         n: int = 1,
         sampling: dict[str, Any] | None = None,
     ) -> None:
-        self.rid = f"test-{next(_serial)}"
+        # of one width, because an abort takes every request whose id begins with the given one
+        self.rid = f"test-{next(_serial):06d}"
         self._server = server
         self.max_new_tokens = tokens
         self.status: int | None = None
