@@ -27,6 +27,7 @@ from benchmarks.common.load import Load, load
 from benchmarks.common.peers import Kind, Peer, start
 from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Trainer, Transport, trainer
+from tests.support.server import schedulers
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
@@ -125,7 +126,8 @@ class _Run:
     every_s: float
 
     async def measure(self, found: Found, streams: int, window_s: float, windows: int) -> None:
-        memory = Memory(_scheduler(self.peer.pid))
+        (scheduler,) = schedulers(self.peer.pid)
+        memory = Memory(scheduler)
         async with (
             self.peer.client() as client,
             load(self.peer, client, streams, prompt_tokens=32, max_tokens=512) as running,
@@ -165,13 +167,6 @@ async def _window(running: Load, window_s: float) -> float:
 def _rate(running: Load, began: float) -> float:
     now = time.perf_counter()
     return running.tokens(began, now) / (now - began)
-
-
-def _scheduler(server: int) -> psutil.Process:
-    for process in psutil.Process(server).children(recursive=True):
-        if any("sglang::scheduler" in part for part in (process.name(), *process.cmdline())):
-            return process
-    raise RuntimeError("the server has no scheduler process")
 
 
 @asynccontextmanager

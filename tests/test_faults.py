@@ -16,7 +16,7 @@ import torch
 from tests.support import marker
 from tests.support.faults import GROUP_TIMEOUT_S, Faults, Kind, Phase
 from tests.support.load import Generation, start_running, status, until
-from tests.support.server import Server, free_port
+from tests.support.server import Server, free_port, schedulers
 from tests.support.trainer import Trainer, Trainers, layout
 from tests.support.updates import (
     ENDLESS,
@@ -102,7 +102,7 @@ FAILURES: dict[str, tuple[Phase, Kind] | None] = {
 @pytest.mark.parametrize("failure", [*FAILURES, "dropped session"])
 def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure: str) -> None:
     server = faulty_server
-    (scheduler,) = server.schedulers()
+    (scheduler,) = schedulers(server.process.pid)
     fault = FAILURES.get(failure)
     extra = {} if fault or failure not in FAILURES else {"no.such.weight": torch.ones(1 << 19)}
     fields = {**LIVE, "timeout_s": 0.2} if failure == "hang" else LIVE
@@ -235,7 +235,7 @@ def test_dead_trainers_leave_nothing(
 ) -> None:
     """No thread and no socket of a group stays for longer than its trainer lives."""
     server = faulty_server
-    (scheduler,) = server.schedulers()
+    (scheduler,) = schedulers(server.process.pid)
 
     def fail_once() -> None:
         trainer = trainers.get()

@@ -40,7 +40,7 @@ from tests.support.pool import (
     WAITING_TIMEOUT_S,
     WATCHDOG_S,
 )
-from tests.support.server import Server
+from tests.support.server import Server, schedulers
 
 MODES = ("in_place", "retract", "abort", "wait")
 # for requests that run to their end
@@ -479,7 +479,7 @@ def test_a_paused_scheduler_sleeps(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     settle(server, [generation])
-    (scheduler,) = server.schedulers()
+    (scheduler,) = schedulers(server.process.pid)
     # of the CPU, over two seconds in which nobody asks anything
     assert scheduler.cpu_percent(interval=2.0) < 10
     resume(server)

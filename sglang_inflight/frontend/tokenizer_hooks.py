@@ -38,6 +38,7 @@ from sglang_inflight.frontend.bodies import (
     LeaveGroupBody,
     PauseBody,
     TensorBody,
+    convert,
 )
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.version_lag import check_max_version_lag
@@ -126,10 +127,7 @@ def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
     """Upstream's message as one of our bodies, which have upstream's fields."""
     known = body.__struct_fields__
     fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
-    try:
-        return msgspec.convert(fields, body)
-    except msgspec.ValidationError as error:
-        raise Refused(f"bad request: {error}") from error
+    return convert(fields, body, "request")
 
 
 async def _settle(doing: Awaitable[dict[str, Any] | None]) -> tuple[bool, str]:

@@ -54,7 +54,7 @@ class AnswerChannel:
 
     def succeed_request(self, request: BaseReq) -> None:
         """Say of a control request of upstream's that it is done here."""
-        self._send(_call_of(request), success=True, message="", error="", detail={})
+        self.succeed(_call_of(request))
 
     def fail_request(self, request: BaseReq, error: BaseException, message: str) -> None:
         """Say of a control request of upstream's that its handler raised ``error``."""

@@ -41,14 +41,6 @@ class Server:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def schedulers(self) -> list[psutil.Process]:
-        """The processes of its ranks."""
-        return [
-            process
-            for process in psutil.Process(self.process.pid).children(recursive=True)
-            if "sglang::scheduler" in " ".join(process.cmdline())
-        ]
-
     def log_text(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -60,6 +52,15 @@ def _read(response: httpx.Response) -> dict[str, Any]:
         content = {"text": response.text}
     answer = content if isinstance(content, dict) else {"content": content}
     return {**answer, "status_code": response.status_code}
+
+
+def schedulers(server: int) -> list[psutil.Process]:
+    """The processes of a server's ranks, by the server's process id."""
+    return [
+        process
+        for process in psutil.Process(server).children(recursive=True)
+        if "sglang::scheduler" in " ".join(process.cmdline())
+    ]
 
 
 def free_port() -> int:

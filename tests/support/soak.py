@@ -27,7 +27,7 @@ from rich.table import Table
 from tests.support import marker
 from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
 from tests.support.pool import ENV, FLAVOURS, MAX_RUNNING
-from tests.support.server import Server, serve
+from tests.support.server import Server, schedulers, serve
 from tests.support.trainer import Trainers, layout
 from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
 
@@ -354,7 +354,7 @@ class Soak:
         assert self._server.is_alive()
 
     def _rss(self) -> float:
-        return sum(rank.memory_info().rss for rank in self._server.schedulers()) / MIB
+        return sum(rank.memory_info().rss for rank in schedulers(self._server.process.pid)) / MIB
 
 
 def show(numbers: Numbers) -> None:
