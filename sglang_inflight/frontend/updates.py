@@ -15,7 +15,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.runtime_context import get_memory, get_parallel
@@ -24,7 +23,6 @@ from sglang_inflight.errors import Conflict, Dropped, RankSilent, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
-    DiskBody,
     DistributedBody,
     EndBody,
     OnBusy,
@@ -36,6 +34,8 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.metrics import Metrics
+from sglang_inflight.frontend.model_update_lock import locked
+from sglang_inflight.frontend.open_update import OpenUpdate
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.frontend.receipt import Receipt, write_receipt
 from sglang_inflight.messages import (
@@ -47,7 +47,6 @@ from sglang_inflight.messages import (
     OpenCall,
     RankAnswer,
     RollbackCall,
-    SealCall,
     Selector,
     Source,
     StageCall,
@@ -65,59 +64,6 @@ COMMIT_TIMEOUT_S = 120.0
 DROP_TIMEOUT_S = 10.0
 # Ranks keep the time limit themselves; one that hangs is given up this much later.
 GRACE_S = 5.0
-# How often a call that waits for running requests looks whether somebody paused them.
-LOOK_S = 0.05
-
-
-@dataclass
-class _Open:
-    """The update that has its turn: what its calls asked for, to be done at the commit."""
-
-    id: str
-    selector: Selector
-    deadline: float
-    weight_version: str | None = None
-    kv_cache: KVPolicy | None = None
-    torch_empty_cache: bool = False
-    staged_s: float = 0.0
-    tensors: int = 0
-    bytes: int = 0
-    model_path: str | None = None
-    load_format: str | None = None
-    is_committing: bool = False
-    is_session: bool = False
-    # whether the calls that brought tensors so far named the session; None before the first
-    is_named: bool | None = None
-    lease: asyncio.TimerHandle | None = None
-    lease_s: float | None = None
-    # once there is one, nothing more is staged
-    vote: asyncio.Task[None] | None = None
-
-    def is_foreign(self, body: UpdateBody) -> bool:
-        """Whether a call is no piece of this session, but an update of its own.
-
-        Upstream's clients name no session, so theirs takes whatever comes. A caller who does
-        name it is safe from others' calls, say one whose sender is long gone.
-        """
-        return body.session_id is None and self.is_named is True
-
-    def claim(self, body: UpdateBody) -> None:
-        """Raises ``Conflict`` where a call names the session, and one before it did not."""
-        if body.session_id is not None and self.is_named is False:
-            raise Conflict(
-                "a call that did not name this session sent weights into it, and may be "
-                "anybody's: the session is dropped"
-            )
-        self.is_named = body.session_id is not None
-
-    def note(self, body: UpdateBody) -> None:
-        """The last version named wins; a cache once to be recomputed is recomputed."""
-        self.weight_version = body.weight_version or self.weight_version
-        self.torch_empty_cache |= body.torch_empty_cache
-        if self.kv_cache is None or body.kv_cache is not None or body.flush_cache:
-            self.kv_cache = body.kv_policy
-        if isinstance(body, DiskBody):
-            self.model_path, self.load_format = body.model_path, body.load_format
 
 
 class Updates:
@@ -141,7 +87,7 @@ class Updates:
         self._metrics = metrics
         self._settings = settings
         self._turn = asyncio.Lock()
-        self._open: _Open | None = None
+        self._open: OpenUpdate | None = None
 
     @property
     def has_session(self) -> bool:
@@ -179,7 +125,7 @@ class Updates:
                 "this update must run between begin_weight_update and end_weight_update, "
                 "or with non_blocking=true"
             )
-        async with self._blocking(body.non_blocking):
+        async with locked(self._tokenizer_manager, body.non_blocking):
             update = await self._begin(
                 getattr(body, "selector", "all"),
                 on_busy=body.on_busy,
@@ -191,7 +137,7 @@ class Updates:
                     update,
                     body,
                     source,
-                    opens=self._open_call(update, partial=partial, expected=body.expected_version),
+                    opens=update.open_call(partial=partial, expected=body.expected_version),
                     seals=True,
                 )
                 return await self._commit(update)
@@ -208,13 +154,13 @@ class Updates:
                 "a weight-update session is already open; end or abort it first, "
                 'or begin with on_busy="replace"'
             )
-        async with self._blocking(body.non_blocking):
+        async with locked(self._tokenizer_manager, body.non_blocking):
             update = await self._begin(body.selector, on_busy=body.on_busy, timeout_s=None)
         update.is_session, update.lease_s = True, body.lease_s
         async with self._dropped_on_failure(update):
-            call = self._open_call(update, partial=body.partial, expected=body.expected_version)
-            require_success(await self._ranks.call(call, self._left(update) + GRACE_S))
-            self._renew_lease(update)
+            call = update.open_call(partial=body.partial, expected=body.expected_version)
+            require_success(await self._ranks.call(call, update.seconds_left() + GRACE_S))
+            update.renew_lease(self._expire)
         return {"success": True, "message": "Success", "session_id": update.id}
 
     async def seal(self, body: SealBody) -> Receipt:
@@ -226,7 +172,7 @@ class Updates:
         update = self._require_session(body.session_id)
         async with self._dropped_on_failure(update):
             await self._seal(update)
-            self._renew_lease(update)
+            update.renew_lease(self._expire)
         return self._describe(update, "Sealed. It goes live at end_weight_update.")
 
     async def end(self, body: EndBody) -> Receipt:
@@ -237,7 +183,10 @@ class Updates:
             update.kv_cache = self._allow(policy)
         update.weight_version = body.weight_version or update.weight_version
         update.torch_empty_cache |= body.torch_empty_cache
-        async with self._dropped_on_failure(update), self._blocking(body.non_blocking):
+        async with (
+            self._dropped_on_failure(update),
+            locked(self._tokenizer_manager, body.non_blocking),
+        ):
             await self._seal(update)
             return await self._commit(update)
 
@@ -266,36 +215,36 @@ class Updates:
 
     async def _begin(
         self, selector: Selector, *, on_busy: OnBusy, timeout_s: float | None
-    ) -> _Open:
+    ) -> OpenUpdate:
         if self._turn.locked():
             if on_busy == "refuse":
                 raise Conflict("another weight update is going on")
             if on_busy == "replace" and self._open is not None and not self._open.is_committing:
                 await self._drop(self._open, "a newer update replaced it")
         await self._turn.acquire()
-        self._open = _Open(
+        self._open = OpenUpdate(
             id=uuid.uuid4().hex,
             selector=selector,
-            deadline=time.monotonic() + (timeout_s or self._settings.update_timeout_s),
+            deadline=self._deadline(timeout_s),
         )
         return self._open
 
-    async def _add(self, session: _Open, body: UpdateBody, source: Source) -> Receipt:
+    async def _add(self, session: OpenUpdate, body: UpdateBody, source: Source) -> Receipt:
         if session.vote is not None:
             raise Conflict("the weight-update session is sealed: end or abort it")
-        session.deadline = time.monotonic() + (body.timeout_s or self._settings.update_timeout_s)
+        session.deadline = self._deadline(body.timeout_s)
         async with self._dropped_on_failure(session):
             session.claim(body)
             if body.expected_version is not None:
                 raise Refused("expected_version belongs to begin_weight_update in a session")
-            self._renew_lease(session)
+            session.renew_lease(self._expire)
             await self._stage(session, body, source, opens=None, seals=False)
-            self._renew_lease(session)
+            session.renew_lease(self._expire)
         return self._describe(session, "Staged. It goes live at end_weight_update.")
 
     async def _stage(
         self,
-        update: _Open,
+        update: OpenUpdate,
         body: UpdateBody,
         source: Source,
         *,
@@ -312,13 +261,13 @@ class Updates:
                 update_id=update.id,
                 source=source,
                 selector=getattr(body, "selector", "all"),
-                timeout_s=self._left(update),
+                timeout_s=update.seconds_left(),
             )
         )
         if seals:
-            calls.append(self._seal_call(update))
+            calls.append(update.seal_call())
         results = await asyncio.gather(
-            *(self._ranks.call(call, self._left(update) + GRACE_S) for call in calls),
+            *(self._ranks.call(call, update.seconds_left() + GRACE_S) for call in calls),
             return_exceptions=True,
         )
         for answers in results:
@@ -331,18 +280,18 @@ class Updates:
         update.tensors += staged[0].detail["tensors"]
         update.bytes += max(answer.detail["bytes"] for answer in staged)
 
-    async def _seal(self, update: _Open) -> None:
+    async def _seal(self, update: OpenUpdate) -> None:
         """Hear the vote. There is one, however many ask for it."""
         if update.vote is None:
             update.vote = asyncio.ensure_future(self._take_vote(update))
         await asyncio.shield(update.vote)
 
-    async def _take_vote(self, update: _Open) -> None:
-        answers = await self._ranks.call(self._seal_call(update), self._left(update) + GRACE_S)
+    async def _take_vote(self, update: OpenUpdate) -> None:
+        answers = await self._ranks.call(update.seal_call(), update.seconds_left() + GRACE_S)
         require_success(answers)
         update.staged_s += _longest(answers)
 
-    async def _commit(self, update: _Open) -> Receipt:
+    async def _commit(self, update: OpenUpdate) -> Receipt:
         update.is_committing = True
         call = CommitCall(
             call_id="",
@@ -383,7 +332,7 @@ class Updates:
             )
         return receipt
 
-    async def _drop(self, update: _Open, reason: str) -> None:
+    async def _drop(self, update: OpenUpdate, reason: str) -> None:
         """Forget an update on every rank, and give its turn away."""
         if self._open is not update:
             return
@@ -396,15 +345,14 @@ class Updates:
             # its shadow is refused to the next update until it has let go
             logger.error("Dropping a weight update: %s", error)
 
-    def _close(self, update: _Open) -> None:
-        if update.lease is not None:
-            update.lease.cancel()
+    def _close(self, update: OpenUpdate) -> None:
+        update.end_lease()
         if self._open is update:
             self._open = None
             self._turn.release()
 
     @asynccontextmanager
-    async def _dropped_on_failure(self, update: _Open) -> AsyncIterator[None]:
+    async def _dropped_on_failure(self, update: OpenUpdate) -> AsyncIterator[None]:
         """Whatever ends the block early, a cancelled caller too, drops the update."""
         try:
             yield
@@ -414,35 +362,9 @@ class Updates:
             await asyncio.shield(self._drop(update, f"{error or type(error).__name__}"))
             raise
 
-    @asynccontextmanager
-    async def _blocking(self, non_blocking: bool) -> AsyncIterator[None]:
-        """Upstream's meaning of a call that is not ``non_blocking``.
-
-        It waits until no request runs and keeps new ones away meanwhile, unless the
-        engine is paused. A pause that comes while it waits ends the waiting, because the
-        requests it waits for then never finish (sglang#25319).
-        """
-        lock = self._tokenizer_manager.model_update_lock
-        if non_blocking or self._tokenizer_manager.is_pause:
-            yield
-            return
-        acquiring = asyncio.ensure_future(lock.acquire_writer())
-        try:
-            while not acquiring.done() and not self._tokenizer_manager.is_pause:
-                await asyncio.wait({acquiring}, timeout=LOOK_S)
-        finally:
-            if not acquiring.done():
-                acquiring.cancel()
-                await asyncio.wait({acquiring})
-        try:
-            yield
-        finally:
-            if not acquiring.cancelled():
-                await lock.release_writer()
-
     # ---- small things --------------------------------------------------------------
 
-    def _require_session(self, session_id: str | None) -> _Open:
+    def _require_session(self, session_id: str | None) -> OpenUpdate:
         """The open session; ``Conflict`` where it is another one than ``session_id``."""
         update = self._open if self.has_session else None
         if session_id is not None and (update is None or update.id != session_id):
@@ -459,7 +381,7 @@ class Updates:
             raise Conflict("the weight-update session is being committed")
         return update
 
-    def _renew(self, body: BeginBody, update: _Open) -> dict[str, Any]:
+    def _renew(self, body: BeginBody, update: OpenUpdate) -> dict[str, Any]:
         nothing_else = BeginBody(
             session_id=body.session_id, lease_s=body.lease_s, non_blocking=body.non_blocking
         )
@@ -469,10 +391,10 @@ class Updates:
                 "no field besides but lease_s"
             )
         update.lease_s = body.lease_s or update.lease_s
-        self._renew_lease(update)
+        update.renew_lease(self._expire)
         return {"success": True, "message": "The lease is renewed.", "session_id": update.id}
 
-    def _describe(self, session: _Open, message: str) -> Receipt:
+    def _describe(self, session: OpenUpdate, message: str) -> Receipt:
         return {
             "success": True,
             "message": message,
@@ -482,15 +404,7 @@ class Updates:
             "tensors": session.tensors,
         }
 
-    def _renew_lease(self, update: _Open) -> None:
-        if update.lease is not None:
-            update.lease.cancel()
-        if update.lease_s is None:
-            return
-        loop = asyncio.get_running_loop()
-        update.lease = loop.call_later(update.lease_s, self._expire, update)
-
-    def _expire(self, update: _Open) -> None:
+    def _expire(self, update: OpenUpdate) -> None:
         if update.is_committing:
             return
         logger.warning("The lease of a weight-update session ran out: it is dropped.")
@@ -498,21 +412,8 @@ class Updates:
         self._tokenizer_manager.asyncio_tasks.add(task)
         task.add_done_callback(self._tokenizer_manager.asyncio_tasks.discard)
 
-    def _open_call(self, update: _Open, *, partial: bool, expected: str | None) -> OpenCall:
-        return OpenCall(
-            call_id="",
-            update_id=update.id,
-            selector=update.selector,
-            partial=partial,
-            expected_version=expected,
-            timeout_s=self._left(update),
-        )
-
-    def _seal_call(self, update: _Open) -> SealCall:
-        return SealCall(call_id="", update_id=update.id, timeout_s=self._left(update))
-
-    def _left(self, update: _Open) -> float:
-        return max(0.001, update.deadline - time.monotonic())
+    def _deadline(self, timeout_s: float | None) -> float:
+        return time.monotonic() + (timeout_s or self._settings.update_timeout_s)
 
     def _allow(self, kv_cache: KVPolicy) -> KVPolicy:
         if get_memory().enable_hierarchical_cache and kv_cache != "keep":

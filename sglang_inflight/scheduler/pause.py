@@ -24,19 +24,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import zmq
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
 )
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode, TimerCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.sleeper import Sleeper
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -44,13 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How long a frozen loop sleeps at most: the ranks behind the first one wait in a gloo
-# broadcast meanwhile, and its time limit is minutes.
-LONGEST_SLEEP_S = 1.0
 # How often, at most, the load is published while frozen. It takes a walk over the queue.
 LOAD_REFRESH_S = 0.05
-# Under attention DP several ranks have a socket, and none may keep the others waiting.
-LONGEST_SLEEP_IN_STEP_S = 0.005
 
 
 def _after(seconds: float | None) -> float | None:
@@ -90,7 +84,7 @@ class Pause:
         self._boundary = boundary
         self._answers = answers
         self._metrics = metrics
-        self._poller = self._poll_sockets(scheduler)
+        self._sleeper = Sleeper(scheduler)
         self._holders: dict[str, _Holder] = {}
         self._grants: list[_Grant] = []
         self._may_run: set[Req] = set()
@@ -202,6 +196,11 @@ class Pause:
         scheduler.load_publisher.publish_load_stat(
             scheduler.load_inquirer.get_loads, force=True, snapshot=snapshot
         )
+
+    def sleep(self) -> None:
+        """Until a message comes or a lease runs out."""
+        leases = (h.expires_at for h in self._holders.values() if h.expires_at is not None)
+        self._sleeper.sleep(min(leases, default=None))
 
     def admits(self, req: Req) -> bool:
         """While draining, run only what already ran, or was aborted and must be ended."""
@@ -335,27 +334,3 @@ class Pause:
 
     def _answer(self, call: PauseCall, *, retracted: int = 0, aborted: int = 0) -> None:
         self._answers.succeed(call, **self.describe(), retracted=retracted, aborted=aborted)
-
-    # ---- sleeping ----------------------------------------------------------------
-
-    @staticmethod
-    def _poll_sockets(scheduler: Scheduler) -> zmq.Poller | None:
-        """None on ranks without a socket: those sleep in the broadcast of the first one."""
-        channels = scheduler.ipc_channels
-        if channels.recv_from_tokenizer is None:
-            return None
-        poller = zmq.Poller()
-        poller.register(channels.recv_from_tokenizer, zmq.POLLIN)
-        poller.register(channels.recv_from_rpc, zmq.POLLIN)
-        return poller
-
-    def sleep(self) -> None:
-        """Until a message comes or a lease runs out."""
-        if self._poller is None:
-            return
-        longest = LONGEST_SLEEP_S
-        if get_parallel().attn_dp_enabled:
-            longest = LONGEST_SLEEP_IN_STEP_S
-        now = time.monotonic()
-        leases = [h.expires_at - now for h in self._holders.values() if h.expires_at is not None]
-        self._poller.poll(int(1000 * max(0.0, min([longest, *leases]))))
