@@ -7,17 +7,15 @@ handler. So step n runs with the old weights on all ranks, and step n+1 with the
 Replicas do not compute together and may be a step apart.
 
 Why it cannot fail: everything that can was done while staging. What is left is swapping
-pointers, or enqueuing copies between tensors that exist.
+pointers, or enqueuing copies between tensors that exist (``staging/exchange.py``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
@@ -32,8 +30,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
-
-Swap = Callable[[torch.Tensor, torch.Tensor], None]
 
 
 class Commits:
@@ -128,33 +124,16 @@ class Commits:
         }
 
     def _exchange(self, roles: Iterable[str]) -> int:
-        """Swap pointers on a CPU, contents on a device, where captured graphs hold pointers.
+        """On the stream that forwards run on, where the device has streams.
 
-        Contents are swapped on the stream that forwards run on: after the last forward
-        that was launched, before the next one, and without the host waiting. The shadow
-        was complete before this rank voted, and its next user waits for the event.
+        There it comes after the last forward that was launched and before the next one,
+        without the host waiting. The shadow was complete before this rank voted, and its
+        next user waits for the event.
         """
         scheduler = self._scheduler
         if scheduler.device == "cpu":
-            return self._staging.exchange(_swap_pointers, roles)
+            return self._staging.exchange(roles)
         with scheduler.device_module.stream(scheduler.forward_stream):
-            swapped = self._staging.exchange(_swap_contents, roles)
+            swapped = self._staging.exchange(roles)
             self._staging.wait_for(scheduler.forward_stream.record_event())
         return swapped
-
-
-def _swap_pointers(live: torch.Tensor, shadow: torch.Tensor) -> None:
-    live.data, shadow.data = shadow.data, live.data
-
-
-# Contents are swapped through a copy, in pieces of at most this size.
-_PIECE_BYTES = 64 << 20
-
-
-def _swap_contents(live: torch.Tensor, shadow: torch.Tensor) -> None:
-    pieces = max(1, live.nbytes // _PIECE_BYTES)
-    ours, theirs = live.data.view(-1), shadow.data.view(-1)
-    for a, b in zip(ours.tensor_split(pieces), theirs.tensor_split(pieces), strict=True):
-        spare = a.clone()
-        a.copy_(b, non_blocking=True)
-        b.copy_(spare, non_blocking=True)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from sglang_inflight.messages import OpenCall, SealCall, StageCall, TensorSource
-from sglang_inflight.scheduler.commit import _swap_pointers
 from sglang_inflight.scheduler.staging import sources
 from sglang_inflight.scheduler.staging import staging as staging_module
 from sglang_inflight.scheduler.staging.mode import StagingMode
@@ -87,7 +86,7 @@ def test_weight_that_a_draft_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return [float(weight[0]) for weight in (target.embed, draft.embed, target.own, draft.own)]
 
     def exchange() -> None:
-        staging.exchange(_swap_pointers, ("target", "draft"))
+        staging.exchange(("target", "draft"))
 
     named = [("embed", torch.ones(2)), ("own", torch.full((2,), 2.0))]
     # read once, as all sources but a disk are

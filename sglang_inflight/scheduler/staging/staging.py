@@ -42,6 +42,7 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.staging.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.staging.digest import Digest
+from sglang_inflight.scheduler.staging.exchange import Exchange, exchange_for
 from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
@@ -110,6 +111,7 @@ class Staging:
         self._groups = Groups(settings.group_timeout_s)
         self._update: Update | None = None
         self._holds_previous = False
+        self._exchange: Exchange | None = None
         self._exchanged: Any = None
         # Of the live weights, once it is known. The staging thread sets it while an update
         # is open, the scheduler's thread at a commit, when none is.
@@ -178,16 +180,15 @@ class Staging:
         # after the job that may still be taking it in
         self._worker.submit(call, job)
 
-    def exchange(
-        self, swap: Callable[[torch.Tensor, torch.Tensor], None], roles: Iterable[str]
-    ) -> int:
-        """Swap live weights and shadow of ``roles`` through ``swap``; the bytes swapped."""
+    def exchange(self, roles: Iterable[str]) -> int:
+        """Swap live weights and shadow of ``roles``; the bytes swapped."""
         if self.mode is StagingMode.OFF:
             self.dirty = None
             return 0
+        assert self._exchange is not None
         swapped = 0
         for _, _, live, shadow in self._weights(roles):
-            swap(live, shadow)
+            self._exchange.swap(live, shadow)
             swapped += live.nbytes
         self._holds_previous = True
         return swapped
@@ -275,8 +276,11 @@ class Staging:
             self._exchanged.synchronize()
         if self.mode is StagingMode.OFF:
             return {}
-        for model, _, live, shadow in self._weights(update.roles):
+        if self._exchange is None:
+            self._exchange = exchange_for(self._device)
+        for model, name, live, shadow in self._weights(update.roles):
             update.check()
+            self._exchange.check(name, live, shadow)
             if self._is_partial(update, model) or not can_mark(shadow):
                 shadow.copy_(live)
             else:

@@ -1,0 +1,72 @@
+"""How a commit swaps live weights and shadow: in either way, without needing memory.
+
+    where            what is swapped                        why
+    a CPU            the pointers                           no graph holds them
+    any other        the contents, through a spare piece    captured graphs hold the pointers
+
+Contents are swapped on the current stream, and the host waits for nothing. What could go
+wrong goes wrong in ``check`` and in making the spare piece, before the vote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from sglang_inflight.errors import Refused
+
+# of device memory, kept from the first update on
+SPARE_BYTES = 64 << 20
+
+
+class Exchange(Protocol):
+    """Both tensors are of one shape and dtype."""
+
+    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        """Raises ``Refused`` where ``swap`` could not."""
+
+    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        """Each gets what the other one has. Raises nothing, for what was checked."""
+
+
+def exchange_for(device: torch.device) -> Exchange:
+    return PointerExchange() if device.type == "cpu" else ContentExchange(device, SPARE_BYTES)
+
+
+class PointerExchange:
+    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        """Any two tensors can swap their pointers."""
+
+    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        live.data, shadow.data = shadow.data, live.data
+
+
+class ContentExchange:
+    def __init__(self, device: torch.device, spare_bytes: int) -> None:
+        self._spare = torch.empty(spare_bytes, dtype=torch.uint8, device=device)
+
+    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        # a shadow has the strides of a weight without holes, and only of such a one
+        if live.stride() != shadow.stride():
+            raise Refused(
+                f"{name!r} cannot be staged: its memory has holes (shape {tuple(live.shape)}, "
+                f"strides {live.stride()})"
+            )
+
+    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        size = len(self._spare)
+        for a, b in zip(_pieces(live, size), _pieces(shadow, size), strict=True):
+            # the stream keeps the order, also between this piece and the one before
+            spare = self._spare[: len(a)]
+            spare.copy_(a, non_blocking=True)
+            a.copy_(b, non_blocking=True)
+            b.copy_(spare, non_blocking=True)
+
+
+def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """The bytes of a tensor without holes, ``size`` at a time, in the order of its memory."""
+    memory = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    for start in range(0, len(memory), size):
+        yield memory[start : start + size]

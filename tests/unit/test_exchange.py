@@ -1,0 +1,74 @@
+"""Contents that are swapped, as on a device, but with a CPU's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.staging.exchange import ContentExchange
+
+SPARE_BYTES = 64
+# what a commit may do: look at memory in another way, and copy
+ALLOWED = {"as_strided", "copy_", "detach", "slice", "view"}
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operations that are done."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+WEIGHTS = {
+    "smaller than the spare piece": torch.arange(5),
+    "many pieces, the last one not whole": torch.arange(101),
+    "bfloat16": torch.arange(77).to(torch.bfloat16),
+    "one byte each": torch.arange(100, dtype=torch.uint8),
+    "boolean": torch.tensor([True, False, True]),
+    "a scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 4),
+    "transposed": torch.arange(60.0).view(6, 10).t(),
+}
+
+
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+def test_swapping_contents(weight: torch.Tensor) -> None:
+    live, shadow = weight.clone(), torch.zeros_like(weight)
+    pointers = live.data_ptr(), shadow.data_ptr()
+    exchange = ContentExchange(torch.device("cpu"), SPARE_BYTES)
+    exchange.check("weight", live, shadow)
+    with Operations() as done:
+        exchange.swap(live, shadow)
+    assert torch.equal(shadow, weight)
+    assert torch.equal(live, torch.zeros_like(weight))
+    assert (live.data_ptr(), shadow.data_ptr()) == pointers
+    assert done.names <= ALLOWED
+    exchange.swap(live, shadow)
+    assert torch.equal(live, weight)
+
+
+def test_neighbours_in_memory_are_left_alone() -> None:
+    memory = torch.arange(60.0)
+    live, shadow = memory[20:40], torch.zeros(20)
+    ContentExchange(torch.device("cpu"), SPARE_BYTES).swap(live, shadow)
+    assert torch.equal(shadow, torch.arange(20.0, 40.0))
+    memory[20:40] += torch.arange(20.0, 40.0)
+    assert torch.equal(memory, torch.arange(60.0))
+
+
+def test_a_weight_with_holes_is_refused() -> None:
+    live = torch.arange(40.0).view(4, 10)[:, :5]
+    exchange = ContentExchange(torch.device("cpu"), SPARE_BYTES)
+    with pytest.raises(Refused, match="'weight' cannot be staged: its memory has holes"):
+        exchange.check("weight", live, torch.empty_like(live))
