@@ -85,3 +85,14 @@ def test_upstreams_forms(answers: dict[str, Any]) -> None:
     assert not success
     assert "begin_weight_update" in message
     assert answers["last"] == [marker.token(0)] * 3
+
+
+def test_named_session(answers: dict[str, Any]) -> None:
+    session = answers["named session"]
+    assert session["renewed"]["session_id"] == session["begun"]["session_id"]
+    assert session["stranger"] == "another weight update is going on"
+    assert (session["end"]["weight_version"], session["end"]["tensors"]) == (
+        "named",
+        len(marker.tensors(0)),
+    )
+    assert "is not open" in session["ended"]

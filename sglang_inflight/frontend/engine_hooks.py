@@ -95,6 +95,7 @@ async def async_update_weights_from_disk(
     partial: bool | None = None,
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
+    session_id: str | None = None,
 ) -> Outcome:
     """Update from a checkpoint directory, whole unless ``partial``."""
     outcome = await _update(
@@ -110,6 +111,7 @@ async def async_update_weights_from_disk(
             partial=partial,
             on_busy=on_busy,
             timeout_s=timeout_s,
+            session_id=session_id,
         ),
     )
     if isinstance(outcome, tuple):
@@ -130,6 +132,7 @@ async def async_update_weights_from_tensor(
     partial: bool | None = None,
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
+    session_id: str | None = None,
     selector: Selector = "all",
 ) -> Outcome:
     """Update from ``(name, tensor)`` pairs, or from one serialized payload per rank."""
@@ -146,6 +149,7 @@ async def async_update_weights_from_tensor(
             partial=partial,
             on_busy=on_busy,
             timeout_s=timeout_s,
+            session_id=session_id,
             selector=selector,
         ),
     )
@@ -167,6 +171,7 @@ async def async_update_weights_from_distributed(
     partial: bool | None = None,
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
+    session_id: str | None = None,
     selector: Selector = "all",
 ) -> Outcome:
     """Update from what rank 0 of ``group_name`` broadcasts."""
@@ -186,6 +191,7 @@ async def async_update_weights_from_distributed(
             partial=partial,
             on_busy=on_busy,
             timeout_s=timeout_s,
+            session_id=session_id,
             selector=selector,
         ),
     )
@@ -203,6 +209,7 @@ async def async_update_weights_from_ipc(
     partial: bool | None = None,
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
+    session_id: str | None = None,
 ) -> Outcome:
     """Update from a checkpoint-engine process."""
     return await _update(
@@ -217,6 +224,7 @@ async def async_update_weights_from_ipc(
             partial=partial,
             on_busy=on_busy,
             timeout_s=timeout_s,
+            session_id=session_id,
         ),
     )
 
@@ -230,8 +238,13 @@ async def async_begin_weight_update(
     partial: bool = True,
     on_busy: OnBusy = "wait",
     lease_s: float | None = None,
-) -> tuple[bool, str]:
-    """Open a session: its calls go live together, at ``end_weight_update``."""
+    session_id: str | None = None,
+) -> Outcome:
+    """Open a session: its calls go live together, at ``end_weight_update``.
+
+    With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``.
+    With that ``session_id`` it renews the session's lease.
+    """
     body = BeginBody(
         selector=selector,
         non_blocking=non_blocking,
@@ -239,19 +252,15 @@ async def async_begin_weight_update(
         partial=partial,
         on_busy=on_busy,
         lease_s=lease_s,
+        session_id=session_id,
     )
-    try:
-        await engine.tokenizer_manager.inflight.updates.begin(body)
-    except Refused as error:
-        if non_blocking:
-            raise
-        return False, str(error)
-    return True, "Success"
+    return await _settle(engine.tokenizer_manager.inflight.updates.begin(body), non_blocking)
 
 
-async def async_seal_weight_update(engine: Engine) -> Receipt:
+async def async_seal_weight_update(engine: Engine, *, session_id: str | None = None) -> Receipt:
     """Check the session and vote for it on every rank, without committing it."""
-    receipt: Receipt = await engine.tokenizer_manager.inflight.updates.seal(SealBody())
+    body = SealBody(session_id=session_id)
+    receipt: Receipt = await engine.tokenizer_manager.inflight.updates.seal(body)
     return receipt
 
 
@@ -262,9 +271,11 @@ async def async_end_weight_update(
     weight_version: str | None = None,
     flush_cache: bool | None = None,
     kv_cache: KVPolicy | None = None,
+    session_id: str | None = None,
 ) -> Outcome:
     """Commit the session on every rank."""
     body = EndBody(
+        session_id=session_id,
         non_blocking=non_blocking,
         weight_version=weight_version,
         flush_cache=flush_cache,
@@ -273,9 +284,10 @@ async def async_end_weight_update(
     return await _settle(engine.tokenizer_manager.inflight.updates.end(body), non_blocking)
 
 
-async def async_abort_weight_update(engine: Engine) -> None:
+async def async_abort_weight_update(engine: Engine, *, session_id: str | None = None) -> None:
     """Drop the session, and the tensors staged in it."""
-    await engine.tokenizer_manager.inflight.updates.abort(AbortUpdateBody())
+    body = AbortUpdateBody(session_id=session_id)
+    await engine.tokenizer_manager.inflight.updates.abort(body)
 
 
 async def async_rollback_weights(

@@ -101,10 +101,10 @@ class Commits:
         self._versions.begin_epoch()
         self._versions.change(version)
         self._staleness.begin_epoch(self._versions.epoch)
-        if kv_cache == "recompute":
-            self._boundary.flush(empty_cache=empty_cache)
         if kv_cache != "keep":
             self._fence.raise_to(self._versions.epoch)
+        if kv_cache == "recompute":
+            self._boundary.flush(empty_cache=empty_cache)
         stall_s = time.perf_counter() - started
         self._metrics.commit_stall.observe(stall_s)
         self._metrics.epoch.set(self._versions.epoch)

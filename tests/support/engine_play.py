@@ -84,6 +84,7 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
         engine.update_weights_from_tensor(list(marker.tensors(0).items())),
         engine.end_weight_update(),
     ]
+    answers["named session"] = use_a_named_session(engine)
     answers["blocking failure"] = engine.update_weights_from_disk("/nowhere")
     answers["without a session"] = engine.update_weights_from_tensor([])
     answers["last"] = engine.generate(
@@ -110,6 +111,26 @@ async def use_async(engine: Any, checkpoints: Path) -> dict[str, Any]:
         "tokens": output["output_ids"],
         "spans": output["meta_info"]["weight_versions"],
     }
+
+
+def use_a_named_session(engine: Any) -> dict[str, Any]:
+    begun = engine.begin_weight_update(non_blocking=True, lease_s=60)
+    name = {"session_id": begun["session_id"]}
+    tensors = list(marker.tensors(0).items())
+    engine.update_weights_from_tensor(tensors, non_blocking=True, weight_version="named", **name)
+    answers = {"renewed": engine.begin_weight_update(non_blocking=True, lease_s=30, **name)}
+    try:
+        # no piece of the session, and it is not its turn
+        engine.update_weights_from_tensor(tensors, non_blocking=True, on_busy="refuse")
+    except Refused as error:
+        answers["stranger"] = str(error)
+    engine.seal_weight_update(**name)
+    answers["end"] = engine.end_weight_update(non_blocking=True, **name)
+    try:
+        engine.abort_weight_update(**name)
+    except Refused as error:
+        answers["ended"] = str(error)
+    return {"begun": begun, **answers}
 
 
 def update_from_trainer(engine: Any, version: int) -> Any:
