@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import time
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support import marker
@@ -99,6 +101,21 @@ def test_pause_is_acknowledged_by_every_rank(
             expect_spans(generation.output())
     else:
         expect_to_run_on(server, streams, [0])
+
+
+@pytest.mark.guards_fix
+def test_nothing_spins_in_a_pause(server: Server, streams: list[Generation]) -> None:
+    pause(server, "in_place")
+    settle(server, streams)
+    processes = psutil.Process(server.process.pid).children(recursive=True)
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    time.sleep(2)
+    # of a core, in which nobody asks anything
+    for process, seconds in zip(processes, before, strict=True):
+        share = (sum(process.cpu_times()[:2]) - seconds) / 2
+        assert share < 0.1, process.cmdline()
+    resume(server)
+    expect_to_run_on(server, streams, [0])
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "tensor_bucket", "distributed"])
