@@ -158,7 +158,7 @@ def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdout=sink, stderr=subprocess.STDOUT, env=env, start_new_session=True
+            command, stdout=sink, stderr=subprocess.STDOUT, env=env, process_group=0
         )
     url = f"http://127.0.0.1:{port}"
     try:

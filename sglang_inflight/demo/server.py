@@ -55,7 +55,7 @@ async def start_server(
     server = Server(f"http://127.0.0.1:{port}", command, log)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
     try:
         await _until_healthy(process, server)

@@ -96,7 +96,9 @@ def serve(
             stdout=sink,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
-            start_new_session=True,
+            # no session of its own: Linux shares cores out among sessions, and lets those that
+            # want little wait, for seconds, while a server keeps all cores busy
+            process_group=0,
         )
     server = Server(f"http://127.0.0.1:{port}", process, log, headers)
     try:
