@@ -104,7 +104,8 @@ def test_pause_is_acknowledged_by_every_rank(
 
 
 @pytest.mark.guards_fix
-def test_nothing_spins_in_a_pause(server: Server, streams: list[Generation]) -> None:
+def test_nothing_spins_in_a_pause(server: Server) -> None:
+    streams = start_running(server, STREAMS, tokens=ENDLESS)
     pause(server, "in_place")
     settle(server, streams)
     processes = psutil.Process(server.process.pid).children(recursive=True)
