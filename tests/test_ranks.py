@@ -109,12 +109,12 @@ def test_nothing_spins_in_a_pause(server: Server) -> None:
     pause(server, "in_place")
     settle(server, streams)
     processes = psutil.Process(server.process.pid).children(recursive=True)
-    before = [sum(process.cpu_times()[:2]) for process in processes]
+    for process in processes:
+        process.cpu_percent()  # begins to count
     time.sleep(2)
     # of a core, in which nobody asks anything
-    for process, seconds in zip(processes, before, strict=True):
-        share = (sum(process.cpu_times()[:2]) - seconds) / 2
-        assert share < 0.1, process.cmdline()
+    for process in processes:
+        assert process.cpu_percent() < 10, process.cmdline()
     resume(server)
     expect_to_run_on(server, streams, [0])
 

@@ -157,6 +157,7 @@ def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
     # the routes that pause exist in this mode only
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as sink:
+        # in our session, as ``serve`` starts the others
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, env=env, process_group=0
         )

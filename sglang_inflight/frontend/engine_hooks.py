@@ -15,7 +15,6 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -29,7 +28,7 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
     UpdateBody,
 )
-from sglang_inflight.frontend.receipt import Receipt
+from sglang_inflight.frontend.receipt import Receipt, settle
 from sglang_inflight.frontend.shared_loop import share
 from sglang_inflight.messages import KVPolicy, PauseMode, Selector
 from sglang_inflight.unsupported import refuse_at_start
@@ -311,10 +310,7 @@ async def _settle(updating: Any, non_blocking: bool) -> Outcome:
     if non_blocking:
         receipt: Receipt = await updating
         return receipt
-    try:
-        return True, (await updating)["message"]
-    except Refused as error:
-        return False, str(error)
+    return await settle(updating)
 
 
 def _serialize(tensors: list[Any], load_format: str | None) -> list[bytes]:

@@ -19,6 +19,8 @@ class OpenUpdate:
     id: str
     selector: Selector
     deadline: float  # time.monotonic()
+    # called when the lease has run out
+    expire: Callable[[OpenUpdate], None]
     weight_version: str | None = None
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
@@ -62,11 +64,11 @@ class OpenUpdate:
         if isinstance(body, DiskBody):
             self.model_path, self.load_format = body.model_path, body.load_format
 
-    def renew_lease(self, expire: Callable[[OpenUpdate], None]) -> None:
-        """Call ``expire`` when ``lease_s`` has run out from now on; never where it is None."""
+    def renew_lease(self) -> None:
+        """It runs out ``lease_s`` from now on; never where that is None."""
         self.end_lease()
         if self.lease_s is not None:
-            self._lease = asyncio.get_running_loop().call_later(self.lease_s, expire, self)
+            self._lease = asyncio.get_running_loop().call_later(self.lease_s, self.expire, self)
 
     def end_lease(self) -> None:
         if self._lease is not None:

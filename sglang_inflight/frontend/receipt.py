@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
+from sglang_inflight.errors import Refused
 from sglang_inflight.messages import RankAnswer
 
 Receipt = dict[str, Any]
@@ -41,3 +43,12 @@ def describe_failures(answers: list[RankAnswer]) -> list[dict[str, Any]]:
     return [
         {**answer.rank, "success": answer.success, "message": answer.message} for answer in answers
     ]
+
+
+async def settle(doing: Awaitable[Receipt | None]) -> tuple[bool, str]:
+    """What upstream's methods return: whether it was done, and a message or the refusal's."""
+    try:
+        receipt = await doing
+    except Refused as error:
+        return False, str(error)
+    return True, receipt["message"] if receipt else "Success"

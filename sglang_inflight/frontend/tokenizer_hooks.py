@@ -7,7 +7,7 @@ of these takes such a call, and answers in upstream's form.
 from __future__ import annotations
 
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -26,7 +26,6 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.frontend import control_calls
 from sglang_inflight.frontend.bodies import (
     BeginBody,
@@ -41,6 +40,7 @@ from sglang_inflight.frontend.bodies import (
     convert,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.receipt import settle
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
 
@@ -75,7 +75,7 @@ async def continue_generation(tm: TokenizerManager, obj: ContinueGenerationReqIn
 async def update_weights_from_disk(
     tm: TokenizerManager, obj: UpdateWeightFromDiskReqInput, request: object = None
 ) -> tuple[bool, str, int]:
-    success, message = await _settle(tm.inflight.updates.update(_convert(obj, DiskBody)))
+    success, message = await settle(tm.inflight.updates.update(_convert(obj, DiskBody)))
     return success, message, 0
 
 
@@ -84,43 +84,43 @@ async def update_weights_from_tensor(
 ) -> tuple[bool, str]:
     payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
     body = _convert(msgspec.structs.replace(obj, serialized_named_tensors=payloads), TensorBody)
-    return await _settle(tm.inflight.updates.update(body))
+    return await settle(tm.inflight.updates.update(body))
 
 
 async def update_weights_from_distributed(
     tm: TokenizerManager, obj: UpdateWeightsFromDistributedReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.updates.update(_convert(obj, DistributedBody)))
+    return await settle(tm.inflight.updates.update(_convert(obj, DistributedBody)))
 
 
 async def update_weights_from_ipc(
     tm: TokenizerManager, obj: UpdateWeightsFromIPCReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.updates.update(_convert(obj, IPCBody)))
+    return await settle(tm.inflight.updates.update(_convert(obj, IPCBody)))
 
 
 async def begin_weight_update(
     tm: TokenizerManager, obj: BeginWeightUpdateReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.updates.begin(_convert(obj, BeginBody)))
+    return await settle(tm.inflight.updates.begin(_convert(obj, BeginBody)))
 
 
 async def end_weight_update(
     tm: TokenizerManager, obj: EndWeightUpdateReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.updates.end(_convert(obj, EndBody)))
+    return await settle(tm.inflight.updates.end(_convert(obj, EndBody)))
 
 
 async def init_weights_update_group(
     tm: TokenizerManager, obj: InitWeightsUpdateGroupReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
+    return await settle(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
 
 
 async def destroy_weights_update_group(
     tm: TokenizerManager, obj: DestroyWeightsUpdateGroupReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await _settle(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
+    return await settle(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
 
 
 def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
@@ -128,14 +128,6 @@ def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
     known = body.__struct_fields__
     fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
     return convert(fields, body, "request")
-
-
-async def _settle(doing: Awaitable[dict[str, Any] | None]) -> tuple[bool, str]:
-    try:
-        receipt = await doing
-    except Refused as error:
-        return False, str(error)
-    return True, receipt["message"] if receipt else "Success"
 
 
 def take_kv_versions(

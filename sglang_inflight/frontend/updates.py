@@ -160,7 +160,7 @@ class Updates:
         async with self._dropped_on_failure(update):
             call = update.open_call(partial=body.partial, expected=body.expected_version)
             require_success(await self._ranks.call(call, update.seconds_left() + GRACE_S))
-            update.renew_lease(self._expire)
+            update.renew_lease()
         return {"success": True, "message": "Success", "session_id": update.id}
 
     async def seal(self, body: SealBody) -> Receipt:
@@ -172,7 +172,7 @@ class Updates:
         update = self._require_session(body.session_id)
         async with self._dropped_on_failure(update):
             await self._seal(update)
-            update.renew_lease(self._expire)
+            update.renew_lease()
         return self._describe(update, "Sealed. It goes live at end_weight_update.")
 
     async def end(self, body: EndBody) -> Receipt:
@@ -226,6 +226,7 @@ class Updates:
             id=uuid.uuid4().hex,
             selector=selector,
             deadline=self._deadline(timeout_s),
+            expire=self._expire,
         )
         return self._open
 
@@ -237,9 +238,9 @@ class Updates:
             session.claim(body)
             if body.expected_version is not None:
                 raise Refused("expected_version belongs to begin_weight_update in a session")
-            session.renew_lease(self._expire)
+            session.renew_lease()
             await self._stage(session, body, source, opens=None, seals=False)
-            session.renew_lease(self._expire)
+            session.renew_lease()
         return self._describe(session, "Staged. It goes live at end_weight_update.")
 
     async def _stage(
@@ -391,7 +392,7 @@ class Updates:
                 "no field besides but lease_s"
             )
         update.lease_s = body.lease_s or update.lease_s
-        update.renew_lease(self._expire)
+        update.renew_lease()
         return {"success": True, "message": "The lease is renewed.", "session_id": update.id}
 
     def _describe(self, session: OpenUpdate, message: str) -> Receipt:

@@ -102,6 +102,7 @@ class Commits:
         self._versions.change(version)
         self._staleness.begin_epoch(self._versions.epoch)
         if kv_cache != "keep":
+            # before the flush: nothing old is reused even where that fails
             self._fence.raise_to(self._versions.epoch)
         if kv_cache == "recompute":
             self._boundary.flush(empty_cache=empty_cache)
@@ -124,9 +125,9 @@ class Commits:
         }
 
     def _exchange(self, roles: Iterable[str]) -> int:
-        """On the stream that forwards run on, where the device has streams.
+        """Swap the weights, on the stream that forwards run on where the device has streams.
 
-        There it comes after the last forward that was launched and before the next one,
+        There the swap comes after the last forward that was launched and before the next one,
         without the host waiting. The shadow was complete before this rank voted, and its
         next user waits for the event.
         """

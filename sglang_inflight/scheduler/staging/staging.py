@@ -112,7 +112,7 @@ class Staging:
         self._update: Update | None = None
         self._holds_previous = False
         self._exchange: Exchange | None = None
-        self._exchanged: Any = None
+        self._exchange_event: Any = None
         # Of the live weights, once it is known. The staging thread sets it while an update
         # is open, the scheduler's thread at a commit, when none is.
         self.live_digest: str | None = None
@@ -203,9 +203,9 @@ class Staging:
             return "nothing was committed since the start or since the last failed update"
         return None
 
-    def wait_for(self, exchanged: Any) -> None:
-        """Do not write the shadow before the event ``exchanged`` on its device."""
-        self._exchanged = exchanged
+    def wait_for(self, event: Any) -> None:
+        """Do not write the shadow before ``event`` on its device."""
+        self._exchange_event = event
 
     @property
     def state(self) -> StagingState:
@@ -272,8 +272,8 @@ class Staging:
             raise Refused(f"selector {call.selector!r} selects no model of this server")
         for model in self._models:
             model.build_shadow(self.mode, self._device)
-        if self._exchanged is not None:
-            self._exchanged.synchronize()
+        if self._exchange_event is not None:
+            self._exchange_event.synchronize()
         if self.mode is StagingMode.OFF:
             return {}
         if self._exchange is None:
