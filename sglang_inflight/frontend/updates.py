@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_memory, get_parallel
+from sglang.srt.runtime_context import get_memory
 
 from sglang_inflight.errors import Conflict, Dropped, RankSilent, Refused
 from sglang_inflight.frontend.bodies import (
@@ -52,6 +52,7 @@ from sglang_inflight.messages import (
     StageCall,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -179,8 +180,8 @@ class Updates:
         """Seal the session, where that is not done, and commit it."""
         update = self._require_session(body.session_id)
         if body.kv_cache is not None or body.flush_cache is not None:
-            policy = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
-            update.kv_cache = self._allow(policy)
+            update.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
+        self._allow(update.kv_cache or "fence", retracts=body.non_blocking)
         update.weight_version = body.weight_version or update.weight_version
         update.torch_empty_cache |= body.torch_empty_cache
         async with (
@@ -200,7 +201,7 @@ class Updates:
             call = RollbackCall(
                 call_id="",
                 weight_version=body.weight_version,
-                kv_cache=self._allow(body.kv_policy),
+                kv_cache=self._allow(body.kv_policy, retracts=True),
             )
             answers = await self._ranks.call(call, COMMIT_TIMEOUT_S)
             require_success(answers)
@@ -254,7 +255,7 @@ class Updates:
     ) -> None:
         """Send what there is to send at once: ranks keep the order, and save the waiting."""
         update.note(body)
-        self._allow(update.kv_cache or "fence")
+        self._allow(update.kv_cache or "fence", retracts=body.non_blocking)
         calls: list[InflightCall] = [opens] if opens is not None else []
         calls.append(
             StageCall(
@@ -416,16 +417,17 @@ class Updates:
     def _deadline(self, timeout_s: float | None) -> float:
         return time.monotonic() + (timeout_s or self._settings.update_timeout_s)
 
-    def _allow(self, kv_cache: KVPolicy) -> KVPolicy:
+    def _allow(self, kv_cache: KVPolicy, *, retracts: bool) -> KVPolicy:
+        """``retracts`` where requests may be running at the commit."""
         if get_memory().enable_hierarchical_cache and kv_cache != "keep":
             raise Refused(
                 f"kv_cache={kv_cache!r} is not supported with --enable-hierarchical-cache: its "
                 'lower tiers keep prefixes of older weights; pass kv_cache="keep"'
             )
-        if get_parallel().pp_size > 1 and kv_cache == "recompute":
+        if retracts and kv_cache == "recompute" and (reason := why_no_pause()) is not None:
             raise Refused(
-                'kv_cache="recompute" (flush_cache=true) needs --pp-size 1: the pipeline loop '
-                'cannot retract running requests; pass kv_cache="fence" or "keep"'
+                'kv_cache="recompute" (flush_cache=true) retracts running requests, as a pause '
+                f'does: {reason}; pass kv_cache="fence" or "keep"'
             )
         return kv_cache
 

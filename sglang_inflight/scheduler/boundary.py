@@ -7,9 +7,10 @@ to their requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from sglang_inflight.scheduler.metrics import Metrics
@@ -63,7 +64,20 @@ class Boundary:
         live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
         if scheduler.chunked_req is not None:
             live.add(scheduler.chunked_req)
+        live.update(self._between_servers())
         return live
+
+    def _between_servers(self) -> Iterator[Req]:
+        """Requests in the queues that a prefill server and a decode server have besides."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            yield from scheduler.disagg_prefill_bootstrap_queue.queue
+            yield from scheduler.disagg_prefill_inflight_queue
+        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            prealloc = scheduler.disagg_decode_prealloc_queue
+            yield from prealloc.retracted_queue
+            transfers = scheduler.disagg_decode_transfer_queue.queue
+            yield from (entry.req for entry in (*prealloc.queue, *transfers))
 
     def running_requests(self) -> set[Req]:
         """Requests that were admitted and are not finished."""

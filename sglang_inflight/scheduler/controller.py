@@ -42,7 +42,7 @@ from sglang_inflight.scheduler.kv_versions import KVVersions
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.pace import Pace, choose_budget
 from sglang_inflight.scheduler.staging.staging import Staging, StagingState
 from sglang_inflight.scheduler.staleness import Staleness
 from sglang_inflight.scheduler.versions import Versions
@@ -72,7 +72,9 @@ class Controller:
         self.versions = Versions(scheduler, boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
-        self._pace = Pace(settings.pace_bytes, is_busy=self._is_busy)
+        self._pace = Pace(
+            choose_budget(settings.pace_bytes, scheduler.device), is_busy=self._is_busy
+        )
         self.staging = Staging(scheduler, boundary, self._answers, self._pace, metrics, settings)
         self.commits = Commits(
             scheduler,
@@ -116,7 +118,6 @@ class Controller:
 
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
-        self._pace.tick()
         self._errands.answer_for_those_done()
         if self.staging.dirty is None:
             return self.pause.holds_the_loop()
@@ -144,6 +145,7 @@ class Controller:
 
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
+        self._pace.tick()
         self._kv_versions.note_launch(batch)
 
     def before_release(self, req: Req) -> None:

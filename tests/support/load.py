@@ -79,7 +79,9 @@ class Generation:
         stream: bool = True,
         n: int = 1,
         sampling: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> None:
+        """``fields`` are any others of the body."""
         # of one width, because an abort takes every request whose id begins with the given one
         self.rid = f"test-{next(_serial):06d}"
         self._server = server
@@ -104,6 +106,7 @@ class Generation:
             "input_ids": list(input_ids if input_ids is not None else prompt()),
             "sampling_params": greedy | (sampling or {}),
             "stream": stream,
+            **fields,
         }
         threading.Thread(target=self._read, name=self.rid, daemon=True).start()
 

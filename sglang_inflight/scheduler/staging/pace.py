@@ -12,6 +12,19 @@ from threadpoolctl import threadpool_limits
 LONGEST_WAIT_S = 0.1
 
 
+# Of a step of some milliseconds: a few on a CPU, whose cores and memory decoding shares, and
+# less than one of a GPU's bandwidth.
+_CPU_BUDGET = 48 << 20
+_DEVICE_BUDGET = 1 << 30
+
+
+def choose_budget(wanted: int | None, device: str) -> int:
+    """Bytes per step: what is set, or what suits the kind of device (``cpu``, ``cuda``…)."""
+    if wanted is not None:
+        return wanted
+    return _CPU_BUDGET if device == "cpu" else _DEVICE_BUDGET
+
+
 class Pace:
     """A budget of bytes touched per scheduler step.
 
@@ -26,7 +39,7 @@ class Pace:
         self._stepped = threading.Event()
 
     def tick(self) -> None:
-        """The loop made a step. Called by the scheduler's thread."""
+        """The loop makes a step. Called by the scheduler's thread."""
         self._stepped.set()
 
     def spend(self, nbytes: int) -> None:

@@ -53,6 +53,7 @@ from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_t
 from sglang_inflight.scheduler.staging.update import Update
 from sglang_inflight.scheduler.staging.worker import InlineWorker, Job, StagingWorker
 from sglang_inflight.settings import Settings
+from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -118,14 +119,7 @@ class Staging:
         self.live_digest: str | None = None
         # why the live weights are a mixture; only in the mode "off"
         self.dirty: str | None = None
-        self.refusal = next(
-            (
-                f"weights of the {m.role} model cannot be staged: {reason}"
-                for m in self._models
-                if (reason := why_not_shadowed(m.runner.model)) is not None
-            ),
-            None,
-        )
+        self.refusal = self._why_refused()
 
     # ---- calls, on the scheduler's thread ----------------------------------------
 
@@ -240,6 +234,15 @@ class Staging:
             "dirty": self.dirty,
             "refusal": self.refusal,
         }
+
+    def _why_refused(self) -> str | None:
+        """Why no update can be taken in, or None where it can."""
+        if self.mode is StagingMode.OFF and (reason := why_no_pause()) is not None:
+            return f"weights cannot be written in place, between two steps: {reason}"
+        for model in self._models:
+            if (reason := why_not_shadowed(model.runner.model)) is not None:
+                return f"weights of the {model.role} model cannot be staged: {reason}"
+        return None
 
     def _expect(self, update_id: str, state: StagingState) -> Update:
         update = self._update

@@ -1,0 +1,119 @@
+"""A decode server of a disaggregated pair: SGLang's ``fake`` transfer stands in for the other.
+
+It brings no KV and makes up the first token of a request. The marker model tells the version
+of every other one without looking at KV.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.load import Generation, Output, labels_of, status, until, update
+from tests.support.marker import FIRST
+from tests.support.pool import ENV
+from tests.support.server import Server, serve
+
+FAKE_HOST = "2.2.2.2"
+POOL = 1024  # tokens
+_rooms = itertools.count(1)
+
+
+@pytest.fixture(scope="module", params=["overlap", "normal"])
+def decode_server(
+    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    flags = [
+        "--disaggregation-mode", "decode",
+        "--disaggregation-transfer-backend", "fake",
+        # the other one needs memory that CUDA pins
+        "--disaggregation-decode-retraction-backup", "cpu_tensor",
+        "--max-running-requests", "8",
+        "--max-total-tokens", str(POOL),
+        "--num-reserved-decode-tokens", "8",
+        "--weight-version", "v0",
+    ]  # fmt: skip
+    if request.param == "normal":
+        flags.append("--disable-overlap-schedule")
+    log = tmp_path_factory.mktemp("decode") / "server.log"
+    with serve(checkpoints / "v0", *flags, log=log, env=ENV) as server:
+        yield server
+
+
+@pytest.fixture
+def server(decode_server: Server, checkpoints: Path) -> Server:
+    update(decode_server, checkpoints, 0)
+    return decode_server
+
+
+def start(server: Server, n: int, tokens: int) -> list[Generation]:
+    return [
+        Generation(server, tokens=tokens, bootstrap_host=FAKE_HOST, bootstrap_room=next(_rooms))
+        for _ in range(n)
+    ]
+
+
+def expect_whole(generation: Generation) -> Output:
+    output = generation.output()
+    assert output.finish_reason == "length", output.meta
+    assert len(output.tokens) == generation.max_new_tokens
+    labels = labels_of(output.meta["weight_versions"])
+    # the first token is nobody's
+    assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
+    return output
+
+
+def refused(server: Server, path: str, body: dict[str, Any], why: str) -> None:
+    answer = server.post(path, body)
+    assert answer["status_code"] == 400, answer
+    assert why in answer["message"]
+
+
+def test_spans(server: Server, checkpoints: Path) -> None:
+    running = start(server, 2, tokens=POOL // 3)
+    for version in (1, 2):
+        for generation in running:
+            generation.wait_for_tokens(generation.count + 3)
+        update(server, checkpoints, version, non_blocking=True, kv_cache="fence")
+    for generation in running:
+        output = expect_whole(generation)
+        assert {"v0", "v1", "v2"} == set(labels_of(output.meta["weight_versions"]))
+
+
+def test_spans_of_what_memory_drove_out(server: Server, checkpoints: Path) -> None:
+    """It waits beside the queue that other servers have, with the tokens it has."""
+    running = start(server, 4, tokens=POOL // 2)
+    for generation in running:
+        generation.wait_for_tokens(POOL // 8)
+    until("one is driven out", lambda: status(server)["running"] < len(running))
+    update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
+    outputs = [expect_whole(generation) for generation in running]
+    assert any(output.meta["num_retractions"] for output in outputs)
+
+
+def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) -> None:
+    """A request retracted here waits for a continue before its prompt is sent for again."""
+    (running,) = start(server, 1, tokens=240)
+    running.wait_for_tokens(3)
+    body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}
+    refused(server, "/update_weights_from_disk", body, "--disaggregation-mode")
+    refused(server, "/inflight/rollback", {"flush_cache": True}, "--disaggregation-mode")
+    refused(server, "/pause_generation", {"mode": "in_place"}, "--disaggregation-mode")
+    assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 240
+
+
+def test_an_update_that_waits_for_requests(server: Server, checkpoints: Path) -> None:
+    """Upstream's own meaning, with upstream's own fields."""
+    running = start(server, 2, tokens=60)
+    for generation in running:
+        generation.wait_for_tokens(3)
+    receipt = update(server, checkpoints, 3)
+    assert receipt["weight_version"] == "v3"
+    for generation in running:
+        assert set(labels_of(expect_whole(generation).meta["weight_versions"])) == {"v0"}
+    (later,) = start(server, 1, tokens=10)
+    assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v3"}
