@@ -7,16 +7,17 @@ to their requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.scheduler.metrics import Metrics
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
 
@@ -32,10 +33,29 @@ class Boundary:
         self._metrics = metrics
 
     @property
-    def pending_results(self) -> Iterable[tuple[Any, Any]]:
-        """Batches that were launched and whose results are not processed, oldest first."""
+    def pending_batches(self) -> list[ScheduleBatch]:
+        """Batches that were launched and whose results are not processed, oldest first.
+
+        Each is the object that ``process_batch_result`` will be called with.
+        """
+        scheduler = self._scheduler
+        if get_parallel().pp_size > 1:
+            return self._pending_microbatches()
         # the normal loop has no queue: it processes a result before the next boundary
-        return getattr(self._scheduler, "result_queue", ())
+        return [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+
+    def _pending_microbatches(self) -> list[ScheduleBatch]:
+        """The pipeline's loop has processed that one whose turn it is, and no other."""
+        scheduler = self._scheduler
+        running = scheduler.running_mbs
+        turn = next(i for i, batch in enumerate(running) if batch is scheduler.running_batch)
+        pending = []
+        for index in (*range(turn + 1, len(running)), *range(turn)):
+            batch, launch = scheduler.mbs[index], scheduler.mb_metadata[index]
+            if batch is not None:
+                snapshot = launch.fwd_batch if launch is not None else None
+                pending.append(batch if snapshot is None else snapshot)
+        return pending
 
     def drain(self) -> None:
         """Finish the last forward and process its result, as the loop itself would.
@@ -44,7 +64,7 @@ class Boundary:
         runs. The loop must not wait for that result again: patch 0001 sees to it.
         """
         scheduler = self._scheduler
-        while self.pending_results:
+        while getattr(scheduler, "result_queue", ()):
             batch, result = scheduler.result_queue.popleft()
             scheduler.process_batch_result(batch, result)
         # a result is ready when its tokens are copied, which is before the forward's end
@@ -58,7 +78,7 @@ class Boundary:
         batches = [
             *scheduler._collect_inflight_batches(),
             scheduler.cur_batch_for_debug,
-            *(batch for batch, _ in self.pending_results),
+            *self.pending_batches,
         ]
         live = {req for batch in batches if batch is not None for req in batch.reqs}
         live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)

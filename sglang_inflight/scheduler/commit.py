@@ -4,7 +4,9 @@ Why no rank can be ahead of another: a ``CommitCall`` is sent once, after every 
 every replica voted for it. SGLang hands a control message to all ranks of a replica in
 the same pass of their loops (one receives, then broadcasts), and a commit happens in its
 handler. So step n runs with the old weights on all ranks, and step n+1 with the new.
-Replicas do not compute together and may be a step apart.
+In a pipeline a stage hands a message on to the next one ahead of the microbatch of the
+same pass, so it comes before the same microbatch in all stages. Replicas do not compute
+together and may be a step apart.
 
 Why it cannot fail: everything that can was done while staging. What is left is swapping
 pointers, or enqueuing copies between tensors that exist (``staging/exchange.py``).

@@ -159,9 +159,9 @@ class Controller:
             if req.finished():
                 self.staleness.observe(req, self.versions.epoch)
 
-    def after_result(self, result: Any) -> None:
-        """The result of a launched batch was processed."""
-        self.versions.after_result(result)
+    def after_result(self, batch: ScheduleBatch) -> None:
+        """The result of ``batch`` was processed."""
+        self.versions.after_result(batch)
 
     def due_timers(self) -> list[TimerCall]:
         return self.pause.due_timers()

@@ -43,8 +43,10 @@ def keep_accepted(limit: Callable[..., bool], scheduler: Scheduler, req: Req) ->
     return not req.is_retracted and limit(scheduler, req)
 
 
-def label_after_result(_: None, scheduler: Scheduler, batch: Any, result: Any) -> None:
-    scheduler.inflight.after_result(result)
+def label_after_result(
+    _: None, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+) -> None:
+    scheduler.inflight.after_result(batch)
 
 
 def change_label(

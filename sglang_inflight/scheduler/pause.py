@@ -260,7 +260,7 @@ class Pause:
         scheduler = self._scheduler
         return (
             bool(self._boundary.running_requests())
-            or bool(self._boundary.pending_results)
+            or bool(self._boundary.pending_batches)
             or scheduler.chunked_req is not None
             or any(self.admits(req) for req in self._boundary.waiting_requests())
         )

@@ -57,7 +57,7 @@ class Staleness:
         # of a prompt that is not yet whole a forward makes none
         sampled = {
             req
-            for batch, _ in self._boundary.pending_results
+            for batch in self._boundary.pending_batches
             for req in batch.reqs
             if req is not self._scheduler.chunked_req
         }

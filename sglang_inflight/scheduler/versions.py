@@ -1,18 +1,19 @@
 """Which weights made which token.
 
 Upstream keeps, per request, how many output tokens there were when the version changed
-(``sglang.srt.utils.weight_versions``). Under overlap scheduling that is too early by the
-tokens of the batch whose result is still queued: they were sampled with the old weights.
+(``sglang.srt.utils.weight_versions``). Under overlap scheduling, and in a pipeline, that is
+too early by the tokens of batches whose results are not processed yet: they are sampled with
+the old weights.
 
 A token belongs to the version its forward was launched with. So the weights change at
-once, and the *label* follows when the results that were queued at that moment have been
+once, and the *label* follows when the results that were due at that moment have been
 processed. Results are processed in the order of their launch, so no later batch's tokens
 can slip in between.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.runtime_context import get_context, get_serving
 from sglang.srt.utils.weight_versions import record_weight_version_events
@@ -21,6 +22,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.kv_versions import KVVersions
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
 
 
@@ -32,8 +34,8 @@ class Versions:
         self._boundary = boundary
         self._kv_versions = kv_versions
         self._epoch = 0
-        # labels that wait for results, oldest first: (the last of those results, label)
-        self._pending: list[tuple[Any, str]] = []
+        # labels that wait for results, oldest first: (the last of those batches, label)
+        self._pending: list[tuple[ScheduleBatch, str]] = []
 
     @property
     def epoch(self) -> int:
@@ -53,15 +55,15 @@ class Versions:
         if version is None or version == self.current:
             return
         self._kv_versions.change(self.current, version)
-        results = [result for _, result in self._boundary.pending_results]
-        if results:
-            self._pending.append((results[-1], version))
+        batches = self._boundary.pending_batches
+        if batches:
+            self._pending.append((batches[-1], version))
         else:
             self._label(version)
 
-    def after_result(self, result: Any) -> None:
+    def after_result(self, batch: ScheduleBatch) -> None:
         """Called after every processed result."""
-        while self._pending and self._pending[0][0] is result:
+        while self._pending and self._pending[0][0] is batch:
             self._label(self._pending.pop(0)[1])
 
     def _label(self, version: str) -> None:
