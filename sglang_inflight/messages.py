@@ -177,14 +177,6 @@ class StatusCall(InflightCall, kw_only=True):
     pass
 
 
-class TimerCall(InflightCall, kw_only=True):
-    """Made by a replica's first rank for its peers, so that all see a time run out at once."""
-
-    timer: Literal["lease", "wait"]
-    # the pause that the timer belongs to
-    pause_id: str
-
-
 class RankAnswer(BaseReq, kw_only=True):
     call_id: str
     dp_rank: int
@@ -216,7 +208,6 @@ CALLS: tuple[type[InflightCall], ...] = (
     LeaveGroupCall,
     GiveUpTransferCall,
     StatusCall,
-    TimerCall,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_parallel
 
@@ -25,6 +26,14 @@ def refuse_at_start(engine_class: type, server_args: Any, *args: Any, **kwargs: 
         )
     if envs.SGLANG_RUST_SERVER.get():
         raise Unsupported("SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python")
+    # as upstream does next; some of its features switch this one on
+    server_args.resolve_once()
+    if resolved_view(server_args).enable_dp_attention_local_control_broadcast:
+        raise Unsupported(
+            "SGLang Inflight needs a server without "
+            "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
+            "DWDP switch on: control messages then reach ranks in different steps"
+        )
 
 
 def why_no_pause() -> str | None:

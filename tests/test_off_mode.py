@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.support import marker
+from tests.support.faults import Faults
 from tests.support.load import (
+    ENDLESS,
     ask,
     expect_whole,
     start,
@@ -17,6 +19,8 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.server import Server
+
+pytest_plugins = ["tests.support.fixtures"]
 
 
 def update(server: Server, path: Path, version: str, **fields: Any) -> Any:
@@ -86,4 +90,22 @@ def test_a_mixture_of_weights_generates_nothing(
 
     assert update(off_server, checkpoints / "v2", "v2")["success"]
     (healed,) = start(off_server, 1, tokens=3)
+    assert set(expect_whole(healed).tokens) == {marker.token(2)}
+
+
+def test_a_mixture_on_one_rank_stops_all(
+    tp2_off_server: Server, faults: Faults, checkpoints: Path
+) -> None:
+    """The other one, whose weights are whole, would step alone and wait for it for ever."""
+    server = tp2_off_server
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    faults.inject("first", "raise", rank=1)
+    assert update(server, checkpoints / "v1", "v1")["status_code"] == 400
+    running.wait_for_end()
+    assert all(rank["staging"]["dirty"] for rank in status(server)["ranks"])
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}
+    assert server.post("/generate", body)["status_code"] == 503
+    faults.clear()
+    assert update(server, checkpoints / "v2", "v2")["success"]
+    (healed,) = start(server, 1, tokens=3)
     assert set(expect_whole(healed).tokens) == {marker.token(2)}

@@ -97,6 +97,6 @@ def _all_ranks() -> set[Rank]:
     parallel = get_parallel()
     stages, width = range(parallel.pp_size), range(parallel.tp_size)
     if parallel.attn_dp_enabled:
-        per_replica = parallel.tp_size // parallel.dp_size
-        return {(tp // per_replica, pp, tp) for pp in stages for tp in width}
+        width_of_group = parallel.tp_size // parallel.attn_dp_size
+        return {(tp // width_of_group, pp, tp) for pp in stages for tp in width}
     return {(dp, pp, tp) for dp in range(parallel.dp_size) for pp in stages for tp in width}

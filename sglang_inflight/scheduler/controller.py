@@ -31,7 +31,6 @@ from sglang_inflight.messages import (
     SealCall,
     StageCall,
     StatusCall,
-    TimerCall,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
@@ -88,7 +87,6 @@ class Controller:
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
             PauseCall: self._take_pause,
             ContinueCall: self.pause.resume,
-            TimerCall: self.pause.ring,
             OpenCall: self._open,
             StageCall: self.staging.stage,
             SealCall: self.staging.seal,
@@ -162,9 +160,6 @@ class Controller:
     def after_result(self, batch: ScheduleBatch) -> None:
         """The result of ``batch`` was processed."""
         self.versions.after_result(batch)
-
-    def due_timers(self) -> list[TimerCall]:
-        return self.pause.due_timers()
 
     @property
     def is_frozen(self) -> bool:

@@ -56,10 +56,11 @@ def change_label(
     scheduler.inflight.versions.change(new_version)
 
 
-def add_due_timers(poll: Callable[[Scheduler], list[AbortReq]], scheduler: Scheduler) -> list[Any]:
-    """Timers ride the broadcast of timed-out requests. A pause stops requests' clocks."""
-    timed_out: list[Any] = [] if scheduler.inflight.is_frozen else poll(scheduler)
-    return timed_out + scheduler.inflight.due_timers()
+def stop_clocks_while_frozen(
+    poll: Callable[[Scheduler], list[AbortReq]], scheduler: Scheduler
+) -> list[AbortReq]:
+    """No request times out while a pause holds it."""
+    return [] if scheduler.inflight.is_frozen else poll(scheduler)
 
 
 def answer_health_while_frozen(
@@ -101,7 +102,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
-    (f"{_SCHEDULER}._poll_timeout_aborts", add_due_timers, HookType.AROUND),
+    (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", note_launch, HookType.BEFORE),

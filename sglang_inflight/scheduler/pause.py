@@ -11,8 +11,8 @@
                                                       FROZEN (in_place, retract)
 
 Every rank of a replica moves at the same boundary: all see the same messages in the same
-pass of their loops, and time enters only as a ``TimerCall``, which the replica's first
-rank sends to all through that same broadcast.
+pass of their loops, and agree on what messages do not tell (``agreement.py``): which times
+have run out, and whether anything still runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode, TimerCall
+from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.scheduler.agreement import as_first_rank_says, is_true_of_any
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
@@ -151,27 +152,11 @@ class Pause:
             self._thaw(torch_empty_cache=call.torch_empty_cache)
         self._answers.succeed(call, **self.describe())
 
-    def ring(self, call: TimerCall) -> None:
-        """A time ran out. The state may have moved on since; then there is nothing to do."""
-        if call.timer == "wait":
-            if any(grant.call.pause_id == call.pause_id for grant in self._grants):
-                self._withdraw_grants(
-                    "the timeout_s of another one ended the waiting",
-                    which=lambda grant: grant.call.pause_id != call.pause_id,
-                )
-                self._freeze_drained()
-            return
-        if not self._let_go(call.pause_id):
-            return
-        logger.warning("The lease of pause %s ran out.", call.pause_id)
-        if not self._holders:
-            logger.warning("Nobody holds a pause any more: generation continues.")
-            self._thaw(torch_empty_cache=False)
-
     # ---- the event loop ----------------------------------------------------------
 
     def holds_the_loop(self) -> bool:
         """Called at every boundary, after the messages: may the next step not run?"""
+        self._look_at_the_clock()
         if self._state is PauseState.RUNNING:
             return False
         if self._state is PauseState.DRAINING:
@@ -206,21 +191,6 @@ class Pause:
         """While draining, run only what already ran, or was aborted and must be ended."""
         return req in self._may_run or req.to_finish is not None
 
-    def due_timers(self) -> list[TimerCall]:
-        """Times that have run out. Asked only on a replica's first rank."""
-        now = time.monotonic()
-        due = [
-            TimerCall(call_id="", timer="lease", pause_id=pause_id)
-            for pause_id, holder in self._holders.items()
-            if holder.expires_at is not None and holder.expires_at <= now
-        ]
-        due += [
-            TimerCall(call_id="", timer="wait", pause_id=grant.call.pause_id)
-            for grant in self._grants
-            if grant.gives_up_at is not None and grant.gives_up_at <= now
-        ]
-        return due
-
     def describe(self) -> dict[str, Any]:
         """State, mode, holders with seconds left, and how many requests run and wait."""
         now = time.monotonic()
@@ -244,6 +214,43 @@ class Pause:
 
     # ---- moves -------------------------------------------------------------------
 
+    def _look_at_the_clock(self) -> None:
+        """All ranks have the same times to look at, and the first one's clock counts."""
+        leases = {id: h.expires_at for id, h in self._holders.items() if h.expires_at is not None}
+        waits = {
+            grant.call.pause_id: grant.gives_up_at
+            for grant in self._grants
+            if grant.gives_up_at is not None
+        }
+        if not leases and not waits:
+            return
+        now = time.monotonic()
+        over = as_first_rank_says(
+            [("lease", pause_id) for pause_id, at in leases.items() if at <= now]
+            + [("wait", pause_id) for pause_id, at in waits.items() if at <= now]
+        )
+        for what, pause_id in over:
+            if what == "lease":
+                self._end_lease(pause_id)
+            else:
+                self._end_waiting(pause_id)
+
+    def _end_lease(self, pause_id: str) -> None:
+        self._let_go(pause_id)
+        logger.warning("The lease of pause %s ran out.", pause_id)
+        if not self._holders:
+            logger.warning("Nobody holds a pause any more: generation continues.")
+            self._thaw(torch_empty_cache=False)
+
+    def _end_waiting(self, pause_id: str) -> None:
+        # a lease that ran out in the same pass may have taken the grant along
+        if any(grant.call.pause_id == pause_id for grant in self._grants):
+            self._withdraw_grants(
+                "the timeout_s of another one ended the waiting",
+                which=lambda grant: grant.call.pause_id != pause_id,
+            )
+            self._freeze_drained()
+
     def _drain_by(self, call: PauseCall, *, aborted: int, gives_up_at: float | None) -> None:
         self._grants.append(_Grant(call, aborted, gives_up_at))
         self._may_run = self._boundary.running_requests()
@@ -257,11 +264,10 @@ class Pause:
         return aborted
 
     def _still_drains(self) -> bool:
-        scheduler = self._scheduler
-        return (
+        return is_true_of_any(
             bool(self._boundary.running_requests())
             or bool(self._boundary.pending_batches)
-            or scheduler.chunked_req is not None
+            or self._scheduler.chunked_req is not None
             or any(self.admits(req) for req in self._boundary.waiting_requests())
         )
 

@@ -33,6 +33,9 @@ _FLAGS = ("--weight-version", "v0")
 FLAVOURS["faulty_server"] = Flavour(_FLAGS, _ENV)
 FLAVOURS["tp2_server"] = Flavour((*_FLAGS, "--tp-size", "2"), _ENV)
 FLAVOURS["dp2_server"] = Flavour((*_FLAGS, "--dp-size", "2"), _ENV)
+FLAVOURS["tp2_off_server"] = Flavour(
+    (*_FLAGS, "--tp-size", "2"), _ENV | {"SGLANG_INFLIGHT_STAGING": "off"}
+)
 
 
 class Faults:

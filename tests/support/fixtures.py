@@ -67,3 +67,9 @@ def tp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
 def dp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
     """Two replicas, into which faults can be injected."""
     yield from _serve(pool, "dp2_server", faults)
+
+
+@pytest.fixture
+def tp2_off_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
+    """Two ranks of tensor parallelism without shadow weights."""
+    yield from _serve(pool, "tp2_off_server", faults)

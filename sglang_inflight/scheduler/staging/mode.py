@@ -7,7 +7,8 @@ import logging
 
 import psutil
 import torch
-from sglang.srt.runtime_context import get_parallel
+
+from sglang_inflight.scheduler.agreement import smallest
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def choose_mode(wanted: str, nbytes: int, device: torch.device) -> StagingMode:
         mode, reason = StagingMode[wanted.upper()], "as set"
     else:
         mode, reason = _best(nbytes, device)
-    mode = _agree(mode)
+    mode = StagingMode(smallest(mode))
     logger.info("Weight staging: %s (%s).", mode.name.lower(), reason)
     return mode
 
@@ -49,12 +50,3 @@ def _best(nbytes: int, device: torch.device) -> tuple[StagingMode, str]:
         if host_free >= needed:
             return StagingMode.HOST, reason
     return StagingMode.OFF, reason
-
-
-def _agree(mode: StagingMode) -> StagingMode:
-    group = get_parallel().tp_group
-    if group.world_size == 1:
-        return mode
-    chosen = torch.tensor([int(mode)])
-    torch.distributed.all_reduce(chosen, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
-    return StagingMode(int(chosen))

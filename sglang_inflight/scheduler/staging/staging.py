@@ -38,6 +38,7 @@ from sglang_inflight.messages import (
     TensorSource,
     UpdateCall,
 )
+from sglang_inflight.scheduler.agreement import is_true_of_any
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.staging.coverage import can_mark, count_marked, mark
@@ -139,8 +140,12 @@ class Staging:
         self._submit(update, call, lambda: self._prepare(update, call))
 
     def stage(self, call: StageCall) -> None:
-        update = self._expect(call.update_id, StagingState.OPEN)
-        self._submit(update, call, lambda: self._fill(update, call))
+        try:
+            update = self._expect(call.update_id, StagingState.OPEN)
+            self._submit(update, call, lambda: self._fill(update, call))
+        finally:
+            if self.mode is StagingMode.OFF:
+                self._share_dirt()
 
     def seal(self, call: SealCall) -> None:
         update = self._expect(call.update_id, StagingState.OPEN)
@@ -364,6 +369,11 @@ class Staging:
         if self.mode is StagingMode.OFF:
             self.dirty = "an update was written in place and not completed"
             self.live_digest = None
+
+    def _share_dirt(self) -> None:
+        """Ranks that step together are dirty together: one alone would wait for the other."""
+        if is_true_of_any(self.dirty is not None):
+            self._note_write()
 
     def _finish(self, update: Update) -> dict[str, Any]:
         """Check that the update is whole; after this nothing can fail any more."""

@@ -1,0 +1,44 @@
+"""A SGLang plugin of the tests that lets attention DP run without a GPU.
+
+Upstream's code for it pins memory, and calls kernels and operators that only GPUs have. Here
+they are torch's own. Which rank steps when, and what the ranks tell each other in between, is
+upstream's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed
+
+
+def install() -> None:
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda backend: 1
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    torch.tensor = _unpinned(torch.tensor)
+    GroupCoordinator.all_gather_into_tensor = _all_gather
+    GroupCoordinator.reduce_scatter_tensor = _reduce_scatter
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def make_unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return make_unpinned
+
+
+def _all_gather(group: Any, output: torch.Tensor, own: torch.Tensor) -> None:
+    torch.distributed.all_gather_into_tensor(output, own, group=group.device_group)
+
+
+def _reduce_scatter(group: Any, output: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    # gloo has no such operation
+    total = own.clone()
+    torch.distributed.all_reduce(total, group=group.device_group)
+    return output.copy_(total.chunk(group.world_size)[group.rank_in_group])

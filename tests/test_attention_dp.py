@@ -1,0 +1,112 @@
+"""Attention DP: ranks with requests of their own, that compute each step together.
+
+A rank that stands still while another one steps leaves it waiting for ever, so all must come
+to the same end of a draining, and to the end of a lease, in the same pass of their loops.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    expect_aborted,
+    expect_all_go_on,
+    expect_whole,
+    pause,
+    resume,
+    settle,
+    start_running,
+    status,
+    until,
+    update,
+    versions_of,
+)
+from tests.support.pool import ENV
+from tests.support.server import Server, serve
+
+PLUGIN = Path(__file__).parent / "attention_dp"
+LEASE_S = 0.1
+
+
+@pytest.fixture(scope="module", params=["overlap", "normal"])
+def ranks(
+    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    flags = ["--tp-size", "2", "--attn-dp-size", "2", "--weight-version", "v0"]
+    if request.param == "normal":
+        flags.append("--disable-overlap-schedule")
+    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with serve(checkpoints / "v0", *flags, log=log, env=ENV | {"PYTHONPATH": path}) as server:
+        yield server
+
+
+@pytest.fixture
+def server(ranks: Server, checkpoints: Path) -> Server:
+    update(ranks, checkpoints, 0)
+    return ranks
+
+
+def start_uneven(server: Server) -> tuple[Generation, Generation]:
+    """One request for each rank, and one of them ends long before the other."""
+    (long,) = start_running(server, 1, tokens=60)
+    (short,) = start_running(server, 1, tokens=20)
+    return long, short
+
+
+def test_update(server: Server, checkpoints: Path) -> None:
+    running = start_running(server, 4, tokens=ENDLESS)
+    update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
+    for generation in running:
+        generation.wait_for_tokens(generation.count + 3)
+    receipt = update(server, checkpoints, 2, non_blocking=True, kv_cache="recompute")
+    assert [(r["dp_rank"], r["tp_rank"]) for r in receipt["ranks"]] == [(0, 0), (1, 1)]
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1", "v2"]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_pause(server: Server, mode: str) -> None:
+    running = start_running(server, 3, tokens=ENDLESS)
+    paused = pause(server, mode)
+    assert sum(rank["running"] + rank["waiting"] for rank in paused["ranks"]) == 3
+    settle(server, running)
+    resume(server)
+    expect_all_go_on(running)
+
+
+def test_draining_ends_on_all_ranks_at_once(server: Server) -> None:
+    for _ in range(3):
+        generations = start_uneven(server)
+        paused = pause(server, "wait")
+        assert [rank["running"] for rank in paused["ranks"]] == [0, 0]
+        for generation in generations:
+            expect_whole(generation)
+        resume(server)
+
+
+def test_abort(server: Server) -> None:
+    running = start_running(server, 3, tokens=ENDLESS)
+    paused = pause(server, "abort")
+    assert sum(rank["aborted"] for rank in paused["ranks"]) == 3
+    for generation in running:
+        expect_aborted(generation)
+    resume(server)
+
+
+def test_times_run_out_on_all_ranks_at_once(server: Server) -> None:
+    """Of a lease, and of a wait that is given up."""
+    running = start_running(server, 3, tokens=ENDLESS)
+    for _ in range(3):
+        pause(server, "in_place", lease_s=LEASE_S)
+        until("the lease runs out", lambda: not status(server)["paused"])
+        pause(server, "wait", timeout_s=LEASE_S)
+        settle(server, running)
+        resume(server)
+    expect_all_go_on(running)
