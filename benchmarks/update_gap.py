@@ -25,8 +25,8 @@ from benchmarks.common.trainer import Trainer, Transport, trainer
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 What = Literal["none", "disk", "tensor", "distributed"]
-# of large models a distributed update alone takes minutes
-Ways = Annotated[list[Transport] | None, typer.Option("--way", help="send weights this way only")]
+# of a large model a distributed update alone takes minutes
+Way = Annotated[Transport | None, typer.Option(help="send weights in this way only")]
 
 QUIET_S = 3.0  # before each update, for the median
 LINK_BYTES_PER_S = 100e6
@@ -51,11 +51,11 @@ def main(
     streams: options.Streams = 4,
     updates: Annotated[int, typer.Option(help="of each transport and start")] = 3,
     rounds: options.Rounds = 2,
-    ways: Ways = None,
+    way: Way = None,
     json: options.Json = None,
 ) -> None:
     """Largest gap over median gap of running streams, for each way to send weights."""
-    transports: list[Transport] = ways or list(get_args(Transport))
+    transports: list[Transport] = [way] if way else list(get_args(Transport))
     windows: list[What] = ["none", *transports]
     report = Report(
         "update_gap",
