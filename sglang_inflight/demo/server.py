@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import torch
+from sglang.srt.utils.network import get_free_port_below_ephemeral
 
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 10.0
@@ -43,7 +43,7 @@ async def start_server(
     model: Path, *, name: str, version: str, log: Path, more: Sequence[str] = ()
 ) -> AsyncIterator[Server]:
     """``version`` is what the weights in ``model`` are called."""
-    port = _free_port()
+    port = get_free_port_below_ephemeral()
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),
         *("--model-path", str(model), "--served-model-name", name),
@@ -89,10 +89,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _signal_group(leader: int, what: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, what)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -64,8 +63,9 @@ class Trainer:
 
     def join(self) -> None:
         from sglang.srt.utils import init_custom_process_group
+        from sglang.srt.utils.network import get_free_port_below_ephemeral
 
-        port = _free_port()
+        port = get_free_port_below_ephemeral()
         world_size = 1 + self._engine_ranks
         joined = self._call(
             "/init_weights_update_group",
@@ -143,13 +143,6 @@ class Trainer:
 def _demand(receipt: Receipt) -> None:
     if not receipt["success"]:
         raise UpdateFailed(receipt)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _choose_backend(engine_ranks: int) -> str:

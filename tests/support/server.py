@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
+from sglang.srt.utils.network import get_free_port_below_ephemeral
 
 START_TIMEOUT_S = 240
 
@@ -64,10 +64,13 @@ def schedulers(server: int) -> list[psutil.Process]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """A port that no connection takes until its server binds it, seconds from now.
+
+    Kernels hand out those of the ephemeral range. SGLang picks its own from 22000 up, and
+    with attention DP it binds a few more, 233 above a server's port.
+    """
+    port: int = get_free_port_below_ephemeral(low=10000, high=20000)
+    return port
 
 
 @contextlib.contextmanager
