@@ -6,7 +6,6 @@ to the same end of a draining, and to the end of a lease, in the same pass of th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,30 +26,24 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.pool import ENV
-from tests.support.server import Server, serve
+from tests.support.plugins import with_plugin
+from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
+from tests.support.server import Server
 
-PLUGIN = Path(__file__).parent / "attention_dp"
 LEASE_S = 0.1
+LOOPS = add_both_loops(
+    "attention_dp",
+    Flavour(
+        ("--tp-size", "2", "--attn-dp-size", "2", "--weight-version", "v0"),
+        with_plugin("attention_dp"),
+    ),
+)
 
 
-@pytest.fixture(scope="module", params=["overlap", "normal"])
-def ranks(
-    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    flags = ["--tp-size", "2", "--attn-dp-size", "2", "--weight-version", "v0"]
-    if request.param == "normal":
-        flags.append("--disable-overlap-schedule")
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with serve(checkpoints / "v0", *flags, log=log, env=ENV | {"PYTHONPATH": path}) as server:
-        yield server
-
-
-@pytest.fixture
-def server(ranks: Server, checkpoints: Path) -> Server:
-    update(ranks, checkpoints, 0)
-    return ranks
+@pytest.fixture(params=LOOPS)
+def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
 
 
 def start_uneven(server: Server) -> tuple[Generation, Generation]:

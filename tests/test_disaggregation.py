@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,13 +16,16 @@ from tests.support.load import Generation, Output, labels_of, status, until, upd
 from tests.support.marker import FIRST
 from tests.support.pool import ENV
 from tests.support.server import Server, serve
+from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"
 POOL = 1024  # tokens
 _rooms = itertools.count(1)
 
 
-@pytest.fixture(scope="module", params=["overlap", "normal"])
+@pytest.fixture(
+    scope="module", params=[(), ("--disable-overlap-schedule",)], ids=["overlap", "normal"]
+)
 def decode_server(
     request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -36,9 +38,8 @@ def decode_server(
         "--max-total-tokens", str(POOL),
         "--num-reserved-decode-tokens", "8",
         "--weight-version", "v0",
+        *request.param,
     ]  # fmt: skip
-    if request.param == "normal":
-        flags.append("--disable-overlap-schedule")
     log = tmp_path_factory.mktemp("decode") / "server.log"
     with serve(checkpoints / "v0", *flags, log=log, env=ENV) as server:
         yield server
@@ -65,12 +66,6 @@ def expect_whole(generation: Generation) -> Output:
     # the first token is nobody's
     assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
     return output
-
-
-def refused(server: Server, path: str, body: dict[str, Any], why: str) -> None:
-    answer = server.post(path, body)
-    assert answer["status_code"] == 400, answer
-    assert why in answer["message"]
 
 
 def test_spans(server: Server, checkpoints: Path) -> None:
@@ -100,9 +95,9 @@ def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) 
     (running,) = start(server, 1, tokens=240)
     running.wait_for_tokens(3)
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}
-    refused(server, "/update_weights_from_disk", body, "--disaggregation-mode")
-    refused(server, "/inflight/rollback", {"flush_cache": True}, "--disaggregation-mode")
-    refused(server, "/pause_generation", {"mode": "in_place"}, "--disaggregation-mode")
+    refuse(server.post("/update_weights_from_disk", body), "--disaggregation-mode")
+    refuse(server.post("/inflight/rollback", {"flush_cache": True}), "--disaggregation-mode")
+    refuse(server.post("/pause_generation", {"mode": "in_place"}), "--disaggregation-mode")
     assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 240
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,31 +21,26 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.pool import ENV
-from tests.support.server import Server, serve
+from tests.support.plugins import with_plugin
+from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
+from tests.support.server import Server
 
-PLUGIN = Path(__file__).parent / "speculation"
 DRAFT = 4
+LOOPS = add_both_loops("speculation", Flavour(
+    (
+        "--speculative-algorithm", "NGRAM",
+        "--speculative-num-draft-tokens", str(DRAFT),
+        "--max-running-requests", "8",
+        "--weight-version", "v0",
+    ),
+    with_plugin("speculation"),
+))  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["overlap", "normal"])
-def speculating(
-    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    flags = ["--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", str(DRAFT)]
-    flags += ["--max-running-requests", "8", "--weight-version", "v0"]
-    if request.param == "normal":
-        flags.append("--disable-overlap-schedule")
-    path = os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")]))
-    log = tmp_path_factory.mktemp("log") / "server.log"
-    with serve(checkpoints / "v0", *flags, log=log, env=ENV | {"PYTHONPATH": path}) as server:
-        yield server
-
-
-@pytest.fixture
-def server(speculating: Server, checkpoints: Path) -> Server:
-    update(speculating, checkpoints, 0)
-    return speculating
+@pytest.fixture(params=LOOPS)
+def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])

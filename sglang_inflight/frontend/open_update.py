@@ -38,6 +38,11 @@ class OpenUpdate:
     vote: asyncio.Task[None] | None = None
     _lease: asyncio.TimerHandle | None = None
 
+    @property
+    def kv_policy(self) -> KVPolicy:
+        """That of the commit, as far as its calls have said by now."""
+        return self.kv_cache or "fence"
+
     def is_foreign(self, body: UpdateBody) -> bool:
         """Whether a call is no piece of this session, but an update of its own.
 

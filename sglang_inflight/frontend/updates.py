@@ -181,7 +181,7 @@ class Updates:
         update = self._require_session(body.session_id)
         if body.kv_cache is not None or body.flush_cache is not None:
             update.kv_cache = choose_kv_policy(bool(body.flush_cache), body.kv_cache)
-        self._allow(update.kv_cache or "fence", retracts=body.non_blocking)
+        self._allow(update.kv_policy, retracts=body.non_blocking)
         update.weight_version = body.weight_version or update.weight_version
         update.torch_empty_cache |= body.torch_empty_cache
         async with (
@@ -255,7 +255,7 @@ class Updates:
     ) -> None:
         """Send what there is to send at once: ranks keep the order, and save the waiting."""
         update.note(body)
-        self._allow(update.kv_cache or "fence", retracts=body.non_blocking)
+        self._allow(update.kv_policy, retracts=body.non_blocking)
         calls: list[InflightCall] = [opens] if opens is not None else []
         calls.append(
             StageCall(
@@ -299,7 +299,7 @@ class Updates:
             call_id="",
             update_id=update.id,
             weight_version=update.weight_version,
-            kv_cache=update.kv_cache or "fence",
+            kv_cache=update.kv_policy,
             torch_empty_cache=update.torch_empty_cache,
         )
         try:

@@ -7,8 +7,8 @@ to their requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -38,11 +38,14 @@ class Boundary:
 
         Each is the object that ``process_batch_result`` will be called with.
         """
-        scheduler = self._scheduler
         if get_parallel().pp_size > 1:
             return self._pending_microbatches()
-        # the normal loop has no queue: it processes a result before the next boundary
-        return [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+        return [batch for batch, _ in self._result_queue]
+
+    @property
+    def _result_queue(self) -> Sequence[tuple[ScheduleBatch, Any]]:
+        # the normal loop has none: it processes a result before the next boundary
+        return getattr(self._scheduler, "result_queue", ())
 
     def _pending_microbatches(self) -> list[ScheduleBatch]:
         """The pipeline's loop has processed that one whose turn it is, and no other."""
@@ -64,7 +67,7 @@ class Boundary:
         runs. The loop must not wait for that result again: patch 0001 sees to it.
         """
         scheduler = self._scheduler
-        while getattr(scheduler, "result_queue", ()):
+        while self._result_queue:
             batch, result = scheduler.result_queue.popleft()
             scheduler.process_batch_result(batch, result)
         # a result is ready when its tokens are copied, which is before the forward's end

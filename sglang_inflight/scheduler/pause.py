@@ -216,19 +216,13 @@ class Pause:
 
     def _look_at_the_clock(self) -> None:
         """All ranks have the same times to look at, and the first one's clock counts."""
-        leases = {id: h.expires_at for id, h in self._holders.items() if h.expires_at is not None}
-        waits = {
-            grant.call.pause_id: grant.gives_up_at
-            for grant in self._grants
-            if grant.gives_up_at is not None
-        }
-        if not leases and not waits:
+        leases = [("lease", pause_id, h.expires_at) for pause_id, h in self._holders.items()]
+        waits = [("wait", grant.call.pause_id, grant.gives_up_at) for grant in self._grants]
+        ends = [(what, id, at) for what, id, at in leases + waits if at is not None]
+        if not ends:
             return
         now = time.monotonic()
-        over = as_first_rank_says(
-            [("lease", pause_id) for pause_id, at in leases.items() if at <= now]
-            + [("wait", pause_id) for pause_id, at in waits.items() if at <= now]
-        )
+        over = as_first_rank_says([(what, id) for what, id, at in ends if at <= now])
         for what, pause_id in over:
             if what == "lease":
                 self._end_lease(pause_id)

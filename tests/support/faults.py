@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Literal
 
+from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
-
-PLUGIN = Path(__file__).parents[1] / "faults"
 
 # the last is no phase of an update: SGLang's handler of /slow_down, which can only raise
 Phase = Literal["first", "middle", "vote", "handler"]
@@ -23,8 +21,7 @@ _FILE = Path(tempfile.mkdtemp(prefix="inflight-faults-")) / "fault.json"
 # longer than busy cores take for a broadcast, as short as a test can wait for one that fails
 GROUP_TIMEOUT_S = 10
 
-_ENV = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(PLUGIN), os.environ.get("PYTHONPATH")])),
+_ENV = with_plugin("faults") | {
     "INFLIGHT_TEST_FAULT": str(_FILE),
     "SGLANG_INFLIGHT_GROUP_TIMEOUT_S": str(GROUP_TIMEOUT_S),
 }

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,14 @@ FLAVOURS = {
     ),
     "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
 }  # fmt: skip
+
+
+def add_both_loops(name: str, flavour: Flavour) -> list[str]:
+    """Two flavours more, with overlap and without. Returns their names."""
+    FLAVOURS[name] = flavour
+    normal = f"{name}_normal_loop"
+    FLAVOURS[normal] = replace(flavour, flags=(*flavour.flags, "--disable-overlap-schedule"))
+    return [name, normal]
 
 
 class ServerPool:
