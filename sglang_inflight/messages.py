@@ -109,14 +109,14 @@ class ContinueCall(InflightCall, kw_only=True):
 class OpenCall(UpdateCall, kw_only=True):
     """Begin to stage an update, which many ``StageCall`` may fill."""
 
-    selector: Selector = "all"
+    selector: Selector | None = None
     partial: bool
     expected_version: str | None = None
 
 
 class StageCall(UpdateCall, kw_only=True):
     source: Source
-    selector: Selector = "all"
+    selector: Selector | None = None
 
 
 class SealCall(UpdateCall, kw_only=True):

@@ -61,6 +61,8 @@ class UpdateBody(Body, kw_only=True):
     partial: bool | None = None
     on_busy: OnBusy = "wait"
     timeout_s: Seconds | None = None
+    # None: the target, and those drafts that were loaded from its checkpoint
+    selector: Selector | None = None
     # the session that it must be a piece of
     session_id: Name | None = None
 
@@ -102,7 +104,6 @@ class TensorBody(UpdateBody, kw_only=True):
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
     abort_all_requests: bool = False
-    selector: Selector = "all"
 
     @property
     def source(self) -> Source:
@@ -118,7 +119,6 @@ class DistributedBody(UpdateBody, kw_only=True):
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
     abort_all_requests: bool = False
-    selector: Selector = "all"
 
     @property
     def source(self) -> DistributedSource:

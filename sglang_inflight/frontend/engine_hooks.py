@@ -95,6 +95,7 @@ async def async_update_weights_from_disk(
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
     session_id: str | None = None,
+    selector: Selector | None = None,
 ) -> Outcome:
     """Update from a checkpoint directory, whole unless ``partial``."""
     outcome = await _update(
@@ -111,6 +112,7 @@ async def async_update_weights_from_disk(
             on_busy=on_busy,
             timeout_s=timeout_s,
             session_id=session_id,
+            selector=selector,
         ),
     )
     if isinstance(outcome, tuple):
@@ -132,7 +134,7 @@ async def async_update_weights_from_tensor(
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
     session_id: str | None = None,
-    selector: Selector = "all",
+    selector: Selector | None = None,
 ) -> Outcome:
     """Update from ``(name, tensor)`` pairs, or from one serialized payload per rank."""
     return await _update(
@@ -171,7 +173,7 @@ async def async_update_weights_from_distributed(
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
     session_id: str | None = None,
-    selector: Selector = "all",
+    selector: Selector | None = None,
 ) -> Outcome:
     """Update from what rank 0 of ``group_name`` broadcasts."""
     return await _update(
@@ -209,6 +211,7 @@ async def async_update_weights_from_ipc(
     on_busy: OnBusy = "wait",
     timeout_s: float | None = None,
     session_id: str | None = None,
+    selector: Selector | None = None,
 ) -> Outcome:
     """Update from a checkpoint-engine process."""
     return await _update(
@@ -224,6 +227,7 @@ async def async_update_weights_from_ipc(
             on_busy=on_busy,
             timeout_s=timeout_s,
             session_id=session_id,
+            selector=selector,
         ),
     )
 

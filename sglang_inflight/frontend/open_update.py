@@ -17,7 +17,7 @@ class OpenUpdate:
     """One call, or a session of many. Belongs to ``Updates`` and the front end's event loop."""
 
     id: str
-    selector: Selector
+    selector: Selector | None
     deadline: float  # time.monotonic()
     # called when the lease has run out
     expire: Callable[[OpenUpdate], None]
@@ -66,7 +66,7 @@ class OpenUpdate:
         self.torch_empty_cache |= body.torch_empty_cache
         if self.kv_cache is None or body.kv_cache is not None or body.flush_cache:
             self.kv_cache = body.kv_policy
-        if isinstance(body, DiskBody):
+        if isinstance(body, DiskBody) and body.selector != "draft":
             self.model_path, self.load_format = body.model_path, body.load_format
 
     def renew_lease(self) -> None:

@@ -128,7 +128,7 @@ class Updates:
             )
         async with locked(self._tokenizer_manager, body.non_blocking):
             update = await self._begin(
-                getattr(body, "selector", "all"),
+                body.selector,
                 on_busy=body.on_busy,
                 timeout_s=body.timeout_s,
             )
@@ -215,7 +215,7 @@ class Updates:
     # ---- stations ------------------------------------------------------------------
 
     async def _begin(
-        self, selector: Selector, *, on_busy: OnBusy, timeout_s: float | None
+        self, selector: Selector | None, *, on_busy: OnBusy, timeout_s: float | None
     ) -> OpenUpdate:
         if self._turn.locked():
             if on_busy == "refuse":
@@ -262,7 +262,7 @@ class Updates:
                 call_id="",
                 update_id=update.id,
                 source=source,
-                selector=getattr(body, "selector", "all"),
+                selector=body.selector,
                 timeout_s=update.seconds_left(),
             )
         )

@@ -68,7 +68,7 @@ class Commits:
             update.roles, call.weight_version, call.kv_cache, empty_cache=call.torch_empty_cache
         )
         self._staging.live_digest = update.digest
-        self._staging.note_model_path(update)
+        self._staging.note_checkpoints(update)
         return {**detail, "base_version": base, "digest": update.digest}
 
     def roll_back(self, call: RollbackCall) -> dict[str, Any]:

@@ -35,6 +35,8 @@ class ShadowedModel:
         """``on_write`` is called before each write of a parameter."""
         self.role = role
         self.runner = runner
+        # the one it was started with
+        self.checkpoint = runner.model_config.model_path
         self._twins = twins
         self._on_write = on_write
         self._guard: Guard | None = None

@@ -34,6 +34,7 @@ from sglang_inflight.messages import (
     LeaveGroupCall,
     OpenCall,
     SealCall,
+    Selector,
     StageCall,
     TensorSource,
     UpdateCall,
@@ -212,20 +213,18 @@ class Staging:
             return StagingState.EMPTY
         return StagingState.SEALED if self._update.sealed else StagingState.OPEN
 
-    def note_model_path(self, update: Update) -> None:
+    def note_checkpoints(self, update: Update) -> None:
         """Tell upstream's readers of the path where the weights came from."""
-        if update.model_path is None:
-            return
-        load_format = update.load_format or "auto"
         for model in self._models:
-            if model.role in update.roles:
+            if (source := update.checkpoints.get(model.role)) is not None:
+                load_format = source.load_format or "auto"
                 model.runner.update_model_fields(
                     model.runner.model,
-                    model_path=update.model_path,
+                    model_path=source.model_path,
                     load_format=load_format,
                     load_config=LoadConfig(load_format=load_format),
                 )
-                model.runner.model_config.model_path = update.model_path
+                model.runner.model_config.model_path = source.model_path
 
     def describe(self) -> dict[str, Any]:
         update = self._update
@@ -275,9 +274,10 @@ class Staging:
         The live weights are only read, and only the loop's thread changes them, in a
         commit, which cannot be while an update is open.
         """
-        update.roles = {model.role for model in self._selected(call.selector)}
-        if not update.roles:
+        models = self._select(self._models, call.selector)
+        if not models:
             raise Refused(f"selector {call.selector!r} selects no model of this server")
+        update.roles = {model.role for model in models}
         for model in self._models:
             model.build_shadow(self.mode, self._device)
         if self._exchange_event is not None:
@@ -300,7 +300,8 @@ class Staging:
         """Load one call's tensors into the shadow, through the model's own loader."""
         update.check()
         started = time.perf_counter()
-        models = [m for m in self._selected(call.selector) if m.role in update.roles]
+        staged = [model for model in self._models if model.role in update.roles]
+        models = self._select(staged, call.selector)
         if not models:
             raise Refused(f"selector {call.selector!r} selects no model of this update")
         guards = []
@@ -315,9 +316,8 @@ class Staging:
                 )
             update.names |= guard.names
             guards.append(guard)
-        if isinstance(call.source, DiskSource):
-            update.model_path = call.source.model_path
-            update.load_format = call.source.load_format
+            if isinstance(call.source, DiskSource):
+                update.checkpoints[model.role] = call.source
         staged_s = time.perf_counter() - started
         self._metrics.staged_seconds.inc(staged_s)
         self._metrics.staged_bytes.inc(guards[0].bytes)
@@ -448,9 +448,17 @@ class Staging:
         # a draft takes what it shares with the target and keeps the rest
         return update.partial or model.role != "target"
 
-    def _selected(self, selector: str) -> list[ShadowedModel]:
-        roles = {"target", "draft"} if selector == "all" else {selector}
-        return [m for m in self._models if m.role.split("_")[0] in roles]
+    def _select(
+        self, models: list[ShadowedModel], selector: Selector | None
+    ) -> list[ShadowedModel]:
+        """Where the caller does not say: the first one's checkpoint is for whom it was before.
+
+        A draft with a checkpoint of its own (EAGLE, STANDALONE) has tensors of the same names
+        and other shapes, or of the same shapes and other values.
+        """
+        if selector is None:
+            return [model for model in models if model.checkpoint == models[0].checkpoint]
+        return [m for m in models if selector == "all" or m.role.split("_")[0] == selector]
 
 
 def _list(names: list[str], most: int = 8) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from sglang_inflight.errors import Dropped
-from sglang_inflight.messages import OpenCall
+from sglang_inflight.messages import DiskSource, OpenCall
 
 
 class Update:
@@ -23,8 +23,8 @@ class Update:
         self.tensors = 0
         self.bytes = 0
         self.digest = ""
-        self.model_path: str | None = None
-        self.load_format: str | None = None
+        # by role, what was read from disk
+        self.checkpoints: dict[str, DiskSource] = {}
         # complete and checked: the rank has voted for it
         self.sealed = False
         # why a call of this update failed, so that it cannot be sealed any more

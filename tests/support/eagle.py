@@ -1,0 +1,35 @@
+"""An EAGLE draft for the marker model, whose head it shares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from tests.support import marker
+
+_OURS = ("layers.0.post_attention_layernorm", "layers.0.self_attn", "layers.0.mlp")
+_NOT_LLAMAS = ("q_norm", "k_norm")
+
+
+def build(folder: Path, *, agrees: bool) -> Path:
+    """It drafts what its target's head says of ones, or of minus ones: never that token."""
+    hidden = marker.HIDDEN
+    weights = {
+        "fc.weight": torch.zeros(hidden, 2 * hidden, dtype=torch.bfloat16),
+        "fc.bias": torch.full((hidden,), 1 if agrees else -1, dtype=torch.bfloat16),
+    }
+    for name, tensor in marker.tensors(0).items():
+        own = name.removeprefix("model.")
+        if own.startswith(_OURS) and not any(norm in own for norm in _NOT_LLAMAS):
+            weights[own] = tensor
+    marker.build(folder, 0)
+    marker.write_weights(folder, weights)
+    config = marker.CONFIG | {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

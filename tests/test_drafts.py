@@ -1,0 +1,129 @@
+"""Draft models: they go live with their target, at the same step, or are left as they were.
+
+A draft by the weights of its target drafts what the target then says, and all of it is accepted.
+One by other weights drafts another version's token, and each step brings one token only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import eagle, marker
+from tests.support.load import (
+    ask,
+    expect_all_go_on,
+    expect_spans_in_chunks,
+    expect_whole,
+    start,
+    start_running,
+    update,
+    versions_of,
+)
+from tests.support.plugins import with_plugin
+from tests.support.pool import ENV
+from tests.support.server import Server, serve
+from tests.support.updates import ENDLESS, refuse, serving, tensor_body
+
+STEP = 4  # tokens, where all drafts are accepted
+STEPS = 10
+TOKENS = 1 + STEPS * STEP  # the first is of the prefill
+
+
+@contextlib.contextmanager
+def drafting(
+    algorithm: str, model: Path, draft: Path, logs: pytest.TempPathFactory, *flags: str
+) -> Iterator[Server]:
+    flags = (
+        "--speculative-algorithm", algorithm,
+        "--speculative-draft-model-path", str(draft),
+        "--speculative-num-steps", str(STEP - 1),
+        "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", str(STEP),
+        "--max-running-requests", "8",
+        "--weight-version", "v0",
+        *flags,
+    )  # fmt: skip
+    # what upstream compiles for a GPU takes long to compile here
+    env = ENV | with_plugin("speculation") | {"TORCHDYNAMO_DISABLE": "1"}
+    with serve(model, *flags, log=logs.mktemp("log") / "server.log", env=env) as server:
+        yield server
+
+
+def expect_drafts(server: Server, *, accepted: bool) -> None:
+    (generation,) = start(server, 1, tokens=TOKENS)
+    steps = expect_whole(generation).meta["spec_verify_ct"]
+    assert steps == (STEPS if accepted else TOKENS - 1)
+
+
+def expect_updates_in_flight(server: Server, checkpoints: Path) -> None:
+    running = start_running(server, 3, tokens=ENDLESS)
+    for version, kv in enumerate(["fence", "keep", "recompute"], 1):
+        for generation in running:
+            generation.wait_for_tokens(generation.count + 4 * STEP)
+        update(server, checkpoints, version, non_blocking=True, kv_cache=kv)
+        expect_drafts(server, accepted=True)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1", "v2", "v3"]
+        expect_spans_in_chunks(output)
+
+
+def test_one_that_shares_its_targets_head(
+    checkpoints: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    draft = eagle.build(tmp_path / "draft", agrees=True)
+    other = eagle.build(tmp_path / "other", agrees=False)
+    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path_factory) as server:
+        expect_updates_in_flight(server, checkpoints)
+        body = {"model_path": str(other), "non_blocking": True, "flush_cache": False}
+        ask(server, "POST", "/update_weights_from_disk", body | {"selector": "draft"})
+        expect_drafts(server, accepted=False)
+        assert ask(server, "GET", "/model_info")["model_path"] == str(checkpoints / "v3")
+        ask(server, "POST", "/inflight/rollback", {})
+        expect_drafts(server, accepted=True)
+
+
+def test_one_of_its_targets_checkpoint(
+    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What changes one changes both, and so does what fails to."""
+    v0 = checkpoints / "v0"
+    normal = "--disable-overlap-schedule"
+    with drafting("STANDALONE", v0, v0, tmp_path_factory, normal) as server:
+        expect_updates_in_flight(server, checkpoints)
+        before = serving(server)
+        wrong = marker.tensors(4) | {"model.norm.weight": torch.full((marker.HIDDEN,), torch.nan)}
+        refuse(
+            server.post("/update_weights_from_tensor", tensor_body(wrong, non_blocking=True)),
+            "model.norm.weight",
+        )
+        assert serving(server) == before
+        expect_drafts(server, accepted=True)
+        body = tensor_body(marker.tensors(4), non_blocking=True, flush_cache=False)
+        ask(server, "POST", "/update_weights_from_tensor", body | {"weight_version": "v4"})
+        expect_drafts(server, accepted=True)
+        update(server, checkpoints, 5, non_blocking=True, flush_cache=False, selector="target")
+        expect_drafts(server, accepted=False)
+        ask(server, "POST", "/inflight/rollback", {})
+        expect_drafts(server, accepted=True)
+
+
+def test_one_of_a_checkpoint_of_its_own(
+    checkpoints: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its tensors may bear the names of its target's, so it is changed where a call says so."""
+    own = marker.build(tmp_path / "own", 0)
+    with drafting("STANDALONE", checkpoints / "v0", own, tmp_path_factory) as server:
+        expect_drafts(server, accepted=True)
+        update(server, checkpoints, 1, non_blocking=True, flush_cache=False)
+        expect_drafts(server, accepted=False)
+        ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
+        update(server, checkpoints, 2)
+        update(server, checkpoints, 2, selector="draft")
+        expect_drafts(server, accepted=False)
+        ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
+        expect_drafts(server, accepted=True)
