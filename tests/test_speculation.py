@@ -9,11 +9,13 @@ import pytest
 
 from tests.support.load import (
     ENDLESS,
+    Output,
     expect_aborted,
     expect_all_go_on,
     expect_spans_in_chunks,
     expect_whole,
     pause,
+    prompt,
     resume,
     settle,
     start,
@@ -24,6 +26,7 @@ from tests.support.load import (
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
 from tests.support.server import Server
+from tests.test_kv_versions import kv_runs, made_as_it_ran, runs
 
 DRAFT = 4
 LOOPS = add_both_loops("speculation", Flavour(
@@ -54,6 +57,33 @@ def test_updates_in_flight(server: Server, checkpoints: Path, kv: str) -> None:
         assert versions_of(output) == ["v0", "v1", "v2", "v3"]
         assert output.meta["spec_accept_length"] > 1
         expect_spans_in_chunks(output)
+        expect_kv(output, kv)
+
+
+def expect_kv(output: Output, kv: str) -> None:
+    if kv == "recompute":
+        assert kv_runs(output) == [("v3", 16 + len(output.tokens) - 1)]
+    else:
+        assert kv_runs(output) == made_as_it_ran(output, 16)
+
+
+def test_kv_of_a_reused_prefix(server: Server, checkpoints: Path) -> None:
+    """What a request leaves in the cache is that of the tokens it took, step by step."""
+    input_ids = prompt(16)
+    (first,) = start_running(server, 1, tokens=ENDLESS, input_ids=input_ids)
+    update(server, checkpoints, 1, non_blocking=True, kv_cache="keep")
+    first.wait_for_tokens(first.count + 3 * DRAFT)
+    first.abort()
+    used = expect_aborted(first)
+    made = made_as_it_ran(used, 16)
+    assert kv_runs(used) == made
+    update(server, checkpoints, 2, non_blocking=True, kv_cache="keep")
+    (second,) = start(server, 1, tokens=1, input_ids=input_ids + used.tokens)
+    again = expect_whole(second)
+    reused = again.meta["cached_tokens"]
+    labels = [version for version, n in made for _ in range(n)][:reused]
+    assert {"v0", "v1"} <= set(labels)
+    assert kv_runs(again) == runs(labels + ["v2"] * (16 + len(used.tokens) - reused))
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

@@ -146,6 +146,10 @@ class Controller:
         self._pace.tick()
         self._kv_versions.note_launch(batch)
 
+    def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
+        """A speculating forward brought each of ``reqs`` its ``tokens``."""
+        self._kv_versions.note_taken(reqs, tokens, behind=self.versions.changes_behind)
+
     def before_release(self, req: Req) -> None:
         """A request is about to lose its row of KV slots."""
         if req.finished():

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.scheduler_components.batch_result_processor import (
+        SchedulerBatchResultProcessor,
+    )
     from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+    from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -84,6 +88,15 @@ def note_launch(scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs
     scheduler.inflight.before_launch(batch)
 
 
+def note_taken(
+    tokens: list[list[int]],
+    processor: SchedulerBatchResultProcessor,
+    result: GenerationBatchResult,
+    batch: ScheduleBatch,
+) -> None:
+    processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
+
+
 def read_before_release(pool: ReqToTokenPool, req: Req) -> None:
     pool.inflight.before_release(req)
 
@@ -93,6 +106,9 @@ def extend_output_streamer(get_class: Callable[..., type], scheduler: Scheduler)
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_PROCESSOR = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -106,6 +122,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", note_launch, HookType.BEFORE),
+    (f"{_PROCESSOR}._resolve_spec_v2_tokens", note_taken, HookType.AFTER),
     (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
     (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",

@@ -6,6 +6,10 @@ new requests. So the version is kept per slot: each forward notes it for the slo
 is about to write, and a request that ends reads it off its slots. Reuse, retraction and
 recompute then need no rule of their own.
 
+A speculating forward writes slots for tokens of which some are not taken, and under overlap
+only the GPU knows where they begin. Its slots are noted with its result, those of the tokens
+that were taken, which it wrote or moved there.
+
 What is read is what the row holds at the end. A prompt that the cache holds whole has its
 last token computed anew, and the slot of that is then replaced by the cache's: the one
 forward that overlap launches in between read the newer.
@@ -17,9 +21,11 @@ for no forward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.utils import is_pin_memory_available
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -33,6 +39,7 @@ class KVVersions:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._device = scheduler.req_to_token_pool.req_to_token.device
         # int32, one per slot: the index of a name. None while there is only one.
         self._of_slot: torch.Tensor | None = None
         self._names: list[str] = []
@@ -41,27 +48,51 @@ class KVVersions:
         """Forwards that are launched from now on write KV of ``new``."""
         if self._of_slot is None:
             self._names = [old]
-            rows = self._scheduler.req_to_token_pool.req_to_token
             # a page more than there are slots: the first page takes what padding writes
             slots = self._scheduler.token_to_kv_pool_allocator.size + self._scheduler.page_size
-            self._of_slot = torch.zeros(slots, dtype=torch.int32, device=rows.device)
+            self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
         self._names.append(new)
 
     def note_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
-        if self._of_slot is not None and batch.out_cache_loc is not None:
+        if self._of_slot is None or batch.out_cache_loc is None:
+            return
+        if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
             self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._names) - 1)
+
+    def note_taken(self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int) -> None:
+        """A speculating forward brought each of ``reqs`` its ``tokens``.
+
+        It was launched ``behind`` changes of the version ago.
+        """
+        if self._of_slot is None:
+            return
+        rows: list[int] = []
+        positions: list[int] = []
+        for req, taken in zip(reqs, tokens, strict=True):
+            # upstream takes no token for these
+            if not (req.is_retracted or req.finished()):
+                end = req.kv.kv_committed_len
+                positions += range(end - len(taken), end)
+                rows += [req.kv.req_pool_idx] * len(taken)
+        pins = is_pin_memory_available(self._device)
+        at = torch.tensor([rows, positions], dtype=torch.int64, pin_memory=pins)
+        row, position = at.to(self._device, non_blocking=True)
+        slots = self._scheduler.req_to_token_pool.req_to_token[row, position]
+        self._of_slot.index_fill_(0, slots.long(), len(self._names) - 1 - behind)
 
     def read(self, req: Req, current: str) -> Spans | None:
         """Spans over the KV of ``req``: its prompt and its output, but for the last token.
 
         The last token was sampled and never computed. ``current`` is the version while
-        there was only one. None where the slots do not tell: under speculative decoding
-        a slot may be written for a token that is then not taken, and in a disaggregated
-        server another one wrote it.
+        there was only one. None where the slots do not tell: in a disaggregated server
+        another one wrote them, and where chunks of prompts are mixed with speculation
+        only the GPU knows them.
         """
         scheduler = self._scheduler
-        if not scheduler.spec_algorithm.is_none() or scheduler.disaggregation_mode.value != "null":
+        if scheduler.disaggregation_mode.value != "null":
+            return None
+        if scheduler.is_mixed_chunk and not scheduler.spec_algorithm.is_none():
             return None
         used = min(req.kv.kv_committed_len, _computed(req))
         if used == 0:

@@ -47,6 +47,11 @@ class Versions:
         """The version of the weights in place, which the next forward is launched with."""
         return self._pending[-1][1] if self._pending else get_serving().weight_version
 
+    @property
+    def changes_behind(self) -> int:
+        """How many changes of the version came after the launch of what is processed now."""
+        return len(self._pending)
+
     def begin_epoch(self) -> None:
         self._epoch += 1
 
