@@ -57,10 +57,13 @@ class Stream:
         first, *others = (a for a in self.arrivals if start <= a.at <= end)
         return (others[-1].at - first.at) / sum(a.tokens for a in others)
 
-    def median_gap(self, start: float, end: float) -> float:
-        """Of the gaps that lie whole in a window, in seconds."""
-        inside = (g.seconds for g in self.gaps() if g.start >= start and g.end <= end)
-        return statistics.median(inside)
+    def median_gap(self, *windows: tuple[float, float]) -> float:
+        """Of the gaps that lie whole in one of the windows, in seconds."""
+        return statistics.median(
+            gap.seconds
+            for gap in self.gaps()
+            if any(gap.start >= start and gap.end <= end for start, end in windows)
+        )
 
 
 class Load:
