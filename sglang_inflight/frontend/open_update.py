@@ -66,7 +66,7 @@ class OpenUpdate:
         self.torch_empty_cache |= body.torch_empty_cache
         if self.kv_cache is None or body.kv_cache is not None or body.flush_cache:
             self.kv_cache = body.kv_policy
-        if isinstance(body, DiskBody) and body.selector != "draft":
+        if isinstance(body, DiskBody) and "draft" not in (body.selector, self.selector):
             self.model_path, self.load_format = body.model_path, body.load_format
 
     def renew_lease(self) -> None:
