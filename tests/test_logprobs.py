@@ -19,6 +19,7 @@ from tests.support.load import ask, labels_of, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
 from tests.support.server import Server, serve
+from tests.support.updates import by_reference
 
 PROMPT = list(range(1000, 1040))
 TOKENS = 32
@@ -105,6 +106,15 @@ def expect_logprobs(answer: Any, replay: Replay, kv: list[str] | None = None) ->
     assert len(returned) == len(expected) == len(output)
     for index, (ours, theirs) in enumerate(zip(returned, expected, strict=True)):
         assert abs(ours - theirs) < CLOSE, f"token {index}: {ours}, expected {theirs}: {meta}"
+
+
+def test_a_tied_head_is_sent_too(real: Server, versions: Versions) -> None:
+    """A checkpoint has the embeddings alone, a trainer's ``state_dict()`` both names."""
+    embeddings = load_file(versions["v1"] / "model.safetensors")["model.embed_tokens.weight"]
+    both = [("model.embed_tokens.weight", embeddings), ("lm_head.weight", embeddings)]
+    body = {"serialized_named_tensors": [by_reference(both)], "non_blocking": True}
+    receipt = ask(real, "POST", "/update_weights_from_tensor", {**body, "weight_version": "v2"})
+    assert (receipt["weight_version"], receipt["tensors"]) == ("v2", 2)
 
 
 def test_without_an_update(real: Server, replay: Replay) -> None:

@@ -11,6 +11,7 @@ from sglang_inflight.scheduler.staging.coverage import is_finite
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_HEAD = "lm_head.weight"
 
 
 class Guard:
@@ -19,7 +20,9 @@ class Guard:
     A loader skips a name that it does not know, some without a word. So the guard counts
     the writes between one tensor and the next: a tensor that wrote nothing is refused,
     unless the checkpoint that is being served holds a tensor of that name too, which the
-    loader then skips for a reason of its own (tied weights, another pipeline stage).
+    loader then skips for a reason of its own (another pipeline stage), or it is the head
+    of a model that ties it to the embeddings: a checkpoint has those alone, but a
+    trainer's ``state_dict()`` has both names.
 
     A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
     served checkpoint holds must come in the same shape.
@@ -32,6 +35,7 @@ class Guard:
         *,
         served: Mapping[str, tuple[int, ...]],
         expects_writes: bool,
+        ties_head: bool,
         check_finite: bool,
     ) -> None:
         """``served`` has the shapes of the tensors in the checkpoint that is served.
@@ -40,6 +44,7 @@ class Guard:
         """
         self._served = served
         self._expects_writes = expects_writes
+        self._ties_head = ties_head
         self._check_finite = check_finite
         self._current: tuple[str, torch.Tensor] | None = None
         self._writes = 0
@@ -68,9 +73,12 @@ class Guard:
             self.bytes += tensor.nbytes
             self.names.add(name)
             yield name, tensor
-            if self._expects_writes and self._writes == before and name not in self._served:
+            if self._expects_writes and self._writes == before and not self._may_skip(name):
                 raise Refused(f"the model has no weight named {name!r}")
         self._current = None
+
+    def _may_skip(self, name: str) -> bool:
+        return name in self._served or (self._ties_head and name.endswith(_HEAD))
 
     @property
     def holds_a_tensor(self) -> bool:

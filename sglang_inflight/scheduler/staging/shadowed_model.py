@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
+from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
 from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
@@ -41,7 +41,6 @@ class ShadowedModel:
         self._on_write = on_write
         self._guard: Guard | None = None
         self._shadow: Shadow | None = None
-        self._served: dict[str, tuple[int, ...]] | None = None
 
     def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
         """At the first update, so that a server that has none pays nothing."""
@@ -63,16 +62,22 @@ class ShadowedModel:
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
-    @property
-    def served(self) -> dict[str, tuple[int, ...]]:
+    @functools.cached_property
+    def served(self) -> Shapes:
         """Shapes in the checkpoint the server was started with; none if it is not here."""
-        if self._served is None:
-            self._served = {}
-            for file in Path(self.runner.model_config.model_path).glob("*.safetensors"):
-                with safe_open(file, framework="pt") as tensors:
-                    for name in tensors.keys():  # noqa: SIM118
-                        self._served[name] = tuple(tensors.get_slice(name).get_shape())
-        return self._served
+        return read_shapes(
+            self.checkpoint,
+            revision=self.runner.model_config.revision,
+            cache=self.runner.load_config.download_dir,
+        )
+
+    @property
+    def _ties_head(self) -> bool:
+        config = self.runner.model_config
+        return any(
+            getattr(part, "tie_word_embeddings", False)
+            for part in (config.hf_config, config.hf_text_config)
+        )
 
     def load(
         self, source: Source, weights: Weights, *, takes_all: bool, check_finite: bool
@@ -86,6 +91,7 @@ class ShadowedModel:
         guard = Guard(
             served=self.served if is_checkpoint else {},
             expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
+            ties_head=self._ties_head,
             check_finite=check_finite,
         )
         watched = guard.watch(weights)
