@@ -79,10 +79,14 @@ def test_one_that_shares_its_targets_head(
     other = eagle.build(tmp_path / "other", agrees=False)
     with drafting("EAGLE", checkpoints / "v0", draft, tmp_path_factory) as server:
         expect_updates_in_flight(server, checkpoints)
-        body = {"model_path": str(other), "non_blocking": True, "flush_cache": False}
-        ask(server, "POST", "/update_weights_from_disk", body | {"selector": "draft"})
+        # both in one update: the head is a weight of both, and swaps once
+        ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
+        update(server, checkpoints, 4)
+        body = {"model_path": str(other), "selector": "draft"}
+        ask(server, "POST", "/update_weights_from_disk", body)
+        ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
         expect_drafts(server, accepted=False)
-        assert ask(server, "GET", "/model_info")["model_path"] == str(checkpoints / "v3")
+        assert ask(server, "GET", "/model_info")["model_path"] == str(checkpoints / "v4")
         ask(server, "POST", "/inflight/rollback", {})
         expect_drafts(server, accepted=True)
 
