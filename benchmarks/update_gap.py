@@ -18,7 +18,7 @@ import httpx
 import typer
 
 from benchmarks.common import models, options
-from benchmarks.common.load import Load, load
+from benchmarks.common.load import Load, Window, load
 from benchmarks.common.peers import Kind, Peer, start
 from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Trainer, Transport, trainer
@@ -148,20 +148,17 @@ async def _one(
         await asyncio.sleep(answered - sent)
         ended = time.perf_counter()
         await running.wait_for(arrivals=3)
-        return _read(running, began, sent, answered, resumed, ended)
+        return _read(running, (began, sent), (sent, answered), (resumed, ended))
 
 
-def _read(
-    running: Load, began: float, sent: float, answered: float, resumed: float, ended: float
-) -> list[Sample]:
-    before = running.tokens(began, sent) / (sent - began)
-    during = running.tokens(sent, answered) / (answered - sent)
+def _read(running: Load, quiet: Window, update: Window, still: Window) -> list[Sample]:
+    before, during = (running.tokens(a, b) / (b - a) for a, b in (quiet, update))
     return [
         Sample(
-            median_ms=1000 * stream.median_gap((began, sent), (resumed, ended)),
-            largest_ms=1000 * stream.largest_gap(sent, answered),
-            still_ms=1000 * stream.largest_gap(resumed, ended),
-            update_s=answered - sent,
+            median_ms=1000 * stream.median_gap(quiet, still),
+            largest_ms=1000 * stream.largest_gap(*update),
+            still_ms=1000 * stream.largest_gap(*still),
+            update_s=update[1] - update[0],
             rate=during / before,
         )
         for stream in running.streams

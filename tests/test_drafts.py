@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.support import eagle, marker
@@ -36,7 +35,7 @@ TOKENS = 1 + STEPS * STEP  # the first is of the prefill
 
 @contextlib.contextmanager
 def drafting(
-    algorithm: str, model: Path, draft: Path, logs: pytest.TempPathFactory, *flags: str
+    algorithm: str, model: Path, draft: Path, folder: Path, *flags: str
 ) -> Iterator[Server]:
     flags = (
         "--speculative-algorithm", algorithm,
@@ -50,7 +49,7 @@ def drafting(
     )  # fmt: skip
     # what upstream compiles for a GPU takes long to compile here
     env = ENV | with_plugin("speculation") | {"TORCHDYNAMO_DISABLE": "1"}
-    with serve(model, *flags, log=logs.mktemp("log") / "server.log", env=env) as server:
+    with serve(model, *flags, log=folder / "server.log", env=env) as server:
         yield server
 
 
@@ -72,12 +71,10 @@ def expect_updates_in_flight(server: Server, checkpoints: Path) -> None:
         expect_spans_in_chunks(output)
 
 
-def test_one_that_shares_its_targets_head(
-    checkpoints: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_one_that_shares_its_targets_head(checkpoints: Path, tmp_path: Path) -> None:
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False)
-    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path_factory) as server:
+    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
         expect_updates_in_flight(server, checkpoints)
         # both in one update: the head is a weight of both, and swaps once
         ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
@@ -89,15 +86,17 @@ def test_one_that_shares_its_targets_head(
         assert ask(server, "GET", "/model_info")["model_path"] == str(checkpoints / "v4")
         ask(server, "POST", "/inflight/rollback", {})
         expect_drafts(server, accepted=True)
+        # and where both read the same tensors, all of which must come
+        body = tensor_body(marker.tensors(5), selector="all", partial=False, non_blocking=True)
+        ask(server, "POST", "/update_weights_from_tensor", body | {"weight_version": "v5"})
+        expect_drafts(server, accepted=True)
 
 
-def test_one_of_its_targets_checkpoint(
-    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_one_of_its_targets_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
     """What changes one changes both, and so does what fails to."""
     v0 = checkpoints / "v0"
     normal = "--disable-overlap-schedule"
-    with drafting("STANDALONE", v0, v0, tmp_path_factory, normal) as server:
+    with drafting("STANDALONE", v0, v0, tmp_path, normal) as server:
         expect_updates_in_flight(server, checkpoints)
         before = serving(server)
         wrong = marker.tensors(4) | {"model.norm.weight": torch.full((marker.HIDDEN,), torch.nan)}
@@ -116,12 +115,10 @@ def test_one_of_its_targets_checkpoint(
         expect_drafts(server, accepted=True)
 
 
-def test_one_of_a_checkpoint_of_its_own(
-    checkpoints: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_one_of_a_checkpoint_of_its_own(checkpoints: Path, tmp_path: Path) -> None:
     """Its tensors may bear the names of its target's, so it is changed where a call says so."""
     own = marker.build(tmp_path / "own", 0)
-    with drafting("STANDALONE", checkpoints / "v0", own, tmp_path_factory) as server:
+    with drafting("STANDALONE", checkpoints / "v0", own, tmp_path) as server:
         expect_drafts(server, accepted=True)
         update(server, checkpoints, 1, non_blocking=True, flush_cache=False)
         expect_drafts(server, accepted=False)

@@ -44,8 +44,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pipeline")
     for version in range(VERSIONS):
-        marker.build(folder / f"v{version}", version)
-        marker.write_weights(folder / f"v{version}", tensors(version))
+        marker.write(folder / f"v{version}", tensors(version))
     return folder
 
 

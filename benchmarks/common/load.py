@@ -27,6 +27,9 @@ class Arrival(NamedTuple):
     request: int  # which of the stream's requests they belong to
 
 
+Window = tuple[float, float]  # time.perf_counter(), from and to
+
+
 class Gap(NamedTuple):
     start: float
     end: float
@@ -57,7 +60,7 @@ class Stream:
         first, *others = (a for a in self.arrivals if start <= a.at <= end)
         return (others[-1].at - first.at) / sum(a.tokens for a in others)
 
-    def median_gap(self, *windows: tuple[float, float]) -> float:
+    def median_gap(self, *windows: Window) -> float:
         """Of the gaps that lie whole in one of the windows, in seconds."""
         return statistics.median(
             gap.seconds

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import httpx
 import torch
-from sglang.srt.utils.network import get_free_port_below_ephemeral
 
 START_TIMEOUT_S = 600.0
 END_TIMEOUT_S = 10.0
@@ -43,6 +42,8 @@ async def start_server(
     model: Path, *, name: str, version: str, log: Path, more: Sequence[str] = ()
 ) -> AsyncIterator[Server]:
     """``version`` is what the weights in ``model`` are called."""
+    from sglang.srt.utils.network import get_free_port_below_ephemeral
+
     port = get_free_port_below_ephemeral()
     command = [
         *(sys.executable, "-m", "sglang.launch_server"),

@@ -40,6 +40,7 @@ class KVVersions:
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._device = scheduler.req_to_token_pool.req_to_token.device
+        self._pins = is_pin_memory_available(self._device)
         # int32, one per slot: the index of a name. None while there is only one.
         self._of_slot: torch.Tensor | None = None
         self._names: list[str] = []
@@ -75,8 +76,7 @@ class KVVersions:
                 end = req.kv.kv_committed_len
                 positions += range(end - len(taken), end)
                 rows += [req.kv.req_pool_idx] * len(taken)
-        pins = is_pin_memory_available(self._device)
-        at = torch.tensor([rows, positions], dtype=torch.int64, pin_memory=pins)
+        at = torch.tensor([rows, positions], dtype=torch.int64, pin_memory=self._pins)
         row, position = at.to(self._device, non_blocking=True)
         slots = self._scheduler.req_to_token_pool.req_to_token[row, position]
         self._of_slot.index_fill_(0, slots.long(), len(self._names) - 1 - behind)

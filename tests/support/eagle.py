@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
@@ -24,12 +23,9 @@ def build(folder: Path, *, agrees: bool) -> Path:
         own = name.removeprefix("model.")
         if own.startswith(_OURS) and not any(norm in own for norm in _NOT_LLAMAS):
             weights[own] = tensor
-    marker.build(folder, 0)
-    marker.write_weights(folder, weights)
     config = marker.CONFIG | {
         "architectures": ["LlamaForCausalLMEagle"],
         "model_type": "llama",
         "num_hidden_layers": 1,
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
+    return marker.write(folder, weights, config)

@@ -7,6 +7,7 @@ are ones, attention and MLP add nothing, and ``lm_head`` has one row that is not
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -74,14 +75,25 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 def build(folder: Path, version: int, *, shards: int = 1) -> Path:
     """Write the checkpoint of ``version`` into ``folder``, in one file or several."""
+    return write(folder, tensors(version), shards=shards)
+
+
+def write(
+    folder: Path,
+    weights: dict[str, torch.Tensor],
+    config: Mapping[str, object] = CONFIG,
+    *,
+    shards: int = 1,
+) -> Path:
+    """A checkpoint of ``weights``, with the marker's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_weights(folder, tensors(version), shards=shards)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    _write_weights(folder, weights, shards=shards)
+    (folder / "config.json").write_text(json.dumps(config))
     _write_tokenizer(folder)
     return folder
 
 
-def write_weights(folder: Path, weights: dict[str, torch.Tensor], *, shards: int = 1) -> None:
+def _write_weights(folder: Path, weights: dict[str, torch.Tensor], *, shards: int = 1) -> None:
     if shards == 1:
         save_file(weights, folder / "model.safetensors")
         return

@@ -451,10 +451,11 @@ class Staging:
     def _select(
         self, models: list[ShadowedModel], selector: Selector | None
     ) -> list[ShadowedModel]:
-        """Where the caller does not say: the first one's checkpoint is for whom it was before.
+        """Those of ``models`` that a call is for.
 
-        A draft with a checkpoint of its own (EAGLE, STANDALONE) has tensors of the same names
-        and other shapes, or of the same shapes and other values.
+        Where it does not say, it is for the first, which is the target if that is among them,
+        and for those that were loaded from the same checkpoint. A draft with one of its own
+        (EAGLE, STANDALONE) may have tensors of the same names that mean something else.
         """
         if selector is None:
             return [model for model in models if model.checkpoint == models[0].checkpoint]
