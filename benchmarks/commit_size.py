@@ -22,7 +22,7 @@ from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import trainer
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
-UNPACED = {"SGLANG_INFLIGHT_PACE_BYTES": "0"}
+UNPACED = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0"}
 
 
 def main(

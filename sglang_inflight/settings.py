@@ -77,11 +77,11 @@ class Settings:
         _natural,
         "end a request at the commit that leaves its first token further behind, in commits",
     )
-    pace_bytes: int | None = _setting(
+    pace_bytes_per_s: int | None = _setting(
         None,
         _natural,
-        "bytes of memory that staging touches per scheduler step while requests run; a tensor "
-        "that is loaded counts three times; 0 does not pace; unset is 48 MiB on a CPU, else 1 GiB",
+        "bytes of memory per second that staging touches while requests run; a whole update "
+        "touches its bytes five times; 0 does not pace; unset is 512 MiB on a CPU, else 100 GiB",
     )
     stage_nice: int = _setting(
         0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"

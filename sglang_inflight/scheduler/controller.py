@@ -41,7 +41,6 @@ from sglang_inflight.scheduler.kv_versions import KVVersions
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause import Pause, PauseState
 from sglang_inflight.scheduler.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.staging.pace import Pace, choose_budget
 from sglang_inflight.scheduler.staging.staging import Staging, StagingState
 from sglang_inflight.scheduler.staleness import Staleness
 from sglang_inflight.scheduler.versions import Versions
@@ -71,10 +70,9 @@ class Controller:
         self.versions = Versions(scheduler, boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
-        self._pace = Pace(
-            choose_budget(settings.pace_bytes, scheduler.device), is_busy=self._is_busy
+        self.staging = Staging(
+            scheduler, boundary, self._answers, metrics, settings, is_busy=self._is_busy
         )
-        self.staging = Staging(scheduler, boundary, self._answers, self._pace, metrics, settings)
         self.commits = Commits(
             scheduler,
             boundary,
@@ -143,7 +141,6 @@ class Controller:
 
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
-        self._pace.tick()
         self._kv_versions.note_launch(batch)
 
     def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:

@@ -27,7 +27,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     staging = "sglang_inflight.scheduler.staging.staging.Staging"
-    for method, hook in (("_fill", first), ("_paced", middle), ("_finish", vote)):
+    for method, hook in (("_fill", first), ("_counted", middle), ("_finish", vote)):
         HookRegistry.register(f"{staging}.{method}", hook, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
@@ -38,8 +38,8 @@ def first(fill: Callable[..., Any], staging: Any, update: Any, call: Any) -> Any
     return fill(staging, update, call)
 
 
-def middle(paced: Callable[..., Pairs], staging: Any, update: Any, weights: Pairs) -> Pairs:
-    for index, (name, tensor) in enumerate(paced(staging, update, weights)):
+def middle(counted: Callable[..., Pairs], staging: Any, update: Any, weights: Pairs) -> Pairs:
+    for index, (name, tensor) in enumerate(counted(staging, update, weights)):
         if index == MIDDLE and fail("middle", update):
             yield name, tensor.new_zeros([*tensor.shape, 3])
         yield name, tensor

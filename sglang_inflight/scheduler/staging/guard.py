@@ -8,6 +8,7 @@ import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.staging.coverage import is_finite
+from sglang_inflight.scheduler.staging.pace import Pace
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -37,6 +38,7 @@ class Guard:
         expects_writes: bool,
         ties_head: bool,
         check_finite: bool,
+        pace: Pace,
     ) -> None:
         """``served`` has the shapes of the tensors in the checkpoint that is served.
 
@@ -46,6 +48,7 @@ class Guard:
         self._expects_writes = expects_writes
         self._ties_head = ties_head
         self._check_finite = check_finite
+        self._pace = pace
         self._current: tuple[str, torch.Tensor] | None = None
         self._writes = 0
         self.tensors = 0
@@ -108,5 +111,8 @@ class Guard:
             raise Refused(
                 f"tensor {name!r} has shape {list(tensor.shape)}; the model's has {list(expected)}"
             )
-        if self._check_finite and tensor.dtype in _FLOATS and not is_finite(tensor):
+        if self._check_finite and tensor.dtype in _FLOATS and not self._is_finite(tensor):
             raise Refused(f"tensor {name!r} holds NaN or infinity")
+
+    def _is_finite(self, tensor: torch.Tensor) -> bool:
+        return all(is_finite(piece) for (piece,) in self._pace.cut(tensor))

@@ -4,55 +4,96 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from threadpoolctl import threadpool_limits
+from torch.overrides import TorchFunctionMode
 
-# Without a step for this long the loop is idle, paused or in a long prefill: go on.
-LONGEST_WAIT_S = 0.1
+# A tenth of what one core of a small server moves, and a thirtieth of an H100's memory.
+_CPU_BYTES_PER_S = 512 << 20
+_DEVICE_BYTES_PER_S = 100 << 30
+
+# What may be touched in this time is touched in one go, which delays one step by less.
+_PIECE_S = 1 / 16
+# A sleep costs a quarter of a millisecond, most of it in caches gone cold: what is less is
+# owed, and slept with the next.
+_SHORTEST_SLEEP_S = _PIECE_S / 2
+# How long it takes to see that nothing runs any more.
+_LONGEST_SLEEP_S = 0.1
 
 
-# Of a step of some milliseconds: a few on a CPU, whose cores and memory decoding shares, and
-# less than one of a GPU's bandwidth.
-_CPU_BUDGET = 48 << 20
-_DEVICE_BUDGET = 1 << 30
-
-
-def choose_budget(wanted: int | None, device: str) -> int:
-    """Bytes per step: what is set, or what suits the kind of device (``cpu``, ``cuda``…)."""
+def choose_pace(wanted: int | None, device: torch.device) -> int:
+    """Bytes per second: what is set, or what suits the kind of device."""
     if wanted is not None:
         return wanted
-    return _CPU_BUDGET if device == "cpu" else _DEVICE_BUDGET
+    return _CPU_BYTES_PER_S if device.type == "cpu" else _DEVICE_BYTES_PER_S
 
 
 class Pace:
-    """A budget of bytes touched per scheduler step.
+    """A rate at which memory may be touched while requests run; 0 does not limit it.
 
-    The staging thread spends; each step of the loop refills. The loop never waits: it
-    sets an event.
+    Decoding loses to staging a share of a core and of the memory's bandwidth. A rate makes
+    it the same share of every step, be the steps long or short. All of it runs on the
+    staging thread, which sleeps: the loop has no part in it.
     """
 
-    def __init__(self, bytes_per_step: int, is_busy: Callable[[], bool]) -> None:
-        self._bytes_per_step = bytes_per_step
+    def __init__(self, bytes_per_s: int, is_busy: Callable[[], bool]) -> None:
+        """``is_busy`` says whether requests run; it only reads, from this thread."""
+        self._bytes_per_s = bytes_per_s
         self._is_busy = is_busy
-        self._left = bytes_per_step
-        self._stepped = threading.Event()
+        self._owed_until = 0.0
 
-    def tick(self) -> None:
-        """The loop makes a step. Called by the scheduler's thread."""
-        self._stepped.set()
+    def cut(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+        """The same rows of each of ``tensors``, piece by piece, with a rest after each."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        most = self._bytes_per_s * _PIECE_S
+        if not self._bytes_per_s or nbytes <= most or tensors[0].dim() == 0:
+            pieces: Iterator[tuple[torch.Tensor, ...]] = iter([tensors])
+        else:
+            rows = max(1, int(len(tensors[0]) * most / nbytes))
+            pieces = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+        for piece in pieces:
+            yield piece
+            self.spend(sum(tensor.nbytes for tensor in piece))
 
     def spend(self, nbytes: int) -> None:
-        """Wait until ``nbytes`` more may be staged. Called by the staging thread."""
-        if self._bytes_per_step == 0:
+        """Rest after ``nbytes`` were touched, for as long as that should have taken."""
+        if not self._bytes_per_s:
             return
-        self._left -= nbytes
-        while self._left <= 0:
-            self._stepped.clear()
-            if not self._is_busy() or not self._stepped.wait(LONGEST_WAIT_S):
-                self._left = self._bytes_per_step
+        # what the work itself took counts, but time without work is not saved up
+        earliest = time.monotonic() - _PIECE_S
+        self._owed_until = max(self._owed_until, earliest) + nbytes / self._bytes_per_s
+        while (left := self._owed_until - time.monotonic()) > _SHORTEST_SLEEP_S:
+            if not self._is_busy():
+                self._owed_until = 0.0
                 return
-            self._left += self._bytes_per_step
+            time.sleep(min(left, _LONGEST_SLEEP_S))
+
+
+class PacedCopies(TorchFunctionMode):
+    """Copies of the thread that enters it go piece by piece.
+
+    A model's loader copies whole tensors. Torch asks a mode of this kind at each call from
+    Python, and only on the thread that entered it.
+    """
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__()
+        self._pace = pace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.Tensor.copy_ or len(args) < 2 or args[0].shape != args[1].shape:
+            return func(*args, **kwargs)
+        target, source, *how = args
+        for to, of in self._pace.cut(target, source):
+            to.copy_(of, *how, **kwargs)
+        return target
 
 
 def yield_cores(niceness: int) -> None:

@@ -16,6 +16,7 @@ from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
 from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
+from sglang_inflight.scheduler.staging.pace import Pace, PacedCopies
 from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
 
 if TYPE_CHECKING:
@@ -80,7 +81,13 @@ class ShadowedModel:
         )
 
     def load(
-        self, source: Source, weights: Weights, *, takes_all: bool, check_finite: bool
+        self,
+        source: Source,
+        weights: Weights,
+        *,
+        takes_all: bool,
+        check_finite: bool,
+        pace: Pace,
     ) -> Guard:
         """Load ``weights`` through the model's own loader; returns what was counted.
 
@@ -93,12 +100,13 @@ class ShadowedModel:
             expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
             ties_head=self._ties_head,
             check_finite=check_finite,
+            pace=pace,
         )
         watched = guard.watch(weights)
         self._guard = guard
         self._twins.on_write = self._note_write
         try:
-            with set_default_torch_dtype(self.runner.model_config.dtype):
+            with set_default_torch_dtype(self.runner.model_config.dtype), PacedCopies(pace):
                 self._load(load_format, watched)
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:

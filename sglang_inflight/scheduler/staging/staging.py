@@ -48,7 +48,7 @@ from sglang_inflight.scheduler.staging.exchange import Exchange, exchange_for
 from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
-from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.pace import Pace, choose_pace
 from sglang_inflight.scheduler.staging.shadow import Twins, why_not_shadowed
 from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
@@ -61,11 +61,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
     from sglang_inflight.scheduler.boundary import Boundary
-
-
-# A tensor that is loaded is read by its checks, read once more, and written. Marks only
-# write, and sealing only reads.
-_LOAD_TOUCHES = 3
 
 
 class StagingState(enum.Enum):
@@ -91,11 +86,12 @@ class Staging:
         scheduler: Scheduler,
         boundary: Boundary,
         answers: AnswerChannel,
-        pace: Pace,
         metrics: Metrics,
         settings: Settings,
+        *,
+        is_busy: Callable[[], bool],
     ) -> None:
-        self._pace = pace
+        """``is_busy`` says, to any thread, whether requests run."""
         self._metrics = metrics
         self._settings = settings
         twins = Twins()
@@ -106,9 +102,13 @@ class Staging:
         self._device = next(self._models[0].runner.model.parameters()).device
         nbytes = sum(model.nbytes for model in self._models)
         self.mode = choose_mode(settings.staging, nbytes, self._device)
+        # in place nothing decodes meanwhile
+        in_place = self.mode is StagingMode.OFF
+        bytes_per_s = 0 if in_place else choose_pace(settings.pace_bytes_per_s, self._device)
+        self._pace = Pace(bytes_per_s, is_busy)
         self._worker: StagingWorker | InlineWorker = (
             InlineWorker(answers, boundary.drain)
-            if self.mode is StagingMode.OFF
+            if in_place
             else StagingWorker(answers, self._device, settings.stage_nice)
         )
         self._groups = Groups(settings.group_timeout_s)
@@ -290,10 +290,11 @@ class Staging:
             update.check()
             self._exchange.check(name, live, shadow)
             if self._is_partial(update, model) or not can_mark(shadow):
-                shadow.copy_(live)
+                for to, of in self._pace.cut(shadow, live):
+                    to.copy_(of)
             else:
-                mark(shadow)
-            self._pace.spend(live.nbytes)
+                for (piece,) in self._pace.cut(shadow):
+                    mark(piece)
         return {}
 
     def _fill(self, update: Update, call: StageCall) -> dict[str, Any]:
@@ -310,9 +311,10 @@ class Staging:
             with closing(weights):
                 guard = model.load(
                     call.source,
-                    self._paced(update, weights),
+                    self._counted(update, weights),
                     takes_all=model is models[0],
                     check_finite=self._settings.check_finite,
+                    pace=self._pace,
                 )
             update.names |= guard.names
             guards.append(guard)
@@ -356,12 +358,11 @@ class Staging:
             return receive(source, self._groups, self._device, update.check)
         return receive_ipc(source, self._device, update.check)
 
-    def _paced(self, update: Update, weights: Weights) -> Weights:
+    def _counted(self, update: Update, weights: Weights) -> Weights:
         for name, tensor in weights:
             update.check()
             if isinstance(tensor, torch.Tensor):
                 update.bytes += tensor.nbytes
-                self._pace.spend(_LOAD_TOUCHES * tensor.nbytes)
             update.tensors += 1
             yield name, tensor
 

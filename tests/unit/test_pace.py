@@ -1,0 +1,111 @@
+"""Pacing cuts copies and sleeps; it must not change what is copied."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from sglang_inflight.scheduler.staging import pace
+from sglang_inflight.scheduler.staging.pace import Pace, PacedCopies
+
+PIECE = 1 << 10  # bytes in one go
+RATE = round(PIECE / pace._PIECE_S)
+
+
+class Clock:
+    """Time that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.slept: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock.monotonic)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+def test_the_rate_is_kept_while_requests_run(clock: Clock) -> None:
+    paced = Pace(RATE, is_busy=lambda: True)
+    began = clock.now
+    for _ in range(640):
+        paced.spend(PIECE // 10)
+    # but for a piece at the start and one that is still owed
+    assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * pace._PIECE_S)
+    assert min(clock.slept) > pace._SHORTEST_SLEEP_S
+
+
+def test_nothing_is_waited_for_where_nothing_runs_or_no_rate_is_set(clock: Clock) -> None:
+    Pace(RATE, is_busy=lambda: False).spend(1 << 30)
+    Pace(0, is_busy=lambda: True).spend(1 << 30)
+    assert clock.slept == []
+
+
+def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:
+    paced = Pace(RATE, is_busy=lambda: len(clock.slept) < 3)
+    paced.spend(1 << 30)
+    assert len(clock.slept) == 3
+    # and what it owed is forgiven
+    paced.spend(PIECE // 10)
+    assert len(clock.slept) == 3
+
+
+@pytest.mark.parametrize(
+    ("target", "source"),
+    [
+        pytest.param(torch.zeros(300, 64), torch.randn(300, 64), id="rows"),
+        pytest.param(torch.zeros(300, 64).bfloat16(), torch.randn(300, 64), id="other dtype"),
+        pytest.param(torch.zeros(64, 300), torch.randn(300, 64).T, id="transposed"),
+        pytest.param(torch.zeros(9000), torch.randn(9000), id="vector"),
+        pytest.param(torch.zeros(3, 64, 300), torch.randn(3, 64, 300), id="rows above a piece"),
+        pytest.param(torch.zeros(300, 64), torch.randn(64), id="broadcast"),
+        pytest.param(torch.zeros(()), torch.randn(()), id="scalar"),
+        pytest.param(torch.zeros(0, 64), torch.randn(0, 64), id="empty"),
+    ],
+)
+def test_a_copy_in_pieces_is_the_copy(
+    target: torch.Tensor, source: torch.Tensor, clock: Clock
+) -> None:
+    parameter = torch.nn.Parameter(target, requires_grad=False)
+    with torch.no_grad(), PacedCopies(Pace(RATE, is_busy=lambda: True)):
+        parameter.data.copy_(source)
+    assert torch.equal(target, source.to(target.dtype).expand_as(target))
+
+
+def test_a_piece_is_no_larger_than_what_may_be_touched_in_one_go(clock: Clock) -> None:
+    paced = Pace(RATE, is_busy=lambda: True)
+    rows = [tuple(map(len, piece)) for piece in paced.cut(torch.zeros(300, 4), torch.zeros(300, 4))]
+    assert sum(of for _, of in rows) == 300
+    assert all(to == of and 2 * to * 4 * 4 <= PIECE for to, of in rows)
+
+
+def test_other_threads_copy_as_ever() -> None:
+    """Torch keeps the mode per thread: the loop's copies are never cut."""
+    seen: list[int] = []
+
+    class Seen(Pace):
+        def spend(self, nbytes: int) -> None:
+            seen.append(threading.get_ident())
+
+    target, source = torch.zeros(300, 64), torch.ones(300, 64)
+    with PacedCopies(Seen(RATE, is_busy=lambda: True)):
+        other = threading.Thread(target=lambda: target.copy_(source))
+        other.start()
+        other.join()
+        assert torch.equal(target, source)
+        assert seen == []
+        target.copy_(source)
+    assert set(seen) == {threading.get_ident()}
