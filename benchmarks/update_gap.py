@@ -1,18 +1,21 @@
 """What a reader of a stream notices of an update: its largest gap over its median gap.
 
-After every update the same streams run on for as long without one. Of many gaps the
-largest is above the median anyway, and that much is the machine's, not the update's.
+Beside every update, streams of the same ages run for as long without one. Of many gaps the
+largest is above the median anyway, and that much is the machine's, not the update's. The
+ages matter, because a longer context makes longer steps.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import httpx
 import typer
@@ -33,11 +36,11 @@ LINK_BYTES_PER_S = 100e6
 
 @dataclass(frozen=True)
 class Sample:
-    """One stream during one update, and for as long after it."""
+    """One stream during one update, beside one that had none."""
 
     median_ms: float  # without the update
     largest_ms: float
-    still_ms: float  # the largest after it
+    still_ms: float  # the largest without it
     update_s: float
     rate: float  # tokens/s during the update over those before it
 
@@ -48,6 +51,32 @@ class Sample:
     @property
     def still_ratio(self) -> float:
         return self.still_ms / self.median_ms
+
+
+@dataclass(frozen=True)
+class Run:
+    """Streams before and during something."""
+
+    load: Load
+    quiet: Window
+    ended: float  # time.perf_counter()
+
+    @property
+    def began(self) -> float:
+        return self.quiet[1]
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+    @property
+    def rate(self) -> float:
+        """Tokens/s during it over those before it."""
+        before, during = (
+            self.load.tokens(start, end) / (end - start)
+            for start, end in (self.quiet, (self.began, self.ended))
+        )
+        return during / before
 
 
 def main(
@@ -74,7 +103,7 @@ def main(
         ),
         {"size": size, "streams": streams, "updates": updates, "rounds": rounds},
         notes=[
-            "without it: the same of the same streams, for as long after the update.",
+            "without it: the same of streams of the same ages, for as long without an update.",
             "rate: tokens/s during the update over those just before it.",
             "distributed: the trainer's link is held to 100 MB/s.",
         ],
@@ -135,34 +164,37 @@ async def _measure(
 async def _one(
     peer: Peer, client: httpx.AsyncClient, sender: Trainer, what: Transport, streams: int
 ) -> list[Sample]:
-    """Fresh streams, a quiet window, an update, and as long without one."""
-    async with load(peer, client, streams, prompt_tokens=32, max_tokens=4096) as running:
-        await running.wait_for(arrivals=10)
-        began = time.perf_counter()
-        await asyncio.sleep(QUIET_S)
-        sent = time.perf_counter()
-        await asyncio.to_thread(sender.update, what)
-        answered = time.perf_counter()
-        await running.wait_for(arrivals=1)
-        resumed = time.perf_counter()
-        await asyncio.sleep(answered - sent)
-        ended = time.perf_counter()
-        await running.wait_for(arrivals=3)
-        return _read(running, (began, sent), (sent, answered), (resumed, ended))
-
-
-def _read(running: Load, quiet: Window, update: Window, still: Window) -> list[Sample]:
-    before, during = (running.tokens(a, b) / (b - a) for a, b in (quiet, update))
+    """An update, and as long without one."""
+    update = await _run(peer, client, streams, asyncio.to_thread(sender.update, what))
+    still = await _run(peer, client, streams, asyncio.sleep(update.seconds))
     return [
         Sample(
-            median_ms=1000 * stream.median_gap(quiet, still),
-            largest_ms=1000 * stream.largest_gap(*update),
-            still_ms=1000 * stream.largest_gap(*still),
-            update_s=update[1] - update[0],
-            rate=during / before,
+            median_ms=1000
+            * statistics.median(
+                (*one.gaps_within(*update.quiet), *other.gaps_within(still.quiet[0], still.ended))
+            ),
+            largest_ms=1000 * one.largest_gap(update.began, update.ended),
+            still_ms=1000 * other.largest_gap(still.began, still.ended),
+            update_s=update.seconds,
+            rate=update.rate,
         )
-        for stream in running.streams
+        for one, other in zip(update.load.streams, still.load.streams, strict=True)
     ]
+
+
+async def _run(
+    peer: Peer, client: httpx.AsyncClient, streams: int, what: Coroutine[Any, Any, object]
+) -> Run:
+    """Fresh streams, a quiet window, and then ``what``."""
+    async with load(peer, client, streams, prompt_tokens=32, max_tokens=4096) as running:
+        await running.wait_for(arrivals=10)
+        quiet = time.perf_counter()
+        await asyncio.sleep(QUIET_S)
+        began = time.perf_counter()
+        await what
+        ended = time.perf_counter()
+        await running.wait_for(arrivals=3)
+        return Run(running, (quiet, began), ended)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import random
-import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -60,13 +59,9 @@ class Stream:
         first, *others = (a for a in self.arrivals if start <= a.at <= end)
         return (others[-1].at - first.at) / sum(a.tokens for a in others)
 
-    def median_gap(self, *windows: Window) -> float:
-        """Of the gaps that lie whole in one of the windows, in seconds."""
-        return statistics.median(
-            gap.seconds
-            for gap in self.gaps()
-            if any(gap.start >= start and gap.end <= end for start, end in windows)
-        )
+    def gaps_within(self, start: float, end: float) -> list[float]:
+        """Those that lie whole in a window, in seconds."""
+        return [g.seconds for g in self.gaps() if g.start >= start and g.end <= end]
 
 
 class Load:
