@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from sglang_inflight.scheduler.staging import pace
-from sglang_inflight.scheduler.staging.pace import Pace, PacedCopies
+from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.paced_copies import PacedCopies
 
 PIECE = 1 << 10  # bytes in one go
 RATE = round(PIECE / pace._PIECE_S)

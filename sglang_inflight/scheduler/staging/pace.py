@@ -6,11 +6,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
-from torch.overrides import TorchFunctionMode
 
 # A tenth of what one core of a small server moves, and a thirtieth of an H100's memory.
 _CPU_BYTES_PER_S = 512 << 20
@@ -71,29 +69,6 @@ class Pace:
                 self._owed_until = 0.0
                 return
             time.sleep(min(left, _LONGEST_SLEEP_S))
-
-
-class PacedCopies(TorchFunctionMode):
-    """Copies of the thread that enters it go piece by piece.
-
-    A model's loader copies whole tensors. Torch asks a mode of this kind at each call from
-    Python, and only on the thread that entered it.
-    """
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__()
-        self._pace = pace
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.Tensor.copy_ or len(args) < 2 or args[0].shape != args[1].shape:
-            return func(*args, **kwargs)
-        target, source, *how = args
-        for to, of in self._pace.cut(target, source):
-            to.copy_(of, *how, **kwargs)
-        return target
 
 
 def yield_cores(niceness: int) -> None:

@@ -16,7 +16,8 @@ from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
 from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
-from sglang_inflight.scheduler.staging.pace import Pace, PacedCopies
+from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.paced_copies import PacedCopies
 from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
 
 if TYPE_CHECKING:
