@@ -21,7 +21,7 @@ import httpx
 import typer
 
 from benchmarks.common import models, options
-from benchmarks.common.load import Load, Window, load
+from benchmarks.common.load import Load, load
 from benchmarks.common.peers import Kind, Peer, start
 from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Trainer, Transport, trainer
@@ -58,12 +58,9 @@ class Run:
     """Streams before and during something."""
 
     load: Load
-    quiet: Window
-    ended: float  # time.perf_counter()
-
-    @property
-    def began(self) -> float:
-        return self.quiet[1]
+    started: float  # time.perf_counter(), as the others
+    began: float
+    ended: float
 
     @property
     def seconds(self) -> float:
@@ -72,10 +69,8 @@ class Run:
     @property
     def rate(self) -> float:
         """Tokens/s during it over those before it."""
-        before, during = (
-            self.load.tokens(start, end) / (end - start)
-            for start, end in (self.quiet, (self.began, self.ended))
-        )
+        before = self.load.tokens(self.started, self.began) / (self.began - self.started)
+        during = self.load.tokens(self.began, self.ended) / self.seconds
         return during / before
 
 
@@ -171,7 +166,8 @@ async def _one(
         Sample(
             median_ms=1000
             * statistics.median(
-                (*one.gaps_within(*update.quiet), *other.gaps_within(still.quiet[0], still.ended))
+                one.gaps_within(update.started, update.began)
+                + other.gaps_within(still.started, still.ended)
             ),
             largest_ms=1000 * one.largest_gap(update.began, update.ended),
             still_ms=1000 * other.largest_gap(still.began, still.ended),
@@ -188,13 +184,13 @@ async def _run(
     """Fresh streams, a quiet window, and then ``what``."""
     async with load(peer, client, streams, prompt_tokens=32, max_tokens=4096) as running:
         await running.wait_for(arrivals=10)
-        quiet = time.perf_counter()
+        started = time.perf_counter()
         await asyncio.sleep(QUIET_S)
         began = time.perf_counter()
         await what
         ended = time.perf_counter()
         await running.wait_for(arrivals=3)
-        return Run(running, (quiet, began), ended)
+        return Run(running, started, began, ended)
 
 
 if __name__ == "__main__":

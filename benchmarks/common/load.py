@@ -26,9 +26,6 @@ class Arrival(NamedTuple):
     request: int  # which of the stream's requests they belong to
 
 
-Window = tuple[float, float]  # time.perf_counter(), from and to
-
-
 class Gap(NamedTuple):
     start: float
     end: float

@@ -1,4 +1,4 @@
-"""What a model's loader copies, piece by piece."""
+"""What a job of the staging thread copies, piece by piece."""
 
 from __future__ import annotations
 

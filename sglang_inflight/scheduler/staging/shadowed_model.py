@@ -17,7 +17,6 @@ from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
 from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.paced_copies import PacedCopies
 from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class ShadowedModel:
         self._guard = guard
         self._twins.on_write = self._note_write
         try:
-            with set_default_torch_dtype(self.runner.model_config.dtype), PacedCopies(pace):
+            with set_default_torch_dtype(self.runner.model_config.dtype):
                 self._load(load_format, watched)
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
