@@ -32,6 +32,8 @@ from tests.support.server import schedulers
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
 LOOK_S = 0.05  # how often memory is looked at
+# Steps take longer the longer the requests are: every window has them from first to last token.
+MAX_TOKENS = 48
 
 
 @dataclass
@@ -130,7 +132,7 @@ class _Run:
         memory = Memory(scheduler)
         async with (
             self.peer.client() as client,
-            load(self.peer, client, streams, prompt_tokens=32, max_tokens=512) as running,
+            load(self.peer, client, streams, prompt_tokens=32, max_tokens=MAX_TOKENS) as running,
             _watched(memory),
         ):
             await running.wait_for(arrivals=20)

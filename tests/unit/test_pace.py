@@ -10,7 +10,7 @@ import torch
 
 from sglang_inflight.scheduler.staging import pace
 from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.paced_copies import PacedCopies
+from sglang_inflight.scheduler.staging.paced_copies import PacedCopies, paced
 
 PIECE = 1 << 10  # bytes in one go
 RATE = round(PIECE / pace._PIECE_S)
@@ -40,10 +40,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_the_rate_is_kept_while_requests_run(clock: Clock) -> None:
-    paced = Pace(RATE, is_busy=lambda: True)
+    own = Pace(RATE, is_busy=lambda: True)
     began = clock.now
     for _ in range(640):
-        paced.spend(PIECE // 10)
+        own.spend(PIECE // 10)
     # but for a piece at the start and one that is still owed
     assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * pace._PIECE_S)
     assert min(clock.slept) > pace._SHORTEST_SLEEP_S
@@ -56,11 +56,11 @@ def test_nothing_is_waited_for_where_nothing_runs_or_no_rate_is_set(clock: Clock
 
 
 def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:
-    paced = Pace(RATE, is_busy=lambda: len(clock.slept) < 3)
-    paced.spend(1 << 30)
+    own = Pace(RATE, is_busy=lambda: len(clock.slept) < 3)
+    own.spend(1 << 30)
     assert len(clock.slept) == 3
     # and what it owed is forgiven
-    paced.spend(PIECE // 10)
+    own.spend(PIECE // 10)
     assert len(clock.slept) == 3
 
 
@@ -87,10 +87,26 @@ def test_a_copy_in_pieces_is_the_copy(
 
 
 def test_a_piece_is_no_larger_than_what_may_be_touched_in_one_go(clock: Clock) -> None:
-    paced = Pace(RATE, is_busy=lambda: True)
-    rows = [tuple(map(len, piece)) for piece in paced.cut(torch.zeros(300, 4), torch.zeros(300, 4))]
+    own = Pace(RATE, is_busy=lambda: True)
+    rows = [tuple(map(len, piece)) for piece in own.cut(torch.zeros(300, 4), torch.zeros(300, 4))]
     assert sum(of for _, of in rows) == 300
     assert all(to == of and 2 * to * 4 * 4 <= PIECE for to, of in rows)
+
+
+@pytest.mark.parametrize("rows", [1, 3000])
+def test_a_loader_is_held_to_the_rate_whatever_it_copies(rows: int, clock: Clock) -> None:
+    began = clock.now
+    copies = 3000 // rows * 10
+    own = Pace(RATE, is_busy=lambda: True)
+    # a part of what was sent goes to a part of a fused parameter
+    sent, parameter = torch.ones(2 * rows, 8), torch.zeros(rows, 8)
+    for _ in range(copies):
+        with paced(own, parameter, sent):
+            parameter.copy_(sent[rows:])
+    assert torch.equal(parameter, sent[:rows])
+    touched = copies * 2 * parameter.nbytes
+    assert clock.now - began == pytest.approx(touched / RATE, abs=2 * pace._PIECE_S)
+    assert max(clock.slept) <= 2 * pace._PIECE_S
 
 
 def test_other_threads_copy_as_ever() -> None:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from threadpoolctl import threadpool_limits
 
-# A tenth of what one core of a small server moves, and a thirtieth of an H100's memory.
-_CPU_BYTES_PER_S = 512 << 20
+# A twentieth of what one core of a small server moves, and a thirtieth of an H100's memory.
+_CPU_BYTES_PER_S = 256 << 20
 _DEVICE_BYTES_PER_S = 100 << 30
 
 # What may be touched in this time is touched in one go, which delays one step by less.
@@ -41,19 +41,23 @@ class Pace:
     def __init__(self, bytes_per_s: int, is_busy: Callable[[], bool]) -> None:
         """``is_busy`` says whether requests run; it only reads, from this thread."""
         self._bytes_per_s = bytes_per_s
+        self._piece = bytes_per_s * _PIECE_S
         self._is_busy = is_busy
         self._owed_until = 0.0
+
+    def is_one_piece(self, nbytes: int) -> bool:
+        """Whether so much is touched in one go."""
+        return not self._bytes_per_s or nbytes <= self._piece
 
     def cut(self, *tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         """The same rows of each of ``tensors``, piece by piece, with a rest after each."""
         nbytes = sum(tensor.nbytes for tensor in tensors)
-        most = self._bytes_per_s * _PIECE_S
-        if not self._bytes_per_s or nbytes <= most or tensors[0].dim() == 0:
-            pieces: Iterator[tuple[torch.Tensor, ...]] = iter([tensors])
-        else:
-            rows = max(1, int(len(tensors[0]) * most / nbytes))
-            pieces = zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-        for piece in pieces:
+        if self.is_one_piece(nbytes) or tensors[0].dim() == 0:
+            yield tensors
+            self.spend(nbytes)
+            return
+        rows = max(1, int(len(tensors[0]) * self._piece / nbytes))
+        for piece in zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True):
             yield piece
             self.spend(sum(tensor.nbytes for tensor in piece))
 

@@ -1,7 +1,9 @@
-"""What a job of the staging thread copies, piece by piece."""
+"""What a model's loader copies, piece by piece."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,11 +12,24 @@ from torch.overrides import TorchFunctionMode
 from sglang_inflight.scheduler.staging.pace import Pace
 
 
+@contextmanager
+def paced(pace: Pace, target: torch.Tensor, source: torch.Tensor) -> Iterator[None]:
+    """Around what copies ``source``, or a part of it, to ``target`` or a part of it."""
+    nbytes = min(target.numel(), source.numel()) * (target.itemsize + source.itemsize)
+    if pace.is_one_piece(nbytes):
+        yield
+        pace.spend(nbytes)
+    else:
+        with PacedCopies(pace):
+            yield
+
+
 class PacedCopies(TorchFunctionMode):
     """Copies of the thread that enters it go piece by piece.
 
     A model's loader copies whole tensors. Torch asks a mode of this kind at each call from
-    Python, and only on the thread that entered it.
+    Python, and only on the thread that entered it. The asking costs time in which the loop
+    has to wait for the interpreter, so it is for large tensors.
     """
 
     def __init__(self, pace: Pace) -> None:

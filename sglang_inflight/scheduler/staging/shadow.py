@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-Write = Callable[[str], None]
+# a parameter's name, its twin, and what a loader writes to it
+Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
+
+
+def unwatched(name: str, twin: torch.Tensor, loaded: torch.Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 class Twins:
     """The shadow storage of one rank, by the id of the parameter or buffer it shadows.
 
     One for all models of the rank: what a draft shares with its target is one weight, and
-    has one shadow. ``on_write`` is called with a parameter's name before a loader writes it.
+    has one shadow. ``writing`` is entered around each write of a loader.
     """
 
     def __init__(self) -> None:
         self.by_original: dict[int, Any] = {}
-        self.on_write: Write = lambda name: None
+        self.writing: Writing = unwatched
 
 
 class Shadow:
@@ -84,9 +90,11 @@ class Shadow:
         twin.__dict__.update(parameter.__dict__)
         load = getattr(parameter, "weight_loader", default_weight_loader)
 
-        def load_and_tell(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
-            self._twins.on_write(name)
-            return load(param, *args, **kwargs)
+        def load_and_tell(
+            param: nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            with self._twins.writing(name, param, loaded_weight):
+                return load(param, loaded_weight, *args, **kwargs)
 
         # a class of upstream's has a read-only property of the name, over this attribute
         slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"

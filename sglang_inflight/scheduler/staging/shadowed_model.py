@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,8 @@ from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
 from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
+from sglang_inflight.scheduler.staging.paced_copies import paced
+from sglang_inflight.scheduler.staging.shadow import Shadow, Twins, unwatched
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -40,7 +42,6 @@ class ShadowedModel:
         self.checkpoint = runner.model_config.model_path
         self._twins = twins
         self._on_write = on_write
-        self._guard: Guard | None = None
         self._shadow: Shadow | None = None
 
     def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
@@ -103,8 +104,7 @@ class ShadowedModel:
             pace=pace,
         )
         watched = guard.watch(weights)
-        self._guard = guard
-        self._twins.on_write = self._note_write
+        self._twins.writing = functools.partial(self._writing, guard, pace)
         try:
             with set_default_torch_dtype(self.runner.model_config.dtype):
                 self._load(load_format, watched)
@@ -119,7 +119,7 @@ class ShadowedModel:
                 raise
             raise guard.explain(error) from error
         finally:
-            self._guard = None
+            self._twins.writing = unwatched
         return guard
 
     def _load(self, load_format: str | None, weights: Weights) -> Any:
@@ -136,10 +136,14 @@ class ShadowedModel:
         """Names are the parameters' own, shapes are those of this rank's shard."""
         parameters = dict(self.shadow.twin.named_parameters())
         for name, tensor in weights:
-            default_weight_loader(parameters[name], tensor)
-            self._note_write(name)
+            with self._twins.writing(name, parameters[name], tensor):
+                default_weight_loader(parameters[name], tensor)
 
-    def _note_write(self, parameter: str) -> None:
-        if self._guard is not None:
-            self._guard.note_write(parameter)
+    @contextmanager
+    def _writing(
+        self, guard: Guard, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
+    ) -> Iterator[None]:
+        guard.note_write(name)
         self._on_write()
+        with paced(pace, twin, loaded):
+            yield

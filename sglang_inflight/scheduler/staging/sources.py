@@ -30,6 +30,7 @@ from sglang_inflight.messages import (
     TensorSource,
 )
 from sglang_inflight.scheduler.staging.groups import Groups
+from sglang_inflight.scheduler.staging.unmapping import unmapping
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -65,7 +66,7 @@ def read_disk(source: DiskSource, runner: ModelRunner, *, of_draft: bool) -> Wei
     except ValueError as error:
         raise Refused(f"load_format {source.load_format!r}: {error}") from error
     try:
-        yield from weights
+        yield from unmapping(weights)
     except Refused:
         raise
     except Exception as error:
@@ -90,6 +91,11 @@ def _check_architecture(path: Path, runner: ModelRunner) -> None:
 
 def read_tensors(source: TensorSource, device: torch.device) -> Weights:
     """Tensors that a trainer serialized for this rank, moved to ``device`` one by one."""
+    for name, tensor in unmapping(_deserialize(source)):
+        yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _deserialize(source: TensorSource) -> Weights:
     if torch.cuda.is_available():
         # as upstream's reader does, for handles to CUDA memory; it also changes how this process
         # writes tensors, and without CUDA it then fails at each one
@@ -107,13 +113,16 @@ def read_tensors(source: TensorSource, device: torch.device) -> Weights:
             "serialized_named_tensors must hold a list of (name, tensor) pairs, "
             f"not a {type(named).__name__}"
         )
-    for pair in named:
+    # one by one out of the list, which would keep all their memory to the end
+    named.reverse()
+    while named:
+        pair = named.pop()
         if not (isinstance(pair, tuple | list) and len(pair) == 2):
             raise Refused("serialized_named_tensors must hold a list of (name, tensor) pairs")
         name, tensor = pair
         if hasattr(tensor, "get"):  # LocalSerializedTensor: a payload per tensor-parallel rank
             tensor = tensor.get(get_parallel().tp_rank)
-        yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
+        yield name, tensor
 
 
 def _own_payload(payloads: list[bytes]) -> bytes:

@@ -49,7 +49,6 @@ from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.staging.pace import Pace, choose_pace
-from sglang_inflight.scheduler.staging.paced_copies import PacedCopies
 from sglang_inflight.scheduler.staging.shadow import Twins, why_not_shadowed
 from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
@@ -260,8 +259,7 @@ class Staging:
             try:
                 update.check()
                 update.allow(call.timeout_s)
-                with PacedCopies(self._pace):
-                    return job()
+                return job()
             except Exception as error:
                 update.failed = update.failed or str(error)
                 raise
@@ -292,7 +290,8 @@ class Staging:
             update.check()
             self._exchange.check(name, live, shadow)
             if self._is_partial(update, model) or not can_mark(shadow):
-                shadow.copy_(live)
+                for to, of in self._pace.cut(shadow, live):
+                    to.copy_(of)
             else:
                 for (piece,) in self._pace.cut(shadow):
                     mark(piece)

@@ -1,0 +1,88 @@
+"""What was read of a file is unmapped, and nobody loses a tensor by it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sglang_inflight.scheduler.staging.unmapping import unmapping
+
+ROWS = 4096
+Named = list[tuple[str, torch.Tensor]]
+
+
+def tensors() -> Named:
+    return [(f"w{i}", torch.full((ROWS, 256), float(i))) for i in range(4)]
+
+
+def mapped_kib(of: str) -> int:
+    """How much memory of the mappings of a file is in this process's page table."""
+    smaps = Path("/proc/self/smaps").read_text()
+    mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps)
+    found = [mapping for mapping in mappings if of in mapping.splitlines()[0]]
+    assert found
+    return sum(int(kib) for m in found for kib in re.findall(r"^Rss: +(\d+) kB", m, re.M))
+
+
+def read(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    with safe_open(path, framework="pt", device="cpu") as file:  # type: ignore[no-untyped-call]
+        for name in file.keys():  # noqa: SIM118 (it is no dict)
+            yield name, file.get_tensor(name)
+
+
+def shared() -> Iterator[tuple[str, torch.Tensor]]:
+    for name, tensor in tensors():
+        yield name, tensor.share_memory_()  # type: ignore[no-untyped-call]
+
+
+def of_one_storage() -> Iterator[tuple[str, torch.Tensor]]:
+    whole = torch.cat([tensor for _, tensor in tensors()])
+    for i in range(4):
+        yield f"w{i}", whole[i * ROWS : (i + 1) * ROWS]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    save_file(dict(tensors()), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def test_little_of_a_file_is_left_mapped_when_it_was_read(checkpoint: Path) -> None:
+    most = 0
+    for name, tensor in unmapping(read(checkpoint)):
+        assert torch.equal(tensor, dict(tensors())[name])
+        most = max(most, mapped_kib(checkpoint.name))
+        last = tensor
+    one = last.nbytes // 1024
+    # the kernel maps some pages around those that are read
+    assert one <= most < 2 * one
+    assert mapped_kib(checkpoint.name) < one // 4
+
+
+@pytest.mark.parametrize("kind", ["file", "shared memory", "one storage", "own storage"])
+def test_who_keeps_the_tensors_keeps_what_is_in_them(kind: str, checkpoint: Path) -> None:
+    weights = {
+        "file": read(checkpoint),
+        "shared memory": shared(),
+        "one storage": of_one_storage(),
+        "own storage": iter(tensors()),
+    }[kind]
+    kept = dict(unmapping(weights))
+    for name, tensor in tensors():
+        assert torch.equal(kept[name], tensor)
+
+
+def test_no_more_is_unmapped_than_a_tensor_has() -> None:
+    """An expanded tensor has more bytes than memory; what lies behind it is another's."""
+    whole = torch.ones(ROWS, 1024).share_memory_()  # type: ignore[no-untyped-call]
+    behind = torch.randn(ROWS, 1024)
+    before = behind.clone()
+    list(unmapping([("wide", whole[:1].expand(ROWS * 4, 1024)), ("none", torch.zeros(0))]))
+    assert torch.equal(behind, before)
+    assert torch.equal(whole, torch.ones(ROWS, 1024))
