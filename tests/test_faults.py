@@ -78,6 +78,31 @@ def test_rank_fails(
     expect_to_run_on(server, running, [0, 1])
 
 
+def test_requests_that_come_amid_staging(
+    faulty_server: Server, sender: Sender, faults: Faults
+) -> None:
+    """They are made as ever: SGLang keeps their biases in torch's default dtype, the process's."""
+    server = faulty_server
+    expect_fine_biases(server)
+    faults.inject("middle", "hang")
+    with sender.ready(server, "disk", 1) as send:
+        call = Call.of(lambda: send(**V1))
+        until_staging(server, tensors=1)
+        expect_fine_biases(server)
+        assert not call.is_answered, call.answer()
+        faults.clear()
+        succeed(call.answer())
+    expect_fine_biases(server)
+
+
+def expect_fine_biases(server: Server) -> None:
+    """Biases differ by less than bfloat16 can tell, and the greater wins."""
+    for winner, loser in itertools.permutations([300, 301]):
+        biases = {str(winner): 100.2, str(loser): 100.0}
+        tokens = Generation(server, tokens=1, sampling={"logit_bias": biases}).output().tokens
+        assert tokens == [winner]
+
+
 def expect_deaf(server: Server, sender: Sender, faults: Faults) -> None:
     """A staging thread that hears nothing keeps its own update waiting, and nothing else."""
     with sender.ready(server, "disk", 1) as send:

@@ -269,6 +269,26 @@ def test_session_of_several_sources(server: Server, sender: Sender, checkpoints:
     says(server, 2)
 
 
+def test_requests_are_aborted_while_staging(server: Server) -> None:
+    kept, *others = start_running(server, 3, tokens=ENDLESS)
+    first, second = halves(1)
+    begin(server)
+    succeed(send_tensors(server, first, **LIVE))
+    assert staging(server)[0]["tensors"] == len(first)
+    for generation in others:
+        generation.abort()
+    for generation in others:
+        output = generation.output()
+        assert output.finish_reason == "abort"
+        expect_spans(output)
+        assert set(output.tokens) == {marker.token(0)}
+    assert staging(server)[0]["tensors"] == len(first)
+    succeed(send_tensors(server, second, **LIVE))
+    succeed(end(server, weight_version="v1"))
+    expect_to_run_on(server, [kept], [0, 1])
+    says(server, 1)
+
+
 def test_aborted_session_changes_nothing(server: Server) -> None:
     before = serving(server)
     begin(server)

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.model_loader.utils import set_default_torch_dtype
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 
@@ -93,6 +92,10 @@ class ShadowedModel:
         """Load ``weights`` through the model's own loader; returns what was counted.
 
         ``takes_all`` is false where some of them may be another model's.
+
+        Torch's default dtype stays what it is, though SGLang loads from disk under the
+        model's: it is the whole process's, and the loop makes a request's biases in it, and
+        compiles for it, meanwhile. SGLang loads tensors and broadcasts without it, too.
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
@@ -106,8 +109,7 @@ class ShadowedModel:
         watched = guard.watch(weights)
         self._twins.writing = functools.partial(self._writing, guard, pace)
         try:
-            with set_default_torch_dtype(self.runner.model_config.dtype):
-                self._load(load_format, watched)
+            self._load(load_format, watched)
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
