@@ -42,6 +42,8 @@ ACCEPTED = (
 )
 # only what is never to end a request, and what a caller does not wait for
 SHORT_S = st.floats(0.001, 0.05)
+# for an update that nobody has to be waited for, on busy cores too
+AMPLE_S = 20.0
 
 FLAVOURS["fuzzed_server"] = Flavour(
     ("--weight-version", "v0", "--max-running-requests", "8"),
@@ -96,7 +98,7 @@ class Bodies:
             "non_blocking": st.just(True),
             "abort_all_requests": st.just(False),
             "lease_s": SHORT_S,
-            "timeout_s": SHORT_S,
+            "timeout_s": SHORT_S | st.just(AMPLE_S) if "model_path" in self._fields else SHORT_S,
             "on_busy": st.sampled_from(["refuse", "replace"]),
             "model_path": st.sampled_from([str(checkpoint), str(checkpoint / "no"), "/dev/null"]),
             "load_format": st.sampled_from([None, "auto", "flattened_bucket", "moon"]),
