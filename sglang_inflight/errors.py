@@ -1,7 +1,11 @@
 """Errors, named for what a caller can do about them.
 
-``Refused`` and its children are answers to a caller, never faults of the server: the
-routes turn each into its HTTP status, and whatever raises one has changed nothing.
+All but ``BadSetting`` are answers to a caller, never faults of the server, and each says
+truly whether something has changed:
+
+    ``Refused``          nothing has. Mend the call, or the server's state, and call again.
+    ``OutcomeUnknown``   perhaps: it was under way when it was last heard of. Ask the status.
+    ``HalfDone``         a part is done and stays so. The message says which.
 """
 
 from __future__ import annotations
@@ -14,10 +18,10 @@ class BadSetting(SystemExit):
     """
 
 
-class Refused(Exception):
-    """The call cannot be done as it stands. Mend it and call again."""
+class InflightError(Exception):
+    """An answer to a caller, with the HTTP status that it has."""
 
-    status = 400
+    status = 500
 
     @property
     def status_code(self) -> int:
@@ -25,10 +29,22 @@ class Refused(Exception):
         return self.status
 
 
+class Refused(InflightError):
+    """The call cannot be done as it stands, and nothing has changed. Mend it and call again."""
+
+    status = 400
+
+
 class Conflict(Refused):
     """The call is sound, but the server's state is another one than the caller thinks."""
 
     status = 409
+
+
+class TooLarge(Refused):
+    """There is too much in the call. The message names a way that takes it."""
+
+    status = 413
 
 
 class NotOffered(Refused):
@@ -42,16 +58,35 @@ class RankFailed(Refused):
 
 
 class RankSilent(Refused):
-    """A rank did not answer in time. The old weights go on serving everywhere."""
+    """A rank did not answer in time, so the call was given up and nothing has changed."""
 
     status = 504
 
 
-class HandlerFailed(Refused):
-    """A handler of SGLang's own raised on a rank, which goes on. What it did stays done."""
-
-    status = 500
-
-
 class Dropped(Refused):
     """The update was dropped before its commit."""
+
+
+class OutcomeUnknown(InflightError):
+    """It was sent where it cannot be called back, and not every rank said how it ended."""
+
+    status = 504
+
+
+class HalfDone(InflightError):
+    """It failed in the middle, and what was done before stays done."""
+
+
+class HandlerFailed(HalfDone):
+    """A handler of SGLang's own raised on a rank, which goes on."""
+
+
+def _all(error: type[InflightError]) -> dict[str, type[InflightError]]:
+    found = {error.__name__: error}
+    for child in error.__subclasses__():
+        found |= _all(child)
+    return found
+
+
+# by the names under which they cross processes
+ERRORS = _all(InflightError)

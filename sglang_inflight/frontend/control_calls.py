@@ -14,8 +14,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight import errors
-from sglang_inflight.errors import HandlerFailed, Refused
+from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.ranks import count_ranks
 from sglang_inflight.messages import CONTROL_CALL, RankAnswer
 
@@ -49,7 +48,7 @@ _awaited: dict[str, _Awaited] = {}
 async def call(communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
     """Send ``request`` and return the answer of every replica.
 
-    Raises ``HandlerFailed``, or another child of ``Refused``, where a rank said so.
+    Raises ``HandlerFailed``, or what else a rank said, where a rank said so.
     """
     async with communicator._queueing_lock:
         request.rid = CONTROL_CALL + uuid.uuid4().hex
@@ -81,5 +80,5 @@ def hear_rank(answer: RankAnswer) -> None:
         awaited.done += 1
         awaited.look()
     elif not awaited.complete.done():
-        error: type[Refused] = getattr(errors, answer.error, HandlerFailed)
+        error = ERRORS.get(answer.error, HandlerFailed)
         awaited.complete.set_exception(error(answer.message))

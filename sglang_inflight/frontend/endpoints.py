@@ -11,7 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import Body, decode, read_query
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def guarded(handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = 
     async def answer(*args: Any) -> Response:
         try:
             return ORJSONResponse(await handler(*args))
-        except Refused as error:
+        except InflightError as error:
             logger.warning("%s refused: %s", handler.__name__, error)
             return refusal(error)
 
@@ -61,6 +61,8 @@ def guarded(handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = 
     return endpoint
 
 
-def refusal(error: Refused) -> Response:
-    content = {"success": False, "status": "error", "message": str(error)}
+def refusal(error: InflightError) -> Response:
+    """The sentence twice: where SGLang's clients look for it, and where OpenAI's and vLLM's do."""
+    inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
+    content = {"success": False, "status": "error", "message": str(error), "error": inner}
     return ORJSONResponse(content, status_code=error.status)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_inflight import errors
-from sglang_inflight.errors import RankSilent, Refused
+from sglang_inflight.errors import ERRORS, RankFailed, RankSilent
 from sglang_inflight.messages import InflightCall, RankAnswer
 
 if TYPE_CHECKING:
@@ -76,7 +75,7 @@ def require_success(answers: list[RankAnswer]) -> None:
     failed = [answer for answer in answers if not answer.success]
     if not failed:
         return
-    error: type[Refused] = getattr(errors, failed[0].error, errors.RankFailed)
+    error = ERRORS.get(failed[0].error, RankFailed)
     if len({answer.message for answer in failed}) == 1 and len(failed) == len(answers):
         raise error(failed[0].message)
     raise error(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import InflightError
 from sglang_inflight.messages import RankAnswer
 
 Receipt = dict[str, Any]
@@ -49,6 +49,6 @@ async def settle(doing: Awaitable[Receipt | None]) -> tuple[bool, str]:
     """What upstream's methods return: whether it was done, and a message or the refusal's."""
     try:
         receipt = await doing
-    except Refused as error:
+    except InflightError as error:
         return False, str(error)
     return True, receipt["message"] if receipt else "Success"

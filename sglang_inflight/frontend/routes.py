@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -80,7 +80,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
             # never reached any more: the API's description is ours
             route.include_in_schema = False
     app.router.routes[:0] = router.routes
-    app.add_exception_handler(Refused, _refuse)
+    app.add_exception_handler(InflightError, _refuse)
     every_s = frontend.settings.sse_comment_s
     if every_s > 0:
         # the last is the innermost: behind whoever checks keys and adds headers
@@ -97,7 +97,7 @@ def _serves(route: BaseRoute) -> set[tuple[str, str]]:
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """A call of a route of upstream's that let a refusal through."""
-    assert isinstance(error, Refused)
+    assert isinstance(error, InflightError)
     logger.warning("%s refused: %s", request.url.path, error)
     return refusal(error)
 

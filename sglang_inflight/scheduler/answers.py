@@ -11,7 +11,7 @@ from sglang.srt.managers.io_struct import sock_send
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import get_zmq_socket
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import InflightError
 from sglang_inflight.messages import BaseReq, InflightCall, RankAnswer
 
 logger = logging.getLogger(__name__)
@@ -41,14 +41,14 @@ class AnswerChannel:
         self._send(call, success=True, message=message, error="", detail=detail)
 
     def fail(self, call: InflightCall, error: BaseException, **detail: Any) -> None:
-        """Answer with ``error``. What is not a ``Refused`` is a surprise, so log it whole."""
-        if not isinstance(error, Refused):
+        """Answer with ``error``. What is not an answer of ours is a surprise, so log it whole."""
+        if not isinstance(error, InflightError):
             logger.error("%s failed", type(call).__name__, exc_info=error)
         self._send(
             call,
             success=False,
             message=str(error) or repr(error),
-            error=type(error).__name__ if isinstance(error, Refused) else "RankFailed",
+            error=type(error).__name__ if isinstance(error, InflightError) else "RankFailed",
             detail=detail,
         )
 
@@ -64,7 +64,7 @@ class AnswerChannel:
             _call_of(request),
             success=False,
             message=message,
-            error=type(error).__name__ if isinstance(error, Refused) else "HandlerFailed",
+            error=type(error).__name__ if isinstance(error, InflightError) else "HandlerFailed",
             detail={},
         )
 
