@@ -13,7 +13,13 @@ from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
 from sglang_inflight.frontend.bodies import decode
-from sglang_inflight.frontend.endpoints import Answer, Endpoint, guarded, with_body, with_query
+from sglang_inflight.frontend.endpoints import (
+    Answer,
+    Endpoint,
+    guarded,
+    with_body,
+    with_query,
+)
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.ranks import count_ranks
 from sglang_inflight.frontend.vllm.bodies import (
