@@ -17,6 +17,7 @@ from sglang_inflight.frontend.endpoints import (
     Answer,
     Endpoint,
     guarded,
+    while_connected,
     with_body,
     with_query,
 )
@@ -141,8 +142,13 @@ class _Routes:
         return {"message": "Draft weight update started"}
 
     async def update(self, request: Request) -> Answer:
-        await self._transfer.receive(await request.body())
-        return {"message": "Weights updated"}
+        content = await request.body()
+
+        async def receive() -> Answer:
+            await self._transfer.receive(content)
+            return {"message": "Weights updated"}
+
+        return await while_connected(request, receive())
 
     async def finish(self, body: FinishBody) -> Answer:
         await self._transfer.finish(body.weight_version)
