@@ -241,6 +241,7 @@ class Staging:
             "can_roll_back": self.why_no_rollback() is None,
             "dirty": self.dirty,
             "refusal": self.refusal,
+            "groups": self._groups.describe(),
         }
 
     def _why_refused(self) -> str | None:
