@@ -15,6 +15,7 @@ hangs fails the update and nothing else.
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -53,7 +54,12 @@ from sglang_inflight.scheduler.staging.shadow import Twins, why_not_shadowed
 from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
 from sglang_inflight.scheduler.staging.update import Update
-from sglang_inflight.scheduler.staging.worker import InlineWorker, Job, StagingWorker
+from sglang_inflight.scheduler.staging.worker import (
+    InlineWorker,
+    Job,
+    StagingWorker,
+    streams_of,
+)
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_no_pause
 
@@ -109,7 +115,9 @@ class Staging:
         self._worker: StagingWorker | InlineWorker = (
             InlineWorker(answers, boundary.drain)
             if in_place
-            else StagingWorker(answers, self._device, settings.stage_nice)
+            else StagingWorker(
+                answers, self._device, settings.stage_nice, functools.partial(streams_of, scheduler)
+            )
         )
         self._groups = Groups(settings.group_timeout_s)
         self._update: Update | None = None
