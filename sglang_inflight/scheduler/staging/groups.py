@@ -10,12 +10,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from sglang.srt.runtime_context import get_parallel
-from sglang.srt.utils import init_custom_process_group
 from sglang.srt.utils.network import NetworkAddress
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
+from sglang_inflight.scheduler.staging.process_group import form_group, is_nccl
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,9 @@ class Group:
     """One process group in which the trainer is rank 0.
 
     A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
-    stops costs its own update and nothing else.
+    stops costs its own update and nothing else. NCCL's runs on the device until its data come,
+    and what waits for the whole device, such as giving memory back, would wait with it. So
+    one that is given up is ended, and its group with it.
 
     Broadcasts carry no name: the next one received is the next one sent. So a group is out
     of step with its trainer after a broadcast that did not end, and after a call that was
@@ -43,6 +45,7 @@ class Group:
         self._taken: str | None = None
         # a broadcast that is awaited, or was given up, and what it may still write
         self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
+        self._aborted = False
 
     def note_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
@@ -71,15 +74,31 @@ class Group:
                 check()
                 time.sleep(POLL_S)
             self._unfinished = None
+            # NCCL's wait says nothing of what its watchdog saw
+            if (failure := work.exception()) is not None:
+                raise RuntimeError(f"{failure}")
             work.wait()
         except Refused as error:
-            self._broken = f"{error}"
+            self._break(f"{error}")
             raise
         except Exception as error:
-            self._broken = f"{error}".split("\n")[0]
+            reason = f"{error}".split("\n")[0]
+            self._break(reason)
             raise Refused(
-                f"the trainer's broadcast in group {self._name!r} failed: {self._broken}"
+                f"the trainer's broadcast in group {self._name!r} failed: {reason}"
             ) from error
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        if not is_nccl(dist.get_backend(self._group)):
+            return
+        self._aborted = True
+        try:
+            _abort_process_group(self._group)
+        except Exception:
+            logger.exception("The communicator of group %r could not be ended.", self._name)
+        else:
+            self._unfinished = None
 
     @property
     def is_waiting(self) -> bool:
@@ -87,6 +106,8 @@ class Group:
         return self._unfinished is not None and not self._unfinished[0].is_completed()
 
     def leave(self) -> None:
+        if self._aborted:
+            return
         if self.is_waiting:
             # destroying waits for what may never come, and so does the object's end
             _abort_process_group(self._group)
@@ -128,13 +149,13 @@ class Groups:
             )
         address = NetworkAddress(call.master_address, call.master_port)
         try:
-            group = init_custom_process_group(
-                backend=call.backend,
-                init_method=address.to_tcp(),
-                timeout=self._timeout,
-                world_size=call.world_size,
+            group = form_group(
+                call.backend,
+                address.to_tcp(),
+                name=call.group_name,
                 rank=rank,
-                group_name=call.group_name,
+                world_size=call.world_size,
+                timeout=self._timeout,
             )
         except Exception as error:
             raise Refused(
