@@ -38,28 +38,32 @@ class Stream:
         self.synchronized = self.certain
 
 
+# within the class below its name is a method's
+_Stream = Stream
+
+
 class Device:
     """Stands in for ``torch.cuda``. Streams come out of a pool of ``pool``, over and over."""
 
     def __init__(self, pool: int = 32) -> None:
         self._pool = [Stream(handle) for handle in range(pool)]
         self._drawn = 0
-        self._current = Stream(-1)
+        self._current = _Stream(-1)
         self._before: dict[str, Work] = {}
 
-    def Stream(self, priority: int = 0) -> Stream:
+    def Stream(self, priority: int = 0) -> _Stream:
         self._drawn += 1
         return self._pool[(self._drawn - 1) % len(self._pool)]
 
     @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
+    def stream(self, stream: _Stream) -> Iterator[None]:
         outer, self._current = self._current, stream
         try:
             yield
         finally:
             self._current = outer
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> _Stream:
         return self._current
 
     def launch(self, name: str) -> None:

@@ -51,8 +51,8 @@ def why_not_shadowed(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if (reason := _why_not_module(module)) is not None:
             return f"{name or 'the model'} ({type(module).__name__}) {reason}"
-    reason: str | None = _unsupported_derived_weight_cache_error(model)
-    return reason
+    cached: str | None = _unsupported_derived_weight_cache_error(model)
+    return cached
 
 
 def _why_not_module(module: nn.Module) -> str | None:
