@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 # longer than any update, and short enough for a count of milliseconds
@@ -47,7 +48,7 @@ def form_group(
     with _errors_cost_the_group_only():
         group = init_custom_process_group(
             backend=backend,
-            store=dist.PrefixStore(name, store),
+            store=PrefixStore(name, store),
             timeout=timeout,
             world_size=world_size,
             rank=rank,

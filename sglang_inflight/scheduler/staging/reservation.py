@@ -13,6 +13,7 @@ from torch import nn
 
 from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.agreement import smallest
+from sglang_inflight.scheduler.staging.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.staging.shadow import Kept, weights_of
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Reservation:
-    """``storage`` is by the id of the weight that it is for; a weight made later has none."""
+    """``storage`` is by the id of the tensor that it is for; one made later has none."""
 
     mode: StagingMode
     storage: dict[int, Kept] = field(default_factory=dict)
@@ -61,7 +62,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
 
 
 def set_aside(models: Iterable[nn.Module], device: torch.device) -> dict[int, Kept] | None:
-    """Storage for each weight of ``models``; None, and none taken, where it does not fit."""
+    """Storage for the shadows of ``models``; None, and none taken, where it does not fit."""
     storage: dict[int, Kept] = {}
     try:
         for weight in _distinct(models):
@@ -77,8 +78,20 @@ def set_aside(models: Iterable[nn.Module], device: torch.device) -> dict[int, Ke
 
 
 def _distinct(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """Once each, also what a draft shares with its target."""
-    yield from {id(w): w for model in models for _, w in weights_of(model)}.values()
+    """What a shadow copies, once each, also what a draft shares with its target."""
+    found: dict[int, torch.Tensor] = {}
+    for model in models:
+        found |= {id(weight): weight for _, weight in weights_of(model)}
+        device = next(model.parameters()).device
+        found |= {
+            id(tensor): tensor
+            for module in model.modules()
+            for _, value in attributes_of(module)
+            for tensor in tensors_in(value)
+            # a scale that is kept on the host stays there
+            if tensor.device == device
+        }
+    yield from found.values()
 
 
 def _room(runner: ModelRunner) -> int:
