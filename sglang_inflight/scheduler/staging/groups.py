@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.staging.process_group import is_nccl
 from sglang_inflight.scheduler.staging.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class Group:
     """One process group in which the trainer is rank 0.
 
     A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
-    stops costs its own update and nothing else.
+    stops costs its own update and nothing else. NCCL's runs on the device until its data come,
+    and what waits for the whole device, such as giving memory back, would wait with it. So
+    one that is given up is ended, and its group with it.
 
     Broadcasts carry no name: the next one received is the next one sent. So a group is out
     of step with its trainer after a broadcast that did not end, and after a call that was
@@ -43,12 +46,13 @@ class Group:
         self._group = group
         self._broken: str | None = None
         self._is_retired = False
-        # held by the staging thread while it awaits a broadcast
+        # held while a broadcast is awaited, and while it is left
         self._in_use = threading.Lock()
         # the last transfer of which every broadcast was taken in
         self._taken: str | None = None
         # a broadcast that is awaited, or was given up, and what it may still write
         self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
+        self._aborted = False
 
     def note_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
@@ -90,8 +94,7 @@ class Group:
         """Leave it, from any thread; a broadcast that is awaited ends first."""
         self._broken = self._broken or reason
         self._is_retired = True
-        with self._in_use:
-            self.leave()
+        self.leave()
 
     def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Fill ``tensor`` with the trainer's next broadcast.
@@ -107,12 +110,13 @@ class Group:
             with self._in_use:
                 self._await_broadcast(tensor, check)
         except Refused as error:
-            self._broken = f"{error}"
+            self._break(f"{error}")
             raise
         except Exception as error:
-            self._broken = f"{error}".split("\n")[0]
+            reason = f"{error}".split("\n")[0]
+            self._break(reason)
             raise Refused(
-                f"the trainer's broadcast in group {self._name!r} failed: {self._broken}"
+                f"the trainer's broadcast in group {self._name!r} failed: {reason}"
             ) from error
 
     def _await_broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
@@ -127,10 +131,28 @@ class Group:
                 raise Refused(f"group {self._name!r} is left: {self._broken}")
             time.sleep(POLL_S)
         self._unfinished = None
+        # NCCL's wait says nothing of what its watchdog saw
+        if (failure := work.exception()) is not None:
+            raise RuntimeError(f"{failure}")
         work.wait()
 
     def describe(self) -> str:
         return "in step" if self._broken is None else f"broken: {self._broken}"
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        if not is_nccl(dist.get_backend(self._group)):
+            return
+        with self._in_use:
+            if self._aborted:
+                return
+            self._aborted = True
+            try:
+                _abort_process_group(self._group)
+            except Exception:
+                logger.exception("The communicator of group %r could not be ended.", self._name)
+            else:
+                self._unfinished = None
 
     @property
     def is_waiting(self) -> bool:
@@ -138,11 +160,14 @@ class Group:
         return self._unfinished is not None and not self._unfinished[0].is_completed()
 
     def leave(self) -> None:
-        if self.is_waiting:
-            # destroying waits for what may never come, and so does the object's end
-            _abort_process_group(self._group)
-        else:
-            dist.destroy_process_group(self._group)
+        with self._in_use:
+            if self._aborted:
+                return
+            if self.is_waiting:
+                # destroying waits for what may never come, and so does the object's end
+                _abort_process_group(self._group)
+            else:
+                dist.destroy_process_group(self._group)
 
 
 class Groups:
