@@ -12,7 +12,8 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_inflight.errors import InflightError
-from sglang_inflight.frontend.bodies import Body, decode, read_query
+from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
+from sglang_inflight.frontend.large_bodies import large_body
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +27,19 @@ def with_body(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endp
 
     async def read_and_answer(request: Request) -> Answer:
         return await handler(decode(await request.body(), shape))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose JSON body may hold whole tensors."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        with large_body() as large:
+            body = decode(await large.read(request), TensorBody)
+            # its type is what JSON may hold, which is no file
+            body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
+            return await handler(body)
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
