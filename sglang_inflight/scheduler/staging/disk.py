@@ -11,6 +11,7 @@ import copy
 import json
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -71,7 +72,6 @@ def read_disk(
     """
     load_format = _known(source.load_format)
     with Aside(check) as aside, ExitStack() as stack:
-        # not closed by this thread before the other one has opened it
         folder = aside.do(lambda: _Folder(source.model_path))
         stack.callback(folder.close)
         with _named(folder):
@@ -103,21 +103,20 @@ class _Folder:
         self.named = repr(shorten(path))
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            self._fd = os.open(path, flags)
+            fd = os.open(path, flags)
         except (OSError, ValueError) as error:
             raise Refused(
                 f"model_path {self.named} is not a directory on the server: {describe(error)}"
             ) from error
+        # at the latest when it was opened for one who had given up by then
+        self.close = weakref.finalize(self, os.close, fd)
         # whatever is in its name, here it has none that is a pattern
-        self.path = f"/proc/self/fd/{self._fd}"
-
-    def close(self) -> None:
-        os.close(self._fd)
+        self.path = f"/proc/self/fd/{fd}"
 
     def check_size(self, name: str, most: int) -> bool:
         """Whether the file is there; raises ``Refused`` if it is too large to be decoded."""
         try:
-            found = os.stat(name, dir_fd=self._fd)
+            found = os.stat(os.path.join(self.path, name))
         except FileNotFoundError:
             return False
         if not stat.S_ISREG(found.st_mode):
