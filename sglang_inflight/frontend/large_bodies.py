@@ -169,7 +169,8 @@ class _LargeString:
         text = self._text + text
         text, self._text = _unescape(text, is_last) if b"\\" in text else (text, b"")
         if not is_last:
-            whole = len(text) // 4 * 4
+            # the last four may be padded, if nothing comes after them
+            whole = max(0, len(text) - 1) // 4 * 4
             text, self._text = text[:whole], text[whole:] + self._text
         try:
             content = pybase64.b64decode(text, validate=True)

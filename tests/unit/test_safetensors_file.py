@@ -96,7 +96,7 @@ def test_what_does_not_hold_together(
     path = write(tmp_path / "x.safetensors", header, content)
     if words == "7":
         words = str(path.stat().st_size)
-    with pytest.raises(Refused, match="x.safetensors is no safetensors file") as refused:
+    with pytest.raises(Refused, match=r"x\.safetensors is no safetensors file") as refused:
         SafetensorsFile(str(path), path.name)
     assert words in str(refused.value)
     assert len(str(refused.value)) < 500
@@ -130,5 +130,5 @@ def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
     elif kind == "device":
         path.symlink_to("/dev/zero")
     expected = "cannot be opened" if kind == "nothing" else "no regular file"
-    with pytest.raises(Refused, match=f"x.safetensors.*{expected}"):
+    with pytest.raises(Refused, match=rf"x\.safetensors.*{expected}"):
         SafetensorsFile(str(path), path.name)
