@@ -13,6 +13,7 @@ from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
+from sglang_inflight.scheduler.staging.aside import Aside
 from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
@@ -42,6 +43,7 @@ class ShadowedModel:
         self._twins = twins
         self._on_write = on_write
         self._shadow: Shadow | None = None
+        self._served: Shapes | None = None
 
     def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
         """At the first update, so that a server that has none pays nothing."""
@@ -75,9 +77,19 @@ class ShadowedModel:
                 f"{name!r} too, which is no weight, and a commit would leave it as it was"
             )
 
-    @functools.cached_property
+    def read_served(self, check: Callable[[], None]) -> None:
+        """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
+        if self._served is None:
+            with Aside(check) as aside:
+                self._served = aside.do(self._read_shapes)
+
+    @property
     def served(self) -> Shapes:
         """Shapes in the checkpoint the server was started with; none if it is not here."""
+        assert self._served is not None
+        return self._served
+
+    def _read_shapes(self) -> Shapes:
         return read_shapes(
             self.checkpoint,
             revision=self.runner.model_config.revision,

@@ -46,16 +46,19 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.staging.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.staging.derived import why_not_shadowed
 from sglang_inflight.scheduler.staging.digest import Digest
+from sglang_inflight.scheduler.staging.disk import read_disk
 from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.staging.pace import Pace, choose_pace
+from sglang_inflight.scheduler.staging.payloads import read_tensors
 from sglang_inflight.scheduler.staging.reservation import Reservation
 from sglang_inflight.scheduler.staging.shadow import Twins
 from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.staging.shadows import Shadows
-from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
+from sglang_inflight.scheduler.staging.sources import receive
 from sglang_inflight.scheduler.staging.update import Update
+from sglang_inflight.scheduler.staging.weights import Weights
 from sglang_inflight.scheduler.staging.worker import (
     InlineWorker,
     Job,
@@ -305,6 +308,8 @@ class Staging:
         if (reason := self._why_not_shadowed()) is not None:
             raise Refused(reason)
         update.roles = {model.role for model in models}
+        for model in self._models:
+            model.read_served(update.check)
         self._shadows.build(self.mode, self._device)
         if self._exchange_event is not None:
             self._exchange_event.synchronize()
@@ -360,7 +365,14 @@ class Staging:
         source = call.source
         if isinstance(source, DiskSource):
             for model in models:
-                yield model, read_disk(source, model.runner, of_draft=model.role != "target")
+                weights = read_disk(
+                    source,
+                    model.runner,
+                    of_draft=model.role != "target",
+                    check=update.check,
+                    pace=self._pace,
+                )
+                yield model, weights
         elif len(models) == 1:
             yield models[0], self._read_once(source, update)
         else:
@@ -377,7 +389,7 @@ class Staging:
         self, source: TensorSource | DistributedSource | IPCSource, update: Update
     ) -> Weights:
         if isinstance(source, TensorSource):
-            return read_tensors(source, self._device)
+            return read_tensors(source, self._device, update.check)
         if isinstance(source, DistributedSource):
             return receive(source, self._groups, self._device, update.check)
         return receive_ipc(source, self._device, update.check)
