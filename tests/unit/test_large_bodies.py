@@ -54,6 +54,7 @@ def take(text: bytes, size: int = 10_000) -> tuple[TensorBody, list[bytes]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, LARGE - 1, LARGE, LARGE + 1, 1 << 30])
 def test_payloads_of_all_sizes(size: int) -> None:
+    sizes: tuple[int, ...]
     sizes = (0, 1, 2, 3, 1000, LARGE * 3 // 4 - 1, LARGE * 3 // 4, LARGE * 3 // 4 + 1, len(CONTENT))
     if size < 1000:
         sizes = (0, 2, 1000, LARGE + 1)

@@ -154,6 +154,10 @@ def test_handles_to_memory_of_a_gpu(
 # ---- what others may send ----------------------------------------------------------------
 
 
+def typed_storage() -> Any:
+    return torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
+
+
 class Calls:
     """Pickled as a call."""
 
@@ -193,7 +197,7 @@ HOSTILE: dict[str, bytes] = {
     "a tensor larger than its storage": pickle.dumps(
         Calls(
             torch._utils._rebuild_tensor_v2,
-            torch.ones(4)._typed_storage(),
+            typed_storage(),
             0,
             (1 << 40,),
             (1,),
@@ -204,7 +208,7 @@ HOSTILE: dict[str, bytes] = {
     "a tensor before its storage": pickle.dumps(
         Calls(
             torch._utils._rebuild_tensor_v2,
-            torch.ones(4)._typed_storage(),
+            typed_storage(),
             0,
             (2,),
             (-1,),
