@@ -95,6 +95,10 @@ class PauseCall(InflightCall, kw_only=True):
     pause_id: str
     # renew a pause that is held, rather than take one
     renews: bool = False
+    # renew it only where it is held: the answer of the call that took it may have been lost
+    may_be_held: bool = False
+    # take none where generation stands still already
+    yields: bool = False
     lease_s: float | None = None
     # only for "wait": how long running requests may take
     timeout_s: float | None = None
@@ -137,6 +141,7 @@ class DropCall(InflightCall, kw_only=True):
 
 class RollbackCall(InflightCall, kw_only=True):
     weight_version: str | None
+    expected_version: str | None = None
     kv_cache: KVPolicy
 
 

@@ -67,7 +67,7 @@ class Untouched:
         self.refuse(END, {}, "no weight-update session is open")
 
     def begin(self) -> None:
-        assert self._post(BEGIN, {"non_blocking": True})[0] == 200
+        assert self._post(BEGIN, {})[0] == 200
 
     def check(self) -> None:
         assert self.server.is_alive()

@@ -77,7 +77,7 @@ def test_one_that_shares_its_targets_head(checkpoints: Path, tmp_path: Path) -> 
     with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
         expect_updates_in_flight(server, checkpoints)
         # both in one update: the head is a weight of both, and swaps once
-        ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
+        ask(server, "POST", "/begin_weight_update", {})
         update(server, checkpoints, 4)
         body = {"model_path": str(other), "selector": "draft"}
         ask(server, "POST", "/update_weights_from_disk", body)
@@ -122,7 +122,7 @@ def test_one_of_a_checkpoint_of_its_own(checkpoints: Path, tmp_path: Path) -> No
         expect_drafts(server, accepted=True)
         update(server, checkpoints, 1, non_blocking=True, flush_cache=False)
         expect_drafts(server, accepted=False)
-        ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
+        ask(server, "POST", "/begin_weight_update", {})
         update(server, checkpoints, 2)
         update(server, checkpoints, 2, selector="draft")
         expect_drafts(server, accepted=False)

@@ -68,7 +68,8 @@ def folder(checkpoints: Path, tmp_path: Path) -> Path:
 
 
 def begin(server: Server, **fields: Any) -> dict[str, Any]:
-    return succeed(server.post("/begin_weight_update", {"non_blocking": True, **fields}))
+    """A session of upstream's form, whose pieces and whose end need not name it."""
+    return succeed(server.post("/begin_weight_update", fields))
 
 
 def end(server: Server, **fields: Any) -> dict[str, Any]:

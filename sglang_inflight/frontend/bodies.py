@@ -24,6 +24,7 @@ from sglang_inflight.messages import (
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
+NewId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 OnBusy = Literal["wait", "refuse", "replace"]
 
 DEFAULT_GROUP = "weight_update_group"
@@ -40,6 +41,8 @@ class PauseBody(Body, kw_only=True):
     # unset is "abort" for a new pause, as upstream has it, and keeps the mode of one renewed
     mode: PauseMode | msgspec.UnsetType = msgspec.UNSET
     pause_id: Name | None = None
+    # the id to give a new pause: with it the call may be made again, if its answer was lost
+    new_id: NewId | None = None
     lease_s: Seconds | None = None
     timeout_s: Seconds | None = None
 
@@ -65,6 +68,8 @@ class UpdateBody(Body, kw_only=True):
     selector: Selector | None = None
     # the session that it must be a piece of
     session_id: Name | None = None
+    # at the commit, so that what is refused has ended no request
+    abort_all_requests: bool = False
 
     @property
     def source(self) -> Source:
@@ -83,7 +88,6 @@ class UpdateBody(Body, kw_only=True):
 class DiskBody(UpdateBody, kw_only=True):
     model_path: Name
     load_format: str | None = None
-    abort_all_requests: bool = False
     # upstream has these and reads none of them
     is_async: bool = False
     keep_pause: bool = False
@@ -103,7 +107,6 @@ class DiskBody(UpdateBody, kw_only=True):
 class TensorBody(UpdateBody, kw_only=True):
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
-    abort_all_requests: bool = False
 
     @property
     def source(self) -> Source:
@@ -118,7 +121,6 @@ class DistributedBody(UpdateBody, kw_only=True):
     shapes: list[list[int]]
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
-    abort_all_requests: bool = False
 
     @property
     def source(self) -> DistributedSource:
@@ -148,6 +150,8 @@ class BeginBody(Body, kw_only=True):
     lease_s: Seconds | None = None
     # of the session that is open: renew its lease, and begin nothing
     session_id: Name | None = None
+    # the id to give the session: with it the call may be made again, if its answer was lost
+    new_id: NewId | None = None
 
 
 class SealBody(Body, kw_only=True):
@@ -169,6 +173,8 @@ class AbortUpdateBody(Body, kw_only=True):
 
 class RollbackBody(Body, kw_only=True):
     weight_version: Name | None = None
+    # what must be serving now
+    expected_version: Name | None = None
     flush_cache: bool = False
     kv_cache: KVPolicy | None = None
 

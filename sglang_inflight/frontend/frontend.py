@@ -11,6 +11,7 @@ from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.quiet import Quiet
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates import Updates
 from sglang_inflight.messages import RankAnswer
@@ -30,7 +31,10 @@ class Frontend:
         self.caches = Caches(tokenizer_manager, self._ranks)
         settings = self.settings = Settings.from_environment()
         self.groups = Groups(self._ranks, settings)
-        self.updates = Updates(tokenizer_manager, self._ranks, self.groups, metrics, settings)
+        quiet = Quiet(tokenizer_manager, self.pauses)
+        self.updates = Updates(
+            tokenizer_manager, self._ranks, self.groups, quiet, metrics, settings
+        )
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])
 
     def _hear(self, answer: RankAnswer) -> None:

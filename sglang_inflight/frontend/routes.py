@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from sglang_inflight.errors import InflightError, Refused
+from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -32,7 +32,7 @@ from sglang_inflight.frontend.bodies import (
     decode,
     group_named_in,
 )
-from sglang_inflight.frontend.endpoints import Answer, guarded, refusal, with_body
+from sglang_inflight.frontend.endpoints import Answer, guarded, refusal, while_connected, with_body
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.pause_comments import PauseComments
 
@@ -119,6 +119,7 @@ class _Routes:
         return await self._pauses.pause(
             body.mode or None,
             pause_id=body.pause_id,
+            new_id=body.new_id,
             lease_s=body.lease_s,
             timeout_s=body.timeout_s,
         )
@@ -134,14 +135,10 @@ class _Routes:
 
     async def update_from_distributed(self, request: Request) -> Answer:
         content = await request.body()
-        try:
+        # where it cannot be read, its trainer may have begun to broadcast all the same
+        async with self._frontend.groups.in_step_by_name(group_named_in(content)):
             body = decode(content, DistributedBody)
-        except Refused as error:
-            # its trainer may have begun to broadcast all the same
-            group = group_named_in(content)
-            besides = await self._frontend.groups.give_up(group, None, error)
-            raise Refused(f"{error}{besides}") from error
-        return await self.update(body)
+        return await while_connected(request, self.update(body))
 
     async def begin(self, body: BeginBody) -> Answer:
         return await self._updates.begin(body)

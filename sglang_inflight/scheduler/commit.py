@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
@@ -73,6 +73,11 @@ class Commits:
 
     def roll_back(self, call: RollbackCall) -> dict[str, Any]:
         """Swap the previous version back in. It then is what a rollback would undo."""
+        if call.expected_version not in (None, self._versions.current):
+            raise Conflict(
+                f"expected_version is {call.expected_version!r}, but "
+                f"{self._versions.current!r} is serving"
+            )
         if (reason := self._staging.why_no_rollback()) is not None or self._previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
         version, previous_digest, roles = self._previous
@@ -100,14 +105,12 @@ class Commits:
         started = time.perf_counter()
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._exchange(roles)
-        self._versions.begin_epoch()
-        self._versions.change(version)
-        self._staleness.begin_epoch(self._versions.epoch)
-        if kv_cache != "keep":
-            # before the flush: nothing old is reused even where that fails
-            self._fence.raise_to(self._versions.epoch)
-        if kv_cache == "recompute":
-            self._boundary.flush(empty_cache=empty_cache)
+        try:
+            self._follow(version, kv_cache, empty_cache=empty_cache)
+        except Exception as error:
+            raise HalfDone(
+                f"the new weights are in place as {self._versions.current!r}, but {error}"
+            ) from error
         stall_s = time.perf_counter() - started
         self._metrics.commit_stall.observe(stall_s)
         self._metrics.epoch.set(self._versions.epoch)
@@ -125,6 +128,17 @@ class Commits:
             "stall_ms": stall_ms,
             "retracted": retracted,
         }
+
+    def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
+        """All that must know of weights that have just been swapped in."""
+        self._versions.begin_epoch()
+        self._versions.change(version)
+        self._staleness.begin_epoch(self._versions.epoch)
+        if kv_cache != "keep":
+            # before the flush: nothing old is reused even where that fails
+            self._fence.raise_to(self._versions.epoch)
+        if kv_cache == "recompute":
+            self._boundary.flush(empty_cache=empty_cache)
 
     def _exchange(self, roles: Iterable[str]) -> int:
         """Swap the weights, on the stream that forwards run on where the device has streams.

@@ -196,8 +196,10 @@ class Controller:
         self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
 
     def _take_pause(self, call: PauseCall) -> None:
-        if call.renews:
+        if call.renews or (call.may_be_held and self.pause.is_held(call.pause_id)):
             self.pause.renew(call)
+        elif call.yields:
+            self.pause.wait_unless_frozen(call)
         else:
             self.pause.pause(call)
 

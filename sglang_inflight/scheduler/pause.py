@@ -126,6 +126,16 @@ class Pause:
             self._freeze()
             self._answer(call, retracted=retracted)
 
+    def wait_unless_frozen(self, call: PauseCall) -> None:
+        """Take a pause that lets running requests end, but where nothing runs anyhow take none."""
+        if self._state is PauseState.FROZEN:
+            self._answer(call)
+        else:
+            self.pause(call)
+
+    def is_held(self, pause_id: str) -> bool:
+        return pause_id in self._holders
+
     def renew(self, call: PauseCall) -> None:
         """Lengthen the lease, and change the mode where it is another one.
 

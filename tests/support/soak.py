@@ -299,10 +299,13 @@ class Soak:
         self.numbers.faults["lease of a pause ran out"] += 1
 
     def abandon_a_session(self) -> None:
-        self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
+        begun = self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
+        named = {"session_id": begun["session_id"]}
         weights = marker.tensors(self._choose.randrange(VERSIONS))
         name = self._choose.choice(list(weights))
-        self._post("/update_weights_from_tensor", tensor_body({name: weights[name]}, **LIVE))
+        self._post(
+            "/update_weights_from_tensor", tensor_body({name: weights[name]}, **LIVE, **named)
+        )
         until_idle(self._server)
         self.numbers.faults["session abandoned"] += 1
 

@@ -13,7 +13,14 @@ from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
 from sglang_inflight.frontend.bodies import decode
-from sglang_inflight.frontend.endpoints import Answer, Endpoint, guarded, with_body, with_query
+from sglang_inflight.frontend.endpoints import (
+    Answer,
+    Endpoint,
+    guarded,
+    while_connected,
+    with_body,
+    with_query,
+)
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.ranks import count_ranks
 from sglang_inflight.frontend.vllm.bodies import (
@@ -135,8 +142,13 @@ class _Routes:
         return {"message": "Draft weight update started"}
 
     async def update(self, request: Request) -> Answer:
-        await self._transfer.receive(await request.body())
-        return {"message": "Weights updated"}
+        content = await request.body()
+
+        async def receive() -> Answer:
+            await self._transfer.receive(content)
+            return {"message": "Weights updated"}
+
+        return await while_connected(request, receive())
 
     async def finish(self, body: FinishBody) -> Answer:
         await self._transfer.finish(body.weight_version)

@@ -92,6 +92,7 @@ class Staging:
         is_busy: Callable[[], bool],
     ) -> None:
         """``is_busy`` says, to any thread, whether requests run."""
+        self._answers = answers
         self._metrics = metrics
         self._settings = settings
         twins = Twins()
@@ -168,9 +169,12 @@ class Staging:
         return update
 
     def join_group(self, call: JoinGroupCall) -> None:
-        self._worker.submit(call, _nothing_to_tell(lambda: self._groups.join(call)))
+        """Answered by a thread of the rendezvous' own: no update waits behind it."""
+        self._groups.join(call, self._answers)
 
     def leave_group(self, call: LeaveGroupCall) -> None:
+        self._groups.stop_joining(call.group_name, "the group was left")
+        # after the job that may still be receiving in it
         self._worker.submit(call, _nothing_to_tell(lambda: self._groups.leave(call.group_name)))
 
     def give_up_transfer(self, call: GiveUpTransferCall) -> None:
@@ -257,8 +261,8 @@ class Staging:
     def _submit(self, update: Update, call: UpdateCall, job: Job) -> None:
         def one_failure_fails_the_update() -> dict[str, Any]:
             try:
-                update.check()
                 update.allow(call.timeout_s)
+                update.check()
                 return job()
             except Exception as error:
                 update.failed = update.failed or str(error)
