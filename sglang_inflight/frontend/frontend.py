@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_inflight.frontend import control_calls
 from sglang_inflight.frontend.caches import Caches
+from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.groups import Groups
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.quiet import Quiet
@@ -25,22 +26,23 @@ class Frontend:
     """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself."""
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
-        self._ranks = Ranks(tokenizer_manager)
+        self.lifetime = Lifetime(tokenizer_manager)
+        self.ranks = Ranks(tokenizer_manager)
+        self._control_calls = ControlCalls(self.ranks, self.lifetime)
+        self._control_calls.adopt(tokenizer_manager)
         metrics = Metrics()
-        self.pauses = Pauses(tokenizer_manager, self._ranks, metrics)
-        self.caches = Caches(tokenizer_manager, self._ranks)
+        self.pauses = Pauses(tokenizer_manager, self.ranks, metrics)
+        self.caches = Caches(tokenizer_manager, self.ranks)
         settings = self.settings = Settings.from_environment()
-        self.groups = Groups(self._ranks, settings)
+        self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
-        self.updates = Updates(
-            tokenizer_manager, self._ranks, self.groups, quiet, metrics, settings
-        )
+        self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])
 
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""
-        self._ranks.hear(answer)
-        control_calls.hear_rank(answer)
+        self.ranks.hear(answer)
+        self._control_calls.hear_rank(answer)
 
     async def status(self) -> dict[str, Any]:
         """State, versions and staging progress: of the first rank, then of each rank."""

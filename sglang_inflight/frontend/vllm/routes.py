@@ -22,7 +22,6 @@ from sglang_inflight.frontend.endpoints import (
     with_query,
 )
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.ranks import count_ranks
 from sglang_inflight.frontend.vllm.bodies import (
     AbortBody,
     CheckBody,
@@ -83,6 +82,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
 class _Routes:
     def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._ranks = frontend.ranks
         self._pauses = frontend.pauses
         self._caches = frontend.caches
         self._transfer = Transfer(
@@ -182,7 +182,7 @@ class _Routes:
 
     async def world_size(self, query: WorldSizeQuery) -> Answer:
         if query.include_dp:
-            return {"world_size": count_ranks()}
+            return {"world_size": self._ranks.count}
         parallel = get_parallel()
         return {"world_size": parallel.tp_size * parallel.pp_size}
 
