@@ -17,6 +17,8 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_inflight.reference.lora import serve_adapters_without_pinning
+
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 # oneDNN's, and that of torch's layer above it, which keeps what oneDNN's lets go
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -54,6 +56,9 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        serve_adapters_without_pinning()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Share the cores out among the ranks, and bound the memory of torch's kernels.
