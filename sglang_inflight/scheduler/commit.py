@@ -140,8 +140,7 @@ class Commits:
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
         """All that must know of weights that have just been swapped in."""
-        self._versions.begin_epoch()
-        self._versions.change(version)
+        self._versions.begin_epoch(version)
         self._staleness.begin_epoch(self._versions.epoch)
         if kv_cache != "keep":
             # before the flush: nothing old is reused even where that fails
