@@ -24,8 +24,7 @@ SEAL, END = "/seal_weight_update", "/end_weight_update"
 def beside(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server besides the pool's."""
     log = tmp_path_factory.mktemp("fleet") / "second.log"
-    env = {"OMP_NUM_THREADS": "1"}
-    with serve(checkpoints / "v0", "--weight-version", "v0", log=log, env=env) as server:
+    with serve(checkpoints / "v0", "--weight-version", "v0", log=log) as server:
         yield server
 
 

@@ -29,6 +29,7 @@ from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 from sglang_inflight.frontend import control_calls
 from sglang_inflight.frontend.bodies import (
     BeginBody,
+    ContinueBody,
     DiskBody,
     DistributedBody,
     EndBody,
@@ -75,7 +76,8 @@ async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -
 
 
 async def continue_generation(tm: TokenizerManager, obj: ContinueGenerationReqInput) -> None:
-    await tm.inflight.pauses.resume(torch_empty_cache=obj.torch_empty_cache)
+    body = _convert(obj, ContinueBody)
+    await tm.inflight.pauses.resume(torch_empty_cache=body.torch_empty_cache)
 
 
 async def update_weights_from_disk(
@@ -136,6 +138,10 @@ def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
     return convert(fields, body, "request")
 
 
+def refuse_when_over(tm: TokenizerManager, *args: Any) -> None:
+    tm.inflight.lifetime.require()
+
+
 def take_kv_versions(
     accumulate: Callable[..., None],
     tm: TokenizerManager,
@@ -169,6 +175,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         stop_unloading_in_a_pause,
         HookType.AROUND,
     ),
+    (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request
-from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
@@ -22,7 +21,6 @@ from sglang_inflight.frontend.endpoints import (
     with_query,
 )
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.ranks import count_ranks
 from sglang_inflight.frontend.naming import name_version
 from sglang_inflight.frontend.vllm.bodies import (
     AbortBody,
@@ -84,6 +82,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
 class _Routes:
     def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._ranks = frontend.ranks
         self._pauses = frontend.pauses
         self._caches = frontend.caches
         self._transfer = Transfer(
@@ -174,7 +173,7 @@ class _Routes:
 
     async def world_size(self, query: WorldSizeQuery) -> Answer:
         if query.include_dp:
-            return {"world_size": count_ranks()}
+            return {"world_size": self._ranks.count}
         parallel = get_parallel()
         return {"world_size": parallel.tp_size * parallel.pp_size}
 
