@@ -145,6 +145,21 @@ def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
     expect_to_run_on(server, running, [0, 1, 2, 3])
 
 
+def test_the_served_model_keeps_its_name(server: Server, checkpoints: Path) -> None:
+    """Clients name their model in each request, and the path says where its weights are from."""
+
+    def served() -> Any:
+        (card,) = server.get("/v1/models")["data"]
+        return card["id"], card["root"]
+
+    before = served()
+    path = str(checkpoints / "v1")
+    succeed(server.post("/update_weights_from_disk", {**LIVE, "model_path": path}))
+    assert served() == before
+    info = server.get("/model_info")
+    assert info["model_path"] == path
+
+
 def test_an_update_without_a_name_keeps_the_name(server: Server, sender: Sender) -> None:
     receipt = succeed(sender.send(server, "disk", 1, **LIVE))
     assert receipt["weight_version"] == receipt["base_version"] == "v0"

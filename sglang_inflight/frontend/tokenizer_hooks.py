@@ -164,7 +164,6 @@ _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
-    (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
     (
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
         end_pauses,
@@ -176,6 +175,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         stop_unloading_in_a_pause,
         HookType.AROUND,
     ),
+    (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),
