@@ -59,12 +59,15 @@ MODULES = (
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     seen, made = _import_all()
+    # not at the top: it imports SGLang, which is watched
+    from tests.support.hook_search import HookSearch
+
+    HookSearch().install()
     getproctitle()  # it looks for the place of the title, which a new environment hides
     _check_that_forks_are_safe()
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay shared
-    # from here on in the processes of the tests too, whose end SIGINT is as ever
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it without a word
     send(connection, seen)
     command = _fork(connection)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,6 +95,7 @@ def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
     finally:
         environ.__getitem__ = read  # type: ignore[method-assign]
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    seen.discard("PYTHONPATH")  # a fork gets its own, see ``_become``
     return {name: before.get(name) for name in seen}, made
 
 
