@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tests.support.updates import (
     ENDLESS,
     Call,
     Sender,
-    drop_session,
     expect_to_run_on,
     refuse,
     says,
@@ -36,14 +35,6 @@ V1: dict[str, Any] = {"non_blocking": True, "flush_cache": False, "weight_versio
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 # for an update that nobody will ever complete
 SHORT_S = 1.0
-
-
-@pytest.fixture(autouse=True)
-def no_session(request: pytest.FixtureRequest) -> Iterator[None]:
-    yield
-    for flavour in ("server", "faulty_server"):
-        if flavour in request.fixturenames:
-            drop_session(request.getfixturevalue(flavour))
 
 
 @pytest.fixture
