@@ -46,10 +46,20 @@ class DiskSource(msgspec.Struct, tag=True, kw_only=True):
     load_format: str | None = None
 
 
+class PayloadFile(msgspec.Struct, tag=True, kw_only=True):
+    """A payload too large for a message: a file of the front end's that has no name."""
+
+    # under /proc, for as long as the call is not answered
+    path: str
+
+
+Payload = bytes | PayloadFile
+
+
 class TensorSource(msgspec.Struct, tag=True, kw_only=True):
     """Tensors serialized by ``MultiprocessingSerializer``, one payload per rank."""
 
-    serialized_named_tensors: list[bytes]
+    serialized_named_tensors: list[Payload]
     load_format: str | None = None
 
 

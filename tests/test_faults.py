@@ -26,6 +26,7 @@ from tests.support.updates import (
     refuse,
     says,
     serving,
+    staging,
     succeed,
     tensor_body,
     until_idle,
@@ -299,7 +300,7 @@ def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None
     """A rendezvous ends in its time, and no update waits behind it."""
     server = faulty_server
     joining = Call(server, JOIN, rendezvous(free_port()))
-    until("the ranks wait for the trainer", lambda: "inflight-rendezvous" in thread_names(server))
+    until("the ranks wait for the trainer", lambda: groups(server))
     succeed(sender.send(server, "disk", 1, **V1))
     assert not joining.is_answered
     refuse(joining.answer(), "was not formed", "nobody came")
@@ -312,17 +313,15 @@ def test_caller_of_a_join_leaves(faulty_server: Server, trainers: Trainers) -> N
     server = faulty_server
     with pytest.raises(httpx.ReadTimeout):
         server.post(JOIN, rendezvous(free_port()), timeout=0.5)
-    until("it is given up", lambda: "inflight-rendezvous" not in thread_names(server))
+    until("it is given up", lambda: not groups(server))
     trainers.get().join(server)
     trainers.get().leave(server)
 
 
-def thread_names(server: Server) -> set[str]:
-    (scheduler,) = schedulers(server.process.pid)
-    tasks = Path(f"/proc/{scheduler.pid}/task").glob("*/comm")
-    # the kernel keeps fifteen characters
-    names = {task.read_text().strip() for task in tasks}
-    return {name for name in ("inflight-rendezvous",) if name[:15] in names}
+def groups(server: Server) -> dict[str, str]:
+    (staged,) = staging(server)
+    found: dict[str, str] = staged["groups"]
+    return found
 
 
 @pytest.mark.parametrize("end", ["killed", "out of step"])

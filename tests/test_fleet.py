@@ -34,8 +34,7 @@ PATIENCE_S = 5.0
 def beside(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server besides the pool's."""
     log = tmp_path_factory.mktemp("fleet") / "second.log"
-    env = {"OMP_NUM_THREADS": "1"}
-    with serve(checkpoints / "v0", "--weight-version", "v0", log=log, env=env) as server:
+    with serve(checkpoints / "v0", "--weight-version", "v0", log=log) as server:
         yield server
 
 

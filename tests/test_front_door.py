@@ -49,7 +49,7 @@ def v2(checkpoints: Path) -> dict[str, Any]:
     return {"model_path": str(checkpoints / "v2"), "weight_version": "v2"}
 
 
-def begin(server: Server, **fields: Any) -> dict[str, str]:
+def begin(server: Server, **fields: Any) -> dict[str, Any]:
     answer = succeed(server.post(BEGIN, {"non_blocking": True, **fields}))
     return {"session_id": answer["session_id"]}
 

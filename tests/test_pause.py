@@ -36,11 +36,11 @@ from tests.support.pool import (
     CHUNK,
     MAX_QUEUED,
     MAX_RUNNING,
-    UPSTREAM,
     WAITING_TIMEOUT_S,
     WATCHDOG_S,
 )
 from tests.support.server import Server, schedulers
+from tests.support.starting import UPSTREAM
 
 MODES = ("in_place", "retract", "abort", "wait")
 # for requests that run to their end

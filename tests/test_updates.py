@@ -405,11 +405,11 @@ def test_stranger_who_came_first(server: Server, checkpoints: Path) -> None:
 
 
 def test_session_whose_lease_is_renewed(server: Server) -> None:
-    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 0.5})
+    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 1.0})
     named = {"session_id": succeed(answer)["session_id"]}
     refuse(server.post("/begin_weight_update", {**named, "partial": False}), "lease_s")
     succeed(server.post("/begin_weight_update", {**named, "lease_s": 300}))
-    time.sleep(1)
+    time.sleep(1.5)
     succeed(send_tensors(server, marker.tensors(1), **V1, **named))
     succeed(end(server, **named))
     says(server, 1)
@@ -424,8 +424,9 @@ def test_no_session_to_end(server: Server, path: str) -> None:
 
 def test_session_ends_with_its_lease(server: Server) -> None:
     before = serving(server)
-    begin(server, lease_s=0.3)
-    send_tensors(server, marker.tensors(1), **V1)
+    begun = begin(server, lease_s=0.3)
+    # whether it comes in time or not
+    send_tensors(server, marker.tensors(1), **V1, session_id=begun["session_id"])
     until_idle(server)
     refuse(end(server), "lease")
     assert serving(server) == before

@@ -182,7 +182,8 @@ class _Sender:
                 body = {"serialized_named_tensors": [piece], **self._label(), **self._how, **named}
                 self._post("/update_weights_from_tensor", body)
             else:
-                self._broadcast(*piece, named)
+                bucket, flat = piece
+                self._broadcast(bucket, flat, named)
         return self._post("/end_weight_update", {**self._how, **named})
 
     def _broadcast(self, bucket: Named, flat: torch.Tensor, named: dict[str, Any]) -> None:

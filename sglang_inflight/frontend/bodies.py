@@ -111,7 +111,8 @@ class TensorBody(UpdateBody, kw_only=True):
     @property
     def source(self) -> Source:
         return TensorSource(
-            serialized_named_tensors=self.serialized_named_tensors, load_format=self.load_format
+            serialized_named_tensors=[*self.serialized_named_tensors],
+            load_format=self.load_format,
         )
 
 

@@ -13,7 +13,8 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_inflight.errors import Dropped, InflightError
-from sglang_inflight.frontend.bodies import Body, decode, read_query
+from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
+from sglang_inflight.frontend.large_bodies import large_body
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,19 @@ async def while_connected(request: Request, doing: Awaitable[Answer]) -> Answer:
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose JSON body may hold whole tensors."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        with large_body() as large:
+            body = decode(await large.read(request), TensorBody)
+            # its type is what JSON may hold, which is no file
+            body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
+            return await while_connected(request, handler(body))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
 
 def with_query(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:

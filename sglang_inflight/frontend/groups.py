@@ -7,7 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from sglang_inflight.errors import InflightError, OutcomeUnknown, RankSilent
+from sglang_inflight.errors import InflightError, RankSilent
 from sglang_inflight.frontend.bodies import JoinGroupBody, LeaveGroupBody
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import (
@@ -50,24 +50,16 @@ class Groups:
             group_name=body.group_name,
             backend=body.backend,
         )
+        patience = self._settings.group_timeout_s + GRACE_S
         try:
-            answers = await self._ranks.call(call, self._settings.group_timeout_s + GRACE_S)
+            require_success(await self._ranks.carry_out(call, patience))
         except asyncio.CancelledError:
             await asyncio.shield(self._stop_joining(body.group_name))
             raise
-        except RankSilent as silence:
-            raise OutcomeUnknown(f"{silence}: destroy the group and join anew") from silence
-        require_success(answers)
 
     async def leave(self, body: LeaveGroupBody) -> None:
         call = LeaveGroupCall(call_id="", group_name=body.group_name)
-        try:
-            answers = await self._ranks.call(call, LEAVE_TIMEOUT_S)
-        except RankSilent as silence:
-            raise OutcomeUnknown(
-                f"{silence}; it leaves the group when its staging thread is free"
-            ) from silence
-        require_success(answers)
+        require_success(await self._ranks.carry_out(call, LEAVE_TIMEOUT_S))
 
     @asynccontextmanager
     async def in_step(self, source: Source) -> AsyncIterator[None]:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import Conflict, OutcomeUnknown, RankSilent, Refused
+from sglang_inflight.errors import Conflict, RankSilent, Refused
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, require_success
@@ -129,12 +129,7 @@ class Pauses:
         a rank is silent.
         """
         call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=torch_empty_cache)
-        try:
-            answers = await self._ranks.call(call, GRANT_TIMEOUT_S)
-        except RankSilent as silence:
-            raise OutcomeUnknown(
-                f"{silence}; it continues when it comes to its next step boundary"
-            ) from silence
+        answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
         require_success(answers)
         paused = any(answer.detail["paused"] for answer in answers)
         self._tokenizer_manager.is_pause = paused

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_inflight.errors import ERRORS, RankFailed, RankSilent
+from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 from sglang_inflight.messages import InflightCall, RankAnswer
 
 if TYPE_CHECKING:
@@ -66,6 +66,19 @@ class Ranks:
         finally:
             del self._collectors[call.call_id]
         return [collector.answers[rank] for rank in sorted(collector.answers)]
+
+    async def carry_out(self, call: C, timeout_s: float) -> list[RankAnswer]:
+        """``call`` what cannot be called back: a silent rank does it later, or is dead.
+
+        Raises ``OutcomeUnknown`` then.
+        """
+        try:
+            return await self.call(call, timeout_s)
+        except RankSilent as silence:
+            raise OutcomeUnknown(
+                f"it was sent to all ranks, but {silence}. A silent rank carries it out when it "
+                "comes to it, or it is dead"
+            ) from silence
 
     @property
     def count(self) -> int:

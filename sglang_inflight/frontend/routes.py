@@ -32,7 +32,14 @@ from sglang_inflight.frontend.bodies import (
     decode,
     group_named_in,
 )
-from sglang_inflight.frontend.endpoints import Answer, guarded, refusal, while_connected, with_body
+from sglang_inflight.frontend.endpoints import (
+    Answer,
+    guarded,
+    refusal,
+    while_connected,
+    with_body,
+    with_payloads,
+)
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.pause_comments import PauseComments
 
@@ -57,7 +64,12 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/pause_generation", PauseBody, routes.pause)
     post("/continue_generation", ContinueBody, routes.resume)
     post("/update_weights_from_disk", DiskBody, routes.update)
-    post("/update_weights_from_tensor", TensorBody, routes.update)
+    router.add_api_route(
+        "/update_weights_from_tensor",
+        with_payloads(routes.update),
+        methods=["POST"],
+        openapi_extra=_describe(TensorBody),
+    )
     router.add_api_route(
         "/update_weights_from_distributed",
         guarded(routes.update_from_distributed, takes_request=True),

@@ -27,7 +27,6 @@ from sglang_inflight.errors import (
     Conflict,
     Dropped,
     HalfDone,
-    OutcomeUnknown,
     RankSilent,
     Refused,
 )
@@ -409,13 +408,7 @@ class Updates:
         """Raises what a rank refused where all of them did, ``OutcomeUnknown`` where one is
         silent, and ``HalfDone`` where some have done it and others have not, or not all of it.
         """
-        try:
-            answers = await self._ranks.call(call, COMMIT_TIMEOUT_S)
-        except RankSilent as silence:
-            raise OutcomeUnknown(
-                f"The {what} was sent, but {silence}. The silent rank carries it out when it "
-                "comes to its next step boundary, or it is dead."
-            ) from silence
+        answers = await self._ranks.carry_out(call, COMMIT_TIMEOUT_S)
         failed = [answer for answer in answers if not answer.success]
         nothing_changed = all(issubclass(ERRORS[a.error], Refused) for a in failed)
         if failed and (len(failed) < len(answers) or not nothing_changed):

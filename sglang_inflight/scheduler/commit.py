@@ -141,16 +141,22 @@ class Commits:
             self._boundary.flush(empty_cache=empty_cache)
 
     def _exchange(self, roles: Iterable[str]) -> int:
-        """Swap the weights, on the stream that forwards run on where the device has streams.
+        """Swap the weights, between the forwards launched so far and those launched next.
 
-        There the swap comes after the last forward that was launched and before the next one,
-        without the host waiting. The shadow was complete before this rank voted, and its
-        next user waits for the event.
+        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else
+        on the loop's own, which is current here. The swap waits on the device for whatever
+        is on either, and what comes next on either waits for the swap: so it does not matter
+        where a forward runs. The host waits for nothing. The shadow was complete before this
+        rank voted, and its next user waits for the event.
         """
         scheduler = self._scheduler
         if scheduler.device == "cpu":
             return self._staging.exchange(roles)
-        with scheduler.device_module.stream(scheduler.forward_stream):
+        loop, forward = scheduler.device_module.current_stream(), scheduler.forward_stream
+        forward.wait_stream(loop)
+        with scheduler.device_module.stream(forward):
             swapped = self._staging.exchange(roles)
-            self._staging.wait_for(scheduler.forward_stream.record_event())
+        done = forward.record_event()
+        loop.wait_event(done)
+        self._staging.wait_for(done)
         return swapped

@@ -10,6 +10,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.output_streamer import extend
+from sglang_inflight.scheduler.staging.reservation import reserve
+from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from sglang.srt.managers.utils import GenerationBatchResult
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+def reserve_shadow(scheduler: Scheduler) -> None:
+    scheduler.inflight_reservation = reserve(scheduler, Settings.from_environment().staging)
 
 
 def create_controller(
@@ -112,6 +118,7 @@ _PROCESSOR = (
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
     (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
     (f"{_SCHEDULER}.get_new_batch_prefill", hold_back_while_draining, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.support.marker import FIRST, VOCAB, token
-from tests.support.pool import UPSTREAM
 from tests.support.server import Server
+from tests.support.starting import UPSTREAM
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from tests.support import marker
 from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
-from tests.support.pool import ENV, FLAVOURS, MAX_RUNNING
+from tests.support.pool import FLAVOURS, MAX_RUNNING
 from tests.support.server import Server, schedulers, serve
 from tests.support.trainer import Trainers, layout
 from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
@@ -397,7 +397,6 @@ def main() -> int:
                 *FLAVOURS["server"].flags,
                 *("--max-running-requests", str(max(MAX_RUNNING, arguments.streams))),
                 log=folder / "server.log",
-                env=ENV,
             ) as server:
                 sender = Sender(folder, folder, trainers)
                 soak = Soak(server, folder, sender, trainers, arguments.seed, arguments.streams)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.staging.process_group import is_nccl
 from sglang_inflight.scheduler.staging.rendezvous import Rendezvous
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,9 @@ class Group:
     """One process group in which the trainer is rank 0.
 
     A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
-    stops costs its own update and nothing else.
+    stops costs its own update and nothing else. NCCL's runs on the device until its data come,
+    and what waits for the whole device, such as giving memory back, would wait with it. So
+    one that is given up is ended, and its group with it.
 
     Broadcasts carry no name: the next one received is the next one sent. So a group is out
     of step with its trainer after a broadcast that did not end, and after a call that was
@@ -42,11 +45,14 @@ class Group:
         self._name = name
         self._group = group
         self._broken: str | None = None
-        self._retired = False
+        self._is_retired = False
+        # held while a broadcast is awaited, and while it is left
+        self._in_use = threading.Lock()
         # the last transfer of which every broadcast was taken in
         self._taken: str | None = None
         # a broadcast that is awaited, or was given up, and what it may still write
         self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
+        self._aborted = False
 
     def note_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
@@ -68,21 +74,27 @@ class Group:
         given no time limit, and a process that was stopped does not answer either.
         """
         store = _world.pg_map[self._group][1]
-        answered = threading.Event()
+        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
         def ask() -> None:
-            # an error is the answer that it is gone
-            with suppress(RuntimeError):
+            try:
                 store.check(["inflight"])
-                answered.set()
+            except RuntimeError:
+                answers.put(False)
+            else:
+                answers.put(True)
 
         threading.Thread(target=ask, name="inflight-ask-trainer", daemon=True).start()
-        return answered.wait(ANSWERS_S)
+        try:
+            return answers.get(timeout=ANSWERS_S)
+        except queue.Empty:
+            return False
 
     def retire(self, reason: str) -> None:
-        """End a broadcast that is awaited, and refuse every other. From any thread."""
+        """Leave it, from any thread; a broadcast that is awaited ends first."""
         self._broken = self._broken or reason
-        self._retired = True
+        self._is_retired = True
+        self.leave()
 
     def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Fill ``tensor`` with the trainer's next broadcast.
@@ -95,24 +107,52 @@ class Group:
                 f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
             )
         try:
-            work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
-            assert work is not None
-            self._unfinished = work, tensor
-            while not work.is_completed():
-                check()
-                if self._retired:
-                    raise Refused(f"group {self._name!r} is left: {self._broken}")
-                time.sleep(POLL_S)
-            self._unfinished = None
-            work.wait()
+            with self._in_use:
+                self._await_broadcast(tensor, check)
         except Refused as error:
-            self._broken = f"{error}"
+            self._break(f"{error}")
             raise
         except Exception as error:
-            self._broken = f"{error}".split("\n")[0]
+            reason = f"{error}".split("\n")[0]
+            self._break(reason)
             raise Refused(
-                f"the trainer's broadcast in group {self._name!r} failed: {self._broken}"
+                f"the trainer's broadcast in group {self._name!r} failed: {reason}"
             ) from error
+
+    def _await_broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+        if self._is_retired:
+            raise Refused(f"group {self._name!r} is left: {self._broken}")
+        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        assert work is not None
+        self._unfinished = work, tensor
+        while not work.is_completed():
+            check()
+            if self._is_retired:
+                raise Refused(f"group {self._name!r} is left: {self._broken}")
+            time.sleep(POLL_S)
+        self._unfinished = None
+        # NCCL's wait says nothing of what its watchdog saw
+        if (failure := work.exception()) is not None:
+            raise RuntimeError(f"{failure}")
+        work.wait()
+
+    def describe(self) -> str:
+        return "in step" if self._broken is None else f"broken: {self._broken}"
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        if not is_nccl(dist.get_backend(self._group)):
+            return
+        with self._in_use:
+            if self._aborted:
+                return
+            self._aborted = True
+            try:
+                _abort_process_group(self._group)
+            except Exception:
+                logger.exception("The communicator of group %r could not be ended.", self._name)
+            else:
+                self._unfinished = None
 
     @property
     def is_waiting(self) -> bool:
@@ -120,18 +160,21 @@ class Group:
         return self._unfinished is not None and not self._unfinished[0].is_completed()
 
     def leave(self) -> None:
-        if self.is_waiting:
-            # destroying waits for what may never come, and so does the object's end
-            _abort_process_group(self._group)
-        else:
-            dist.destroy_process_group(self._group)
+        with self._in_use:
+            if self._aborted:
+                return
+            if self.is_waiting:
+                # destroying waits for what may never come, and so does the object's end
+                _abort_process_group(self._group)
+            else:
+                dist.destroy_process_group(self._group)
 
 
 class Groups:
     """The groups of one rank, by name.
 
-    The staging thread receives in them and leaves them, and so is the only one that uses a
-    group; threads of their own form them (``Rendezvous``). ``_lock`` guards the two tables.
+    The staging thread receives in them and leaves them; threads of their own form them
+    (``Rendezvous``), and leave one whose name they take. ``_lock`` guards the tables.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -141,11 +184,8 @@ class Groups:
         self._joining: dict[str, Rendezvous] = {}
         # left while they waited: with their threads and sockets until their trainer dies
         self._left: list[Group] = []
-        # replaced by newer ones: to be left
-        self._replaced: list[Group] = []
 
     def get(self, name: str) -> Group:
-        self._tidy_up()
         with self._lock:
             if name in self._groups:
                 return self._groups[name]
@@ -206,8 +246,8 @@ class Groups:
         group = self.get(name)
         with self._lock:
             del self._groups[name]
-            self._replaced.append(group)
-        self._tidy_up()
+        group.leave()
+        self._keep_while_waiting(group)
 
     def give_up(self, call: GiveUpTransferCall) -> bool:
         """Whether there is such a group, and it is broken now."""
@@ -216,7 +256,7 @@ class Groups:
         return group is not None and group.give_up(call.transfer_id, call.reason)
 
     def _make_way(self, name: str) -> None:
-        """On a rendezvous' thread. The group itself is left by the staging thread, later."""
+        """On a rendezvous' thread: torch has no two groups of one name."""
         with self._lock:
             group = self._groups.get(name)
         if group is None:
@@ -226,16 +266,18 @@ class Groups:
         with self._lock:
             if self._groups.get(name) is group:
                 del self._groups[name]
-                self._replaced.append(group)
-        group.retire("a newer group took its name")
+        group.retire("a newer group takes its name")
+        self._keep_while_waiting(group)
 
-    def _tidy_up(self) -> None:
-        """On the staging thread, when no broadcast of its own is awaited."""
+    def _keep_while_waiting(self, group: Group) -> None:
         with self._lock:
-            leaving, self._replaced = self._replaced, []
-        for group in leaving:
-            group.leave()
-        self._left = [group for group in (*self._left, *leaving) if group.is_waiting]
+            self._left = [left for left in (*self._left, group) if left.is_waiting]
+
+    def describe(self) -> dict[str, str]:
+        """How each is, by name."""
+        with self._lock:
+            joining = dict.fromkeys(self._joining, "waiting for its trainer")
+            return {name: group.describe() for name, group in self._groups.items()} | joining
 
 
 def own_index() -> int:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 
 import torch.distributed as dist
-from sglang.srt.utils import init_custom_process_group
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import JoinGroupCall
+from sglang_inflight.scheduler.staging.process_group import form_group
 
 # between two looks whether the trainer listens
 LOOK_S = 0.05
@@ -94,15 +94,14 @@ class Rendezvous:
                 time.sleep(LOOK_S)
 
     def _form(self) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = init_custom_process_group(
-            backend=self._call.backend,
-            init_method=self._address.to_tcp(),
-            timeout=datetime.timedelta(seconds=self._timeout_s),
-            world_size=self._call.world_size,
+        return form_group(
+            self._call.backend,
+            self._address.to_tcp(),
+            name=self._call.group_name,
             rank=self._rank,
-            group_name=self._call.group_name,
+            world_size=self._call.world_size,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
         )
-        return group
 
     def _end(self, outcome: dist.ProcessGroup | Exception) -> bool:
         """Whether this is how it ended."""
