@@ -96,7 +96,8 @@ class Guard:
         shape = list(tensor.shape)
         if isinstance(error, KeyError):
             return Refused(
-                f"the model has no weight named {shorten(name)!r} (looked for {shorten(str(error))})"
+                f"the model has no weight named {shorten(name)!r} "
+                f"(looked for {shorten(str(error))})"
             )
         return Refused(
             f"tensor {shorten(name)!r} of shape {shape} and {tensor.dtype} does not fit the model: "
@@ -112,7 +113,8 @@ class Guard:
         expected = self._served.get(name)
         if expected is not None and expected != tuple(tensor.shape):
             raise Refused(
-                f"tensor {shorten(name)!r} has shape {list(tensor.shape)}; the model's has {list(expected)}"
+                f"tensor {shorten(name)!r} has shape {list(tensor.shape)}; the model's has "
+                f"{list(expected)}"
             )
         if self._check_finite and tensor.dtype in _FLOATS and not self._is_finite(tensor):
             raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
