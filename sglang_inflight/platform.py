@@ -94,7 +94,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         if server_args.dtype == "auto" and not quantized:
             dtype, why = cpu.fast_dtype()
             server_args.dtype = dtype
-            logger.info("The reference platform serves in %s, for %s", dtype, why)
+            logger.info("The reference platform serves in %s: %s", dtype, why)
 
     def _choose_threads(self, server_args: Any, config: Any, ranks: int) -> None:
         """Threads that sleep while they wait, and no more of them than the matrices feed.
@@ -112,6 +112,18 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         if os.environ.get(THREADS) == _own.get(THREADS):
             _own[THREADS] = os.environ[THREADS] = str(threads)
             logger.info("The reference platform computes with %s of %s cores", threads, cores)
+
+
+def describe_threads() -> str:
+    """What ``_choose_threads`` does in this environment."""
+    waiting = next((name for name in WAITING if name in os.environ), None)
+    wait = f"wait as {waiting}={os.environ[waiting]} says" if waiting else "sleep while they wait"
+    if THREADS in os.environ and THREADS not in _own:
+        return f"{os.environ[THREADS]}, as {THREADS} says; they {wait}"
+    return (
+        "one for each million weights of a layer's largest matrix, at most "
+        f"{len(os.sched_getaffinity(0))}, shared by the ranks; they {wait}"
+    )
 
 
 # what was set here and not by the user: another Engine of this process may need another
