@@ -310,9 +310,12 @@ def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
 
 def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server) -> None:
     """SGLang lets requests end first."""
-    frozen = start_running(server, 2, tokens=TOKENS)
+    frozen = start_running(server, 2, tokens=3 * TOKENS)
     pause(server, "in_place")
+    (seen, _) = settle(server, frozen)
     os.kill(server.process.pid, signal.SIGTERM)
+    until("the pause has ended", lambda: frozen[0].count > seen)
+    assert server.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
     for generation in frozen:
         expect_whole(generation)
     until("it has gone", lambda: not server.is_alive())

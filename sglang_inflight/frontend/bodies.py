@@ -287,7 +287,7 @@ def decode(body: bytes, shape: type[B]) -> B:
         try:
             return msgspec.json.decode(body or b"{}", type=shape)
         except msgspec.ValidationError:
-            values = msgspec.json.decode(body)
+            values = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error
     return convert(values, shape, "request body")
