@@ -204,8 +204,8 @@ def _become(command: Command, made: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**made, **command.env})
     os.chdir(command.cwd)
-    # the first entry is the folder that ``-m`` starts in
-    sys.path[: 1 + len(had)] = [command.cwd, *_added_to_path(os.environ)]
+    first = command.cwd if command.arguments[0] == "-m" else ""
+    sys.path[: 1 + len(had)] = [first, *_added_to_path(os.environ)]
     importlib.invalidate_caches()
     os.sched_setaffinity(0, command.cores)
     for limit, value in command.limits.items():
