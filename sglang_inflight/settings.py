@@ -87,6 +87,12 @@ class Settings:
     stage_nice: int = _setting(
         0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
     )
+    spans: str = _setting(
+        "all",
+        _one_of("all", "sglang"),
+        "what answers say of their versions: all, or what SGLang says by itself, which is spans "
+        "by name alone and in a stream's last chunk alone",
+    )
     sse_comment_s: float = _setting(
         15.0,
         _seconds,

@@ -33,9 +33,10 @@ BEGIN, END, ABORT = "/begin_weight_update", "/end_weight_update", "/abort_weight
 SEAL = "/seal_weight_update"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 PAUSE, CONTINUE, ROLLBACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
+NAME = "/update_weight_version"
+OURS = (SEAL, ABORT, ROLLBACK)
 ROUTES = (
-    DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, SEAL, END, ABORT, JOIN, LEAVE, PAUSE, CONTINUE,
-    ROLLBACK,
+    *OURS, DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, END, JOIN, LEAVE, PAUSE, CONTINUE, NAME
 )  # fmt: skip
 
 LIVE = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
@@ -58,7 +59,7 @@ class Untouched:
         status_codes: tuple[int, ...] = (400,),
         longest: int = 10_000,
     ) -> None:
-        status_code, message = self._post(path, body)
+        status_code, message = self.post(path, body)
         assert status_code in status_codes, (status_code, message)
         for word in words:
             assert word in message, message
@@ -74,7 +75,7 @@ class Untouched:
         self.refuse(END, {}, "no weight-update session is open")
 
     def begin(self) -> None:
-        assert self._post(BEGIN, {"non_blocking": True})[0] == 200
+        assert self.post(BEGIN, {})[0] == 200
 
     def check(self) -> None:
         assert self.server.is_alive()
@@ -90,7 +91,7 @@ class Untouched:
 
     def close(self) -> None:
         # a session that a failed test leaves open would swallow later updates
-        self._post(ABORT, {})
+        self.post(ABORT, {})
         self._stream.leave()
         self._client.close()
 
@@ -98,7 +99,7 @@ class Untouched:
         (stream,) = start_running(self.server, 1, tokens=ENDLESS)
         return stream
 
-    def _post(self, path: str, body: Any) -> tuple[int, str]:
+    def post(self, path: str, body: Any) -> tuple[int, str]:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         response = self._client.post(path, content=content)
         return response.status_code, response.json().get("message", response.text)
@@ -148,7 +149,47 @@ def test_what_is_no_body(untouched: Untouched) -> None:
         untouched.refuse(path, b'{"mode": ', "bad request body")
         untouched.refuse(path, [1, 2], "bad request body", "object")
         untouched.refuse(path, "in_place", "bad request body", "object")
+    for path in OURS:
         untouched.refuse(path, {"surprise": 1}, "`surprise`")
+
+
+def test_what_sglang_reads_is_read(untouched: Untouched) -> None:
+    """A field that it does not know is no error of its own routes, nor a number in quotes."""
+    odd = {"surprise": 1, "pp_rank": 0}
+    for path in (DISK, TENSOR, DISTRIBUTED, IPC):
+        body = {**whole_body(path), **LIVE, **odd, "flush_cache": "no"}
+        status_code, message = untouched.post(path, body)
+        assert status_code == 400, (path, message)
+        for field in ("surprise", "pp_rank", "flush_cache"):
+            assert field not in message
+    # nothing is wrong but where the rank is to stand
+    body = {**whole_body(JOIN), **odd, "master_port": "29999", "rank_offset": "0"}
+    untouched.refuse(JOIN, body, "rank 0")
+    assert untouched.post(BEGIN, {**odd, "non_blocking": True})[0] == 200
+    assert untouched.post(ABORT, {})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "meant"),
+    [
+        (PAUSE, "lease", "lease_s"),
+        (DISK, "non_blockng", "non_blocking"),
+        (END, "weight_versions", "weight_version"),
+    ],
+)
+def test_field_that_is_nearly_ours(untouched: Untouched, path: str, field: str, meant: str) -> None:
+    """SGLang has none like it, so its caller would wait for us in vain."""
+    untouched.refuse(path, {**whole_body(path), field: 1}, f"`{field}`", f"`{meant}`")
+
+
+@pytest.mark.parametrize(
+    "name", ["two\nlines", "nul\0", "\x1b[31mred", "\ud800", "v" * 257], ids=ascii
+)
+def test_name_that_cannot_be_repeated(untouched: Untouched, name: str) -> None:
+    """Every chunk of every answer has it, and the logs."""
+    for path in (DISK, TENSOR, DISTRIBUTED, IPC, END, ROLLBACK):
+        untouched.refuse(path, {**whole_body(path), "weight_version": name})
+    untouched.refuse(NAME, {"new_version": name})
 
 
 @pytest.mark.parametrize(
@@ -221,6 +262,7 @@ def whole_body(path: str) -> dict[str, Any]:
         TENSOR: {"serialized_named_tensors": [by_value({})]},
         DISTRIBUTED: {"names": [], "dtypes": [], "shapes": []},
         IPC: {"zmq_handles": {}},
+        NAME: {},
         JOIN: {
             "master_address": "127.0.0.1",
             "master_port": 29999,

@@ -61,9 +61,21 @@ class ShadowedModel:
         assert self._shadow is not None
         return self._shadow
 
+    def forget_shadow(self) -> None:
+        """The next update builds it anew. Its memory is the ``Twins``' to give back."""
+        self._shadow = None
+
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
+
+    def refuse_if_derived(self) -> None:
+        """Raises ``Refused`` where a loader wrote something that no commit takes over."""
+        if (name := self.shadow.find_derived()) is not None:
+            raise Refused(
+                f"weights of the {self.role} model cannot be staged: loading them changes "
+                f"{name!r} too, which is no weight, and a commit would leave it as it was"
+            )
 
     def read_served(self, check: Callable[[], None]) -> None:
         """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
@@ -121,7 +133,7 @@ class ShadowedModel:
         watched = guard.watch(weights)
         self._twins.writing = functools.partial(self._writing, guard, pace)
         try:
-            self._load(load_format, watched)
+            self._load(load_format, _one_at_a_time(watched))
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
@@ -161,3 +173,14 @@ class ShadowedModel:
         self._on_write()
         with paced(pace, twin, loaded):
             yield
+
+
+def _one_at_a_time(weights: Weights) -> Weights:
+    """Loaders with threads of their own are to use none.
+
+    A copy that a thread makes could come after the vote, on a stream that nothing waits for,
+    and out of memory that is the next tensor's by then. Upstream's loaders look for this mark.
+    """
+    for name, tensor in weights:
+        tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
+        yield name, tensor
