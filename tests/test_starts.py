@@ -84,7 +84,7 @@ def parent(log: Path) -> Any:
 
 def test_it_has_what_a_fresh_one_has(log: Path) -> None:
     command = ("-c", TELL, "one", "two")
-    env = {"PYTHONPATH": "/nowhere", "INFLIGHT_OF_THIS_TEST": "1"}
+    env: dict[str, Any] = {"PYTHONPATH": "/nowhere", "INFLIGHT_OF_THIS_TEST": "1"}
     fresh = json.loads(said(log, run(log, *command, fresh=True, **env)))
     forked = json.loads(said(log, run(log, *command, **env)))
     imported = forked.pop("environment").items() - fresh.pop("environment").items()

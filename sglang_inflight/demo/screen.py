@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -79,7 +80,7 @@ class LiveScreen:
     def _show(self, key: str, title: str, completed: int, total: int, unit: str) -> None:
         if key not in self._bars:
             self._bars[key] = self._progress.add_task(title, unit=unit)
-        changes = {"description": title} if title else {}
+        changes: dict[str, Any] = {"description": title} if title else {}
         self._progress.update(self._bars[key], completed=completed, total=total, **changes)
 
     def _remove(self, key: str) -> None:
