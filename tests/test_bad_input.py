@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import pickle
@@ -51,13 +52,19 @@ class Untouched:
         self._before = self._serving()
 
     def refuse(
-        self, path: str, body: Any, *words: str, status_codes: tuple[int, ...] = (400,)
+        self,
+        path: str,
+        body: Any,
+        *words: str,
+        status_codes: tuple[int, ...] = (400,),
+        longest: int = 10_000,
     ) -> None:
         status_code, message = self.post(path, body)
         assert status_code in status_codes, (status_code, message)
         for word in words:
             assert word in message, message
         assert "Traceback" not in message
+        assert len(message) <= longest
         self.check()
 
     def refuse_update(self, path: str, body: dict[str, Any], *words: str) -> None:
@@ -291,6 +298,57 @@ def test_config_that_is_no_json(untouched: Untouched, folder: Path) -> None:
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
 
 
+@pytest.mark.parametrize("kind", [5, "Qwen3ForCausalLM", [5], {"a": 1}, True])
+def test_architectures_that_are_no_names(untouched: Untouched, folder: Path, kind: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**marker.CONFIG, "architectures": kind}))
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "architectures", "list of names")
+
+
+def test_config_without_end(untouched: Untouched, folder: Path) -> None:
+    os.truncate(folder / "config.json", 2 << 30)
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json", "at most")
+
+
+def test_config_that_is_no_object(untouched: Untouched, folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 50_000)
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
+    (folder / "config.json").write_text("[1]")
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json", "object")
+
+
+@pytest.mark.parametrize("file", ["model-2.safetensors", "config.json", "model.safetensors"])
+def test_pipe_in_a_checkpoint(untouched: Untouched, folder: Path, file: str) -> None:
+    """Whoever opens it waits for somebody who writes to it."""
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, file, "no regular file")
+
+
+def test_tensor_that_is_in_two_files(untouched: Untouched, folder: Path) -> None:
+    save_file(marker.tensors(2), folder / "old.safetensors")
+    words = ("model.safetensors", "old.safetensors", "is in")
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, *words)
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    ["npcache", "dummy", "private", "sharded_state", "gguf", "layered", "remote", "flash_rl", ""],
+)
+def test_load_format_that_cannot_update(
+    untouched: Untouched, folder: Path, load_format: str
+) -> None:
+    before = sorted(folder.rglob("*"))
+    body = {"model_path": str(folder), "load_format": load_format}
+    untouched.refuse_update(DISK, body, "load_format", repr(load_format), "safetensors")
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 100_000, "x\0y", "/x" * 100_000], ids=range(3))
+def test_path_that_is_no_path(untouched: Untouched, path: str) -> None:
+    body = {**LIVE, "model_path": path}
+    untouched.refuse(DISK, body, "model_path", "is not a directory", longest=600)
+
+
 @pytest.mark.parametrize("kept", [0, 5, 3000, -100])
 def test_truncated_checkpoint(untouched: Untouched, folder: Path, kept: int) -> None:
     file = folder / "model.safetensors"
@@ -368,12 +426,22 @@ def _encode(content: bytes) -> str:
 
 
 GOOD = by_value(marker.tensors(1))
+
+
+class Loop:
+    """A hundred bytes that take minutes, with the interpreter held."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return list, (itertools.repeat(0, 2_000_000_000),)
+
+
 PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "not base64": (["%%%"], ("serialized_named_tensors",)),
     "not text": ([5], ("serialized_named_tensors",)),
     "not a pickle": ([_encode(b"garbage")], ("serialized_named_tensors", "unpickled")),
     "nothing": ([""], ("serialized_named_tensors", "unpickled")),
     "cut off": ([_encode(base64.b64decode(GOOD)[:-50])], ("serialized_named_tensors", "unpickled")),
+    "endless": ([_encode(pickle.dumps(Loop()))], ("serialized_named_tensors", "list")),
     "forbidden": ([_encode(pickle.dumps(Malice()))], ("serialized_named_tensors", "system")),
     "not a list": ([_encode(pickle.dumps({"a": 1}))], ("serialized_named_tensors", "dict")),
     "not pairs": ([by_value([1, 2])], ("serialized_named_tensors", "pairs")),

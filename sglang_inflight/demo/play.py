@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,15 +18,21 @@ from sglang_inflight.demo.updates import Receipt
 
 STATUS_EVERY_S = 0.5
 
+Pause = Callable[[], AbstractAsyncContextManager[Any]]
+
 
 @dataclass(frozen=True)
 class Act:
-    """One update: ``name`` says by which way ``version`` comes, which writes in ``style``."""
+    """One update: ``name`` says by which way ``version`` comes, which writes in ``style``.
+
+    It can begin when ``ready`` is done.
+    """
 
     name: str
     version: str
     checkpoint: Path
     style: Style
+    ready: asyncio.Future[None]
     update: Callable[[], Awaitable[Receipt]]
 
 
@@ -37,22 +44,10 @@ class Performance:
     ended: float
 
 
-@dataclass(frozen=True)
-class Pacing:
-    """In tokens of the slowest story: when the first update begins, and how long each
-    version is read before the next update begins."""
-
-    first: int
-    between: int
-
-    @classmethod
-    def over(cls, tokens: int) -> Pacing:
-        """Three quarters are left for the staging, which a busy machine draws out."""
-        return cls(first=tokens // 12, between=tokens // 12)
-
-
 class Screen(Protocol):
     def show_stories(self, shelf: Shelf) -> None: ...
+
+    def wait_for(self, act: Act) -> None: ...
 
     def begin(self, act: Act) -> None: ...
 
@@ -79,20 +74,30 @@ async def play(
     shelf: Shelf,
     acts: Sequence[Act],
     *,
-    pacing: Pacing,
+    reading: int,
+    pause: Pause,
     sampling: dict[str, Any],
     screen: Screen,
 ) -> list[Performance]:
+    """Each version is read for ``reading`` tokens before the next update begins."""
     async with asyncio.TaskGroup() as tasks:
         telling = tasks.create_task(shelf.stream(client, sampling))
         tasks.create_task(_show(shelf, screen, telling))
         performances = []
-        begin_at = pacing.first
         for act in acts:
-            await shelf.reach(begin_at)
+            await shelf.reach(shelf.slowest + reading)
+            await _until_ready(act, pause, screen)
             performances.append(await _perform(act, client, screen))
-            begin_at = shelf.slowest + pacing.between
     return performances
+
+
+async def _until_ready(act: Act, pause: Pause, screen: Screen) -> None:
+    """The stories stand still meanwhile, where they are: they must not end before it comes."""
+    if not act.ready.done():
+        screen.wait_for(act)
+        async with pause():
+            await asyncio.wait([act.ready])
+    await act.ready
 
 
 async def _perform(act: Act, client: httpx.AsyncClient, screen: Screen) -> Performance:

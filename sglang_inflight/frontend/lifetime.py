@@ -50,6 +50,7 @@ class Lifetime:
             self.require()
             await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
+                task.add_done_callback(_hear)
                 raise OutcomeUnknown(f"{_DOWN} before this call had its answer")
             return task.result()
         except asyncio.CancelledError:
@@ -76,3 +77,9 @@ class Lifetime:
         for rid in list(self._tokenizer_manager.rid_to_state):
             # as of a request that the scheduler aborted
             self._tokenizer_manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+
+
+def _hear(finished: asyncio.Future[T]) -> None:
+    """Nobody else will, and asyncio would complain."""
+    if not finished.cancelled():
+        finished.exception()

@@ -117,7 +117,7 @@ _PROCESSOR = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
-_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer"
+_SPANS = "sglang.srt.utils.weight_versions"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
@@ -127,8 +127,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
-    (f"{_STREAMER}.compute_weight_version_spans", write_spans, HookType.AROUND),
-    ("sglang.srt.managers.scheduler.compute_weight_version_spans", write_spans, HookType.AROUND),
+    # where it is defined: SGLang then replaces it in whatever has imported it by name
+    (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),

@@ -220,6 +220,9 @@ async def use_beside(first: Any, model: Path) -> dict[str, Any]:
     answers["elsewhere"] = await asyncio.to_thread(
         lambda: said(asyncio.run, second.async_is_paused())
     )
+    # a shutdown ends the ranks of every engine in the process, and SGLang, whose watchdog of
+    # the other engine sees it, then the process
+    first.tokenizer_manager._subprocess_watchdog.stop()
     answers["ended"] = await shut_down_under_calls(second)
     return answers
 

@@ -11,8 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
 from sglang_inflight import errors
+from sglang_inflight.cli import app
 from sglang_inflight.client import (
     Client,
     Fleet,
@@ -128,6 +130,32 @@ def test_a_refused_renewal_ends_it(server: BrokenServer, caplog: pytest.LogCaptu
         server.answers[PAUSE] = (409, refusal(errors.Conflict))
         server.speak()
         until("the renewing is over", lambda: "is over: no" in caplog.text)
+
+
+# ---- what the commands make of it ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.Refused, 1),
+        (errors.RankSilent, 1),
+        (errors.Conflict, 3),
+        (errors.OutcomeUnknown, 4),
+        (errors.HalfDone, 4),
+    ],
+)
+def test_exit_code(server: BrokenServer, kind: type[errors.InflightError], code: int) -> None:
+    server.answers[ROLLBACK] = (kind.status, refusal(kind))
+    result = CliRunner().invoke(app, ["rollback", "--url", server.url])
+    assert (result.exit_code, result.stderr) == (code, "no\n")
+
+
+@pytest.mark.parametrize("answer", [(200, b"<html>hello</html>"), (500, b"")])
+def test_exit_code_of_a_wrong_answer(server: BrokenServer, answer: tuple[int, bytes]) -> None:
+    server.answers[ROLLBACK] = answer
+    result = CliRunner().invoke(app, ["rollback", "--url", server.url])
+    assert (result.exit_code, server.url in result.stderr) == (4, True)
 
 
 # ---- silence -----------------------------------------------------------------------------
