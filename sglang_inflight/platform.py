@@ -20,6 +20,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_inflight import cpu
+from sglang_inflight.reference.lora import serve_adapters_without_pinning
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        serve_adapters_without_pinning()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """What the user left open: dtype, threads, cores of each rank, memory of kernels.

@@ -6,7 +6,7 @@ from typing import Any
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_parallel
+from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel
 
 ONE_TOKENIZER = (
     "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
@@ -49,4 +49,33 @@ def why_no_pause() -> str | None:
         return "a pause needs a server without --disaggregation-mode"
     if get_disagg().enable_pdmux:
         return "a pause needs a server without --enable-pdmux"
+    return None
+
+
+def why_no_update(*, in_place: bool) -> str | None:
+    """Why this server's weights cannot be updated, or None where they can.
+
+    ``in_place`` is true where they are written between two steps, without a shadow.
+    """
+    mode = get_model().weight_cache_mode
+    if mode != "off":
+        return (
+            f"weights are shared with other engines (--weight-cache-mode {mode}): an update "
+            "needs --weight-cache-mode off"
+        )
+    if get_disagg().enable_pdmux:
+        return "an update needs a server without --enable-pdmux: forwards run on several streams"
+    if in_place:
+        return None
+    moe = get_exec().moe
+    moves = {
+        "--enable-eplb": moe.enable_eplb,
+        "--elastic-ep-backend": moe.elastic_ep_backend is not None,
+    }
+    for flag, is_set in moves.items():
+        if is_set:
+            return (
+                f"an update cannot be staged with {flag}: experts may move between staging and "
+                "commit. SGLANG_INFLIGHT_STAGING=off writes them between two steps"
+            )
     return None

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from sglang_inflight.client import AsyncClient, Client, Progress
+from sglang_inflight.client.async_client import ATTEMPTS
 from sglang_inflight.errors import Conflict, Refused
 from tests.support import marker
 from tests.support.load import ENDLESS, expect_all_go_on, settle, start_running, status, until
@@ -161,7 +162,8 @@ def test_refusals(server: Server, client: Client, checkpoints: Path) -> None:
 def test_session(server: Server, client: Client) -> None:
     weights = marker.tensors(1)
     with client.session(weight_version="v1", partial=False) as receipt:
-        server.post("/update_weights_from_tensor", tensor_body(weights))
+        name = {"session_id": receipt["session_id"]}
+        server.post("/update_weights_from_tensor", tensor_body(weights) | name)
         says(server, 0)
     assert receipt["tensors"] == len(weights)
     says(server, 1)
@@ -172,7 +174,7 @@ def test_session_that_fails_changes_nothing(server: Server, client: Client) -> N
 
     def send_and_fail() -> None:
         with client.session():
-            server.post("/update_weights_from_tensor", tensor_body(marker.tensors(1)))
+            client.update("tensor", **tensor_body(marker.tensors(1)))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -221,6 +223,61 @@ def test_what_is_tried_again(server: Server) -> None:
         way.lose_answer("/inflight/status")
         assert client.status()["weight_version"] == "v0"
         assert way.arrivals == ["/inflight/status"] * 2
+
+
+def test_answers_to_a_pause_are_lost(server: Server) -> None:
+    """The client chose its id, so it is one pause however often it was asked for."""
+    generations = start_running(server, 2, tokens=ENDLESS)
+    with Proxy(server).serving() as way, Client(way.url) as client:
+        way.lose_answer("/pause_generation")
+        with client.paused(lease_s=60) as answer:
+            (holder,) = status(server)["holders"]
+            assert holder["pause_id"] == answer["pause_id"]
+            assert way.arrivals == ["/pause_generation"] * 2
+        assert not status(server)["paused"]
+    expect_all_go_on(generations)
+
+
+def test_no_answer_to_a_pause_comes(server: Server) -> None:
+    """It is let go of at once, and not when its lease ends."""
+    generations = start_running(server, 2, tokens=ENDLESS)
+    with Proxy(server).serving() as way, Client(way.url) as client:
+        for _ in range(ATTEMPTS):
+            way.lose_answer("/pause_generation")
+        with pytest.raises(httpx.RemoteProtocolError), client.paused(lease_s=60):
+            raise AssertionError("it does not know that it is paused")
+        assert not status(server)["paused"]
+    expect_all_go_on(generations)
+
+
+def test_answers_to_a_begin_are_lost(server: Server) -> None:
+    with Proxy(server).serving() as way, Client(way.url) as client:
+        way.lose_answer("/begin_weight_update")
+        with client.session(weight_version="v1", lease_s=60):
+            client.update("tensor", **tensor_body(marker.tensors(1)))
+        assert way.arrivals.count("/begin_weight_update") == 2
+    says(server, 1)
+
+
+def test_no_answer_to_a_begin_comes(server: Server) -> None:
+    with Proxy(server).serving() as way, Client(way.url) as client:
+        for _ in range(ATTEMPTS):
+            way.lose_answer("/begin_weight_update")
+        with pytest.raises(httpx.RemoteProtocolError), client.session(lease_s=60):
+            raise AssertionError("it does not know of its session")
+    assert staging(server)[0]["state"] == "empty"
+
+
+def test_rollback_is_asked_for_again(server: Server, client: Client, checkpoints: Path) -> None:
+    """Its answer was lost: with the version that it was to undo, it is not undone itself."""
+    client.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+    with Proxy(server).serving() as way, Client(way.url) as far:
+        way.lose_answer("/inflight/rollback")
+        with pytest.raises(httpx.RemoteProtocolError):
+            far.roll_back(expected_version="v1")
+        with pytest.raises(Conflict, match="v0"):
+            far.roll_back(expected_version="v1")
+    says(server, 0)
 
 
 def test_what_is_not_tried_again(server: Server, checkpoints: Path) -> None:

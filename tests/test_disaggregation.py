@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.load import Generation, Output, labels_of, status, until, update
 from tests.support.marker import FIRST
-from tests.support.pool import ENV
 from tests.support.server import Server, serve
 from tests.support.updates import refuse
 
@@ -41,7 +40,7 @@ def decode_server(
         *request.param,
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("decode") / "server.log"
-    with serve(checkpoints / "v0", *flags, log=log, env=ENV) as server:
+    with serve(checkpoints / "v0", *flags, log=log) as server:
         yield server
 
 

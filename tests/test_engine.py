@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import marker
 from tests.support.engine import play
-from tests.support.engine_play import TOKENS
+from tests.support.engine_play import NONSENSE, TOKENS
 from tests.support.pool import ServerPool
 
 RECEIPT = {"success", "weight_version", "base_version", "epoch", "stall_ms", "ranks"}
@@ -74,6 +74,67 @@ def test_async_methods(answers: dict[str, Any]) -> None:
     (rank,) = output["paused"]["ranks"]
     assert rank["retracted"] == 1
     assert expect_spans(output["tokens"], output["spans"])[-1] == "v4"
+
+
+def test_signatures(answers: dict[str, Any]) -> None:
+    """``help`` shows what may be said, in both forms."""
+    for name, (signature, words) in answers["signatures"].items():
+        assert "*" not in signature.replace("*, ", ""), name
+        assert words, name
+        assert "See ``" not in words, name
+    signature, _ = answers["signatures"]["pause_generation"]
+    assert signature.startswith("(mode: ")
+    for field in ("new_id", "lease_s", "timeout_s"):
+        assert f"{field}: " in signature
+    signature, _ = answers["signatures"]["update_weights_from_disk"]
+    for field in ("model_path: ", "expected_version: ", "kv_cache: "):
+        assert field in signature
+
+
+def test_arguments_that_cannot_be(answers: dict[str, Any]) -> None:
+    """They are refused with the argument's name, and nothing is done."""
+    for name, wrong in NONSENSE.items():
+        said = answers["nonsense"][name]
+        assert said.startswith(f"Refused: bad argument of {name}: "), said
+        assert any(f"`$.{argument}" in said for argument in wrong), said
+    assert answers["unknown"].startswith("TypeError: ")
+    assert "colour" in answers["unknown"]
+    assert answers["after nonsense"] is False
+
+
+def test_waiting_in_the_event_loop(answers: dict[str, Any]) -> None:
+    """Refused before anything is done, where it could never be answered."""
+    pause, generate, flush = answers["async"]["in the loop"]
+    assert pause.startswith("RuntimeError: ")
+    assert "engine.async_pause_generation(...)" in pause
+    assert generate.startswith("RuntimeError: ")
+    assert "engine.async_flush_cache(...)" in flush
+    assert answers["async"]["paused then"] is False
+    assert answers["async"]["flushed"] is True
+
+
+def test_two_engines_of_different_size(answers: dict[str, Any]) -> None:
+    assert answers["beside"]["ranks"] == [1, 2]
+    assert answers["beside"]["flushed"] is True
+
+
+def test_engine_under_its_users_loop(answers: dict[str, Any]) -> None:
+    """Its threads may wait, and its event loop may not."""
+    beside = answers["beside"]
+    assert "engine.async_pause_generation(...)" in beside["in the loop"]
+    assert (beside["not paused"], beside["paused"]) == (False, True)
+    assert beside["elsewhere"].startswith("RuntimeError: ")
+    assert "another event loop" in beside["elsewhere"]
+
+
+def test_shutdown_ends_what_waits(answers: dict[str, Any]) -> None:
+    ended = answers["beside"]["ended"]
+    assert ended["stream"]["type"] == "abort"
+    assert ended["stream"]["message"] == "the engine was shut down"
+    for call in ("update", "async update", "async pause"):
+        assert ended[call].startswith("OutcomeUnknown: the engine was shut down"), call
+    assert "the engine was shut down" in ended["async generate"]
+    assert ended["later"] == ended["later generate"] == "Refused: the engine was shut down"
 
 
 def test_upstreams_forms(answers: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.support import marker
-from tests.support.faults import GROUP_TIMEOUT_S, Faults, Kind, Phase
+from tests.support.faults import Faults, Kind, Phase
 from tests.support.load import Generation, start_running, status, until
 from tests.support.server import Server, free_port, schedulers
 from tests.support.trainer import Trainer, Trainers, layout
@@ -26,6 +26,7 @@ from tests.support.updates import (
     refuse,
     says,
     serving,
+    staging,
     succeed,
     tensor_body,
     until_idle,
@@ -137,7 +138,7 @@ def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure
 
     def fail_once(client: httpx.Client) -> None:
         if failure == "dropped session":
-            client.post("/begin_weight_update", json={"non_blocking": True}).raise_for_status()
+            client.post("/begin_weight_update", json={}).raise_for_status()
             client.post("/update_weights_from_tensor", content=body).raise_for_status()
             client.post("/abort_weight_update", json={}).raise_for_status()
             return
@@ -203,8 +204,7 @@ class TestTrainer:
     def test_hangs_in_a_session(self, server: Server, sender: Sender, trainer: Trainer) -> None:
         """The lease of a session ends it, also while a call of it waits for the trainer."""
         with nothing_changes(server) as running:
-            begun = {"non_blocking": True, "lease_s": SHORT_S}
-            succeed(server.post("/begin_weight_update", begun))
+            succeed(server.post("/begin_weight_update", {"lease_s": SHORT_S}))
             call = Call(server, DISTRIBUTED, {**layout(1), **V1})
             trainer.send(1, count=10)
             assert trainer.answer() == "sent"
@@ -286,51 +286,114 @@ def test_dead_trainers_leave_nothing(
     assert fail(3) == before
 
 
+def rendezvous(port: int) -> dict[str, Any]:
+    return {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "gloo",
+    }
+
+
 def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None:
-    """A rendezvous ends in its time, and holds nothing up but the staging."""
+    """A rendezvous ends in its time, and no update waits behind it."""
     server = faulty_server
-    with nothing_changes(server):
-        body = {
-            "master_address": "127.0.0.1",
-            "master_port": free_port(),
-            "rank_offset": 1,
-            "world_size": 2,
-            "backend": "gloo",
-        }
-        refuse(server.post(JOIN, body, timeout=10 * GROUP_TIMEOUT_S), "was not formed")
-    succeed(sender.send(server, "distributed", 1, **V1))
+    joining = Call(server, JOIN, rendezvous(free_port()))
+    until("the ranks wait for the trainer", lambda: groups(server))
+    succeed(sender.send(server, "disk", 1, **V1))
+    assert not joining.is_answered
+    refuse(joining.answer(), "was not formed", "nobody came")
+    succeed(sender.send(server, "distributed", 2, **LIVE, weight_version="v2"))
+    says(server, 2)
+
+
+def test_caller_of_a_join_leaves(faulty_server: Server, trainers: Trainers) -> None:
+    """Its rendezvous is given up, and another one can have its name."""
+    server = faulty_server
+    with pytest.raises(httpx.ReadTimeout):
+        server.post(JOIN, rendezvous(free_port()), timeout=0.5)
+    until("it is given up", lambda: not groups(server))
+    trainers.get().join(server)
+    trainers.get().leave(server)
+
+
+def groups(server: Server) -> dict[str, str]:
+    (staged,) = staging(server)
+    found: dict[str, str] = staged["groups"]
+    return found
+
+
+@pytest.mark.parametrize("end", ["killed", "out of step"])
+def test_group_of_no_use_gives_way(
+    faulty_server: Server, sender: Sender, trainers: Trainers, end: str
+) -> None:
+    """Trainers that start again join under their constant name, and destroy nothing first."""
+    server, trainer = faulty_server, trainers.get()
+    trainer.join(server)
+    if end == "out of step":
+        # it has sent what nobody has taken, and is alive
+        refuse(server.post(DISTRIBUTED, {**layout(1), **V1, "dtypes": []}), "out of step")
+    else:
+        trainer.close()
+    trainers.close()
+    trainer = trainers.get()
+    trainer.join(server)
+    trainer.send(1)
+    succeed(server.post(DISTRIBUTED, {**layout(1), **V1}))
+    assert trainer.answer() == "sent"
     says(server, 1)
+    trainer.leave(server)
+
+
+def test_group_of_use_does_not_give_way(
+    faulty_server: Server, sender: Sender, trainers: Trainers
+) -> None:
+    server, trainer = faulty_server, trainers.get()
+    trainer.join(server)
+    refuse(server.post(JOIN, rendezvous(free_port())), "is taken")
+    trainer.send(1)
+    succeed(server.post(DISTRIBUTED, {**layout(1), **V1}))
+    assert trainer.answer() == "sent"
+    trainer.leave(server)
 
 
 def test_caller_leaves(faulty_server: Server, sender: Sender, trainers: Trainers) -> None:
-    """Its update stays open until its time runs out, or a newer one replaces it."""
+    """Its update is dropped: nobody wants it, and it would hold up the next one."""
     server, trainer = faulty_server, trainers.get()
-    running = start_running(server, 2, tokens=ENDLESS)
-    trainer.join(server)
-    with pytest.raises(httpx.ReadTimeout):
-        server.post(DISTRIBUTED, {**layout(2), **LIVE}, timeout=0.5)
-    until_staging(server)
-    busy = sender.send(server, "disk", 1, **V1, on_busy="refuse")
-    refuse(busy, "another weight update is going on", status_code=409)
-    says(server, 0)
-    succeed(sender.send(server, "disk", 1, **V1, on_busy="replace"))
+    with nothing_changes(server) as running:
+        trainer.join(server)
+        with pytest.raises(httpx.ReadTimeout):
+            server.post(DISTRIBUTED, {**layout(2), **LIVE}, timeout=0.5)
+        until_idle(server)
+    succeed(sender.send(server, "disk", 1, **V1, on_busy="refuse"))
     expect_to_run_on(server, running, [0, 1])
     trainer.leave(server)
 
 
-def test_caller_leaves_and_its_update_completes(
+def test_caller_leaves_amid_the_vote(
     faulty_server: Server, checkpoints: Path, faults: Faults
 ) -> None:
-    """An update is done as a whole or not at all, and this one can be done."""
     server = faulty_server
-    running = start_running(server, 2, tokens=ENDLESS)
-    faults.inject("vote", "hang")
-    body = {"model_path": str(checkpoints / "v1"), **V1}
-    with pytest.raises(httpx.ReadTimeout):
-        server.post("/update_weights_from_disk", body, timeout=0.5)
-    until_staging(server)
-    says(server, 0)
+    with nothing_changes(server):
+        faults.inject("vote", "hang")
+        body = {"model_path": str(checkpoints / "v1"), **V1}
+        with pytest.raises(httpx.ReadTimeout):
+            server.post("/update_weights_from_disk", body, timeout=0.5)
+        until_idle(server)
+        faults.clear()
+
+
+def test_commit_that_fails_in_its_middle(
+    faulty_server: Server, checkpoints: Path, faults: Faults
+) -> None:
+    """The weights are swapped when the flush raises: the answer must not say that they are not."""
+    server = faulty_server
+    faults.inject("flush", "raise")
+    body = {"model_path": str(checkpoints / "v1"), **V1, "flush_cache": True}
+    answer = server.post("/update_weights_from_disk", body)
     faults.clear()
-    until("v1 serves", lambda: status(server)["weight_version"] == "v1")
-    until_idle(server)
-    expect_to_run_on(server, running, [0, 1])
+    refuse(answer, "new weights are in place", "'v1'", "injected fault", status_code=500)
+    assert answer["error"]["type"] == "HalfDone"
+    assert status(server)["weight_version"] == "v1"
+    says(server, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,21 +12,29 @@ import pytest
 from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit
 from sglang_inflight.errors import Conflict, Refused
 from tests.support import marker
-from tests.support.load import ENDLESS, expect_all_go_on, start_running, status
+from tests.support.load import ENDLESS, expect_all_go_on, start_running, status, until
 from tests.support.pool import restore
 from tests.support.proxy import Proxy
 from tests.support.server import Server, free_port, serve
-from tests.support.updates import drop_session, expect_to_run_on, says, serving, tensor_body
+from tests.support.updates import (
+    drop_session,
+    expect_to_run_on,
+    says,
+    serving,
+    staging,
+    tensor_body,
+)
 
 SEAL, END = "/seal_weight_update", "/end_weight_update"
+# of a fleet one of whose servers hangs; more than one on busy cores takes for an answer
+PATIENCE_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def beside(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server besides the pool's."""
     log = tmp_path_factory.mktemp("fleet") / "second.log"
-    env = {"OMP_NUM_THREADS": "1"}
-    with serve(checkpoints / "v0", "--weight-version", "v0", log=log, env=env) as server:
+    with serve(checkpoints / "v0", "--weight-version", "v0", log=log) as server:
         yield server
 
 
@@ -195,6 +204,43 @@ def test_commit_does_not_arrive(servers: list[Server], fleet: Fleet, way: Proxy)
     expect_unchanged(servers[1:])
     fleet.roll_back(only=split.value.report.answers)
     expect_unchanged(servers)
+
+
+def test_one_hangs_at_the_commit(servers: list[Server], way: Proxy) -> None:
+    """It is given up, and the report does not claim to know what it will do when it goes on."""
+    hanging = servers[1].process
+    way.before(END, lambda: hanging.send_signal(signal.SIGSTOP))
+    try:
+        with (
+            Fleet([servers[0].url, way.url], timeout_s=PATIENCE_S) as fleet,
+            pytest.raises(FleetSplit, match="may be split") as split,
+        ):
+            fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
+    finally:
+        hanging.send_signal(signal.SIGCONT)
+    report = split.value.report
+    assert (list(report.answers), report.uncertain) == ([servers[0].url], [way.url])
+    says(servers[0], 1)
+    until("it goes on", lambda: staging(servers[1])[0]["state"] == "empty")
+    says(servers[1], int(status(servers[1])["weight_version"].removeprefix("v")))
+
+
+def test_one_hangs_at_the_pause(servers: list[Server], way: Proxy) -> None:
+    """Nobody waits for it for ever, the other one least of all."""
+    running = [start_running(server, 2, tokens=ENDLESS) for server in servers]
+    hanging = servers[1].process
+    way.before("/pause_generation", lambda: hanging.send_signal(signal.SIGSTOP))
+    try:
+        with Fleet([servers[0].url, way.url], timeout_s=PATIENCE_S) as fleet:
+            with pytest.raises(FleetRefused) as refused, fleet.paused():
+                raise AssertionError("not all are paused")
+            assert refused.value.report.uncertain == [way.url]
+            assert not status(servers[0])["paused"]
+    finally:
+        hanging.send_signal(signal.SIGCONT)
+    until("it is let go of", lambda: not status(servers[1])["paused"])
+    for generations in running:
+        expect_all_go_on(generations)
 
 
 def test_cancelled_while_it_commits(servers: list[Server], way: Proxy) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.support import vision
 from tests.support.load import ask
-from tests.support.pool import ENV, ServerPool
+from tests.support.pool import ServerPool
 from tests.support.server import Server, serve
 from tests.support.updates import tensor_body
 
@@ -61,7 +61,7 @@ def server(
     pool.discard()  # one server at a time
     flags = ("--enable-multimodal", "--mm-attention-backend", "sdpa", "--weight-version", "v0")
     log = tmp_path_factory.mktemp("logs") / "vision.log"
-    env = {**ENV, "SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
+    env = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
     with serve(checkpoint, *flags, log=log, env=env) as server:
         yield server
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -36,11 +38,11 @@ from tests.support.pool import (
     CHUNK,
     MAX_QUEUED,
     MAX_RUNNING,
-    UPSTREAM,
     WAITING_TIMEOUT_S,
     WATCHDOG_S,
 )
 from tests.support.server import Server, schedulers
+from tests.support.starting import UPSTREAM
 
 MODES = ("in_place", "retract", "abort", "wait")
 # for requests that run to their end
@@ -296,6 +298,24 @@ def test_a_lease_that_runs_out_continues_generation(server: Server) -> None:
     assert (now["paused"], now["holders"]) == (False, [])
     assert f"The lease of pause {pause_id} ran out" in server.log_text()
     assert server.post("/continue_generation", {"pause_id": pause_id})["status_code"] == 409
+
+
+def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
+    """Nobody has to ask for the state of its pauses first."""
+    for lease_s in (0.2, 0.5):
+        pause(server, "in_place", lease_s=lease_s)
+    assert server.get("/ready")["status_code"] == 503
+    until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
+
+
+def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server) -> None:
+    """SGLang lets requests end first."""
+    frozen = start_running(server, 2, tokens=TOKENS)
+    pause(server, "in_place")
+    os.kill(server.process.pid, signal.SIGTERM)
+    for generation in frozen:
+        expect_whole(generation)
+    until("it has gone", lambda: not server.is_alive())
 
 
 def test_a_renewed_lease_holds(server: Server) -> None:

@@ -18,7 +18,6 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.pool import ENV
 from tests.support.server import Server, serve
 from tests.support.updates import refuse
 from tests.test_kv_versions import kv_runs, made_as_it_ran
@@ -55,7 +54,7 @@ def pipeline(
     flags = ["--pp-size", "2", "--pp-async-batch-depth", str(request.param)]
     flags += ["--max-running-requests", "16", "--weight-version", "v0"]
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with serve(folder / "v0", *flags, log=log, env=ENV) as server:
+    with serve(folder / "v0", *flags, log=log) as server:
         yield server
 
 

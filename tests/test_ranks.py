@@ -223,7 +223,7 @@ def test_one_rank_gets_garbage(server: Server, flavour: str) -> None:
 def test_session_and_rollback(
     server: Server, flavour: str, sender: Sender, streams: list[Generation]
 ) -> None:
-    succeed(server.post("/begin_weight_update", {"non_blocking": True, "partial": False}))
+    succeed(server.post("/begin_weight_update", {"partial": False}))
     succeed(sender.send(server, "tensor", 1, ranks=RANKS, **V1))
     expect_served(server, 0)
     names_of(succeed(server.post("/end_weight_update", {"non_blocking": True})), flavour)

@@ -68,7 +68,8 @@ def folder(checkpoints: Path, tmp_path: Path) -> Path:
 
 
 def begin(server: Server, **fields: Any) -> dict[str, Any]:
-    return succeed(server.post("/begin_weight_update", {"non_blocking": True, **fields}))
+    """A session of upstream's form, whose pieces and whose end need not name it."""
+    return succeed(server.post("/begin_weight_update", fields))
 
 
 def end(server: Server, **fields: Any) -> dict[str, Any]:
@@ -142,6 +143,21 @@ def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
         succeed(sender.send(server, "disk", version, **sent))
         running[0].wait_for_tokens(running[0].count + 5)
     expect_to_run_on(server, running, [0, 1, 2, 3])
+
+
+def test_the_served_model_keeps_its_name(server: Server, checkpoints: Path) -> None:
+    """Clients name their model in each request, and the path says where its weights are from."""
+
+    def served() -> Any:
+        (card,) = server.get("/v1/models")["data"]
+        return card["id"], card["root"]
+
+    before = served()
+    path = str(checkpoints / "v1")
+    succeed(server.post("/update_weights_from_disk", {**LIVE, "model_path": path}))
+    assert served() == before
+    info = server.get("/model_info")
+    assert info["model_path"] == path
 
 
 def test_an_update_without_a_name_keeps_the_name(server: Server, sender: Sender) -> None:
@@ -404,11 +420,11 @@ def test_stranger_who_came_first(server: Server, checkpoints: Path) -> None:
 
 
 def test_session_whose_lease_is_renewed(server: Server) -> None:
-    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 0.5})
+    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 1.0})
     named = {"session_id": succeed(answer)["session_id"]}
     refuse(server.post("/begin_weight_update", {**named, "partial": False}), "lease_s")
     succeed(server.post("/begin_weight_update", {**named, "lease_s": 300}))
-    time.sleep(1)
+    time.sleep(1.5)
     succeed(send_tensors(server, marker.tensors(1), **V1, **named))
     succeed(end(server, **named))
     says(server, 1)
@@ -423,8 +439,9 @@ def test_no_session_to_end(server: Server, path: str) -> None:
 
 def test_session_ends_with_its_lease(server: Server) -> None:
     before = serving(server)
-    begin(server, lease_s=0.3)
-    send_tensors(server, marker.tensors(1), **V1)
+    begun = begin(server, lease_s=0.3)
+    # whether it comes in time or not
+    send_tensors(server, marker.tensors(1), **V1, session_id=begun["session_id"])
     until_idle(server)
     refuse(end(server), "lease")
     assert serving(server) == before

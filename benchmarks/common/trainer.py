@@ -174,16 +174,19 @@ class _Sender:
         return self._post("/update_weights_from_disk", body)
 
     def _session(self, pieces: list[Any]) -> dict[str, Any]:
-        self._post("/begin_weight_update", self._how)
+        begun = self._post("/begin_weight_update", self._how)
+        # upstream's sessions have no name
+        named = {name: begun[name] for name in ("session_id",) if name in begun}
         for piece in pieces:
             if isinstance(piece, str):
-                body = {"serialized_named_tensors": [piece], **self._label(), **self._how}
+                body = {"serialized_named_tensors": [piece], **self._label(), **self._how, **named}
                 self._post("/update_weights_from_tensor", body)
             else:
-                self._broadcast(*piece)
-        return self._post("/end_weight_update", self._how)
+                bucket, flat = piece
+                self._broadcast(bucket, flat, named)
+        return self._post("/end_weight_update", {**self._how, **named})
 
-    def _broadcast(self, bucket: Named, flat: torch.Tensor) -> None:
+    def _broadcast(self, bucket: Named, flat: torch.Tensor, named: dict[str, Any]) -> None:
         body = {
             "names": [name for name, _ in bucket],
             "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -192,6 +195,7 @@ class _Sender:
             "load_format": "flattened_bucket",
             **self._label(),
             **self._how,
+            **named,
         }
         with self._while_posting("/update_weights_from_distributed", body):
             torch.distributed.broadcast(flat, src=0, group=self._group)

@@ -1,7 +1,7 @@
 """The server that commands talk to.
 
-Exit codes: 0 done, 1 refused, 2 bad usage, 3 the server's state is another one (409), 4 a
-rank did not answer (504), 5 the server was not reached.
+Exit codes: 0 done, 1 refused, 2 bad usage, 3 the server's state is another one (409), 4 it
+may have been done, or a part of it: the status tells; 5 the server was not reached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import httpx
 import typer
 
 from sglang_inflight.client import Client
-from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.errors import Conflict, InflightError, Refused
 
 LOCAL = "http://127.0.0.1:30000"
 
@@ -26,19 +26,28 @@ ApiKey = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
+# before anything was sent
+_NOT_REACHED = (
+    httpx.ConnectError,
+    httpx.ConnectTimeout,
+    httpx.UnsupportedProtocol,
+    httpx.InvalidURL,
+)
+
+
 @contextmanager
 def connect(url: str, api_key: str | None) -> Iterator[Client]:
     """A client, whose errors become a sentence and an exit code."""
     try:
         with Client(url, api_key=api_key) as client:
             yield client
-    except Refused as error:
+    except InflightError as error:
         typer.echo(str(error), err=True)
-        code = 3 if isinstance(error, Conflict) else 4 if isinstance(error, RankSilent) else 1
+        code = 3 if isinstance(error, Conflict) else 1 if isinstance(error, Refused) else 4
         raise typer.Exit(code) from error
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         typer.echo(f"{url}: {error}", err=True)
-        raise typer.Exit(5) from error
+        raise typer.Exit(5 if isinstance(error, _NOT_REACHED) else 4) from error
 
 
 def print_json(answer: Any, *, indent: int | None = 2) -> None:

@@ -62,13 +62,14 @@ def update_disk(
 
 def rollback(
     weight_version: Annotated[str | None, typer.Option(help="A new name for the old.")] = None,
+    expected_version: Annotated[str | None, typer.Option(help="What must be serving now.")] = None,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Return to the weights before the last commit."""
     with connect(url, api_key) as client:
-        receipt = client.roll_back(weight_version=weight_version)
+        receipt = client.roll_back(weight_version=weight_version, expected_version=expected_version)
     _show_receipt(receipt, as_json=as_json)
 
 

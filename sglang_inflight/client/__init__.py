@@ -9,7 +9,8 @@ from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.client import Client
 from sglang_inflight.client.fleet import Fleet
 from sglang_inflight.client.progress import Progress
-from sglang_inflight.client.report import FleetRefused, FleetSplit, Report
+from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
+from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
 
 __all__ = [
     "AsyncClient",
@@ -18,6 +19,9 @@ __all__ = [
     "Fleet",
     "FleetRefused",
     "FleetSplit",
+    "NoAnswer",
+    "PauseLost",
     "Progress",
     "Report",
+    "WrongAnswer",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from typing import Any, Literal
@@ -12,13 +13,14 @@ from typing import Any, Literal
 import anyio
 import httpx
 
+from sglang_inflight.client.answers import Answer, read_answer
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
-from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
+from sglang_inflight.errors import InflightError
 
 logger = logging.getLogger(__name__)
 
-Answer = dict[str, Any]
 Source = Literal["disk", "tensor", "distributed", "ipc"]
 
 # of a pause or a session, if nobody says otherwise; renewed three times as often
@@ -30,8 +32,16 @@ CLEANUP_S = 5.0
 # attempts at a call, where another one can do no harm
 ATTEMPTS = 3
 
-# A pause waits for a step, an update for its staging: the server bounds both.
-_TIMEOUT = httpx.Timeout(10.0, read=None)
+# Longer than a server waits for a step of its ranks (120 s), so that it is the server who
+# says which rank was silent.
+TIMEOUT_S = 150.0
+# What an update may take besides where nobody says otherwise, and what a pause may that
+# waits for requests: the server's own limits.
+UPDATE_S = 600.0
+DRAIN_S = 86_400.0
+
+# ``_call`` bounds the whole of a call, and a body may take its time.
+_TIMEOUT = httpx.Timeout(10.0, read=None, write=None)
 # And a machine that vanished is noticed by TCP, in half a minute.
 _NOTICE_DEATH = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -42,26 +52,39 @@ _NOTICE_DEATH = [
 ]
 # Sooner than the server (5 s), or a call could meet a connection that is just being closed.
 _LIMITS = httpx.Limits(keepalive_expiry=2.0)
-_ERRORS: dict[int, type[Refused]] = {400: Refused, 409: Conflict, 504: RankSilent}
 
 
 class AsyncClient:
     """Calls of one server. Belongs to the event loop that it is first used on.
 
-    Each method raises ``Refused``, ``Conflict`` (409) or ``RankSilent`` (504) with the
-    server's sentence where it refused, and ``httpx.HTTPError`` where it was not reached or
-    answered something else.
+    Each method raises what the server raised, with its sentence: ``Refused`` or a child of
+    it where nothing has changed, ``OutcomeUnknown`` and ``HalfDone`` where something has or
+    may have. An answer that did not come in time (``NoAnswer``) or is none (``WrongAnswer``)
+    is an ``OutcomeUnknown``, too. ``httpx.HTTPError`` is what broke on the way.
 
     What is tried again, by itself: every call whose connection was never made, because the
     server has not heard of it. Beyond that, where the connection broke, only the calls
-    that do the same when done twice: ``status``, ``loads``, ``seal``, renewing a lease. The others
-    may have been done or not: an update could be undone by a second one, a pause could be
-    taken twice, and letting go twice says that it was lost. ``status`` tells.
+    that do the same when done twice: ``status``, ``loads``, ``seal``, taking or renewing a
+    pause, opening or renewing a session. The others may have been done or not: an update
+    could be undone by a second one, and letting go twice says that it was lost. ``status``
+    tells.
+
+    No call is without an end: each may take ``timeout_s``, and what its own fields give it
+    besides.
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``."""
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
+
+        ``timeout_s`` is how long an answer may take that waits for no more than a step of
+        the server's ranks. A call that may wait for more may take that much longer: an
+        update its ``timeout_s`` (600 s if not given), a pause in the mode ``wait`` its own
+        (a day if not given). Renewing a lease may take half of the lease.
+        """
         self.url = url
+        self.timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         transport = httpx.AsyncHTTPTransport(
             retries=ATTEMPTS - 1, socket_options=_NOTICE_DEATH, limits=_LIMITS
@@ -70,6 +93,7 @@ class AsyncClient:
             base_url=url, headers=headers, timeout=_TIMEOUT, transport=transport
         )
         self._session_id: str | None = None
+        self._is_sealed = False
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -95,15 +119,28 @@ class AsyncClient:
         mode: str | None = None,
         *,
         pause_id: str | None = None,
+        new_id: str | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Answer:
-        """Pause generation, or renew the pause ``pause_id``; see ``paused`` first."""
+        """Pause generation, or renew the pause ``pause_id``; see ``paused`` first.
+
+        ``new_id`` is the id that a new pause is to have. A caller who chooses it can let go
+        of the pause without having heard the answer.
+        """
+        patience = self.timeout_s
+        if pause_id is None:
+            # its own, so that a second attempt finds what the first may have taken
+            new_id = new_id or uuid.uuid4().hex
+        if mode == "wait":
+            patience += timeout_s or DRAIN_S
         return await self._post(
             "/pause_generation",
-            attempts=1 if pause_id is None else ATTEMPTS,
+            attempts=ATTEMPTS,
+            patience_s=patience,
             mode=mode,
             pause_id=pause_id,
+            new_id=new_id,
             lease_s=lease_s,
             timeout_s=timeout_s,
         )
@@ -122,19 +159,22 @@ class AsyncClient:
         does, the lease runs out and the server generates again. Raises ``Conflict`` at the
         end of the block where the pause was lost meanwhile.
         """
-        answer = await self.pause(mode, lease_s=lease_s, timeout_s=timeout_s)
-        pause_id: str = answer["pause_id"]
+        pause_id = uuid.uuid4().hex
 
         async def renew() -> None:
-            await self.pause(pause_id=pause_id, lease_s=lease_s)
+            await self._post(
+                "/pause_generation",
+                attempts=ATTEMPTS,
+                patience_s=lease_s / 2,
+                pause_id=pause_id,
+                lease_s=lease_s,
+            )
 
-        try:
+        async with self._held("/continue_generation", pause_id=pause_id):
+            answer = await self.pause(mode, new_id=pause_id, lease_s=lease_s, timeout_s=timeout_s)
             async with repeating(f"Renewing a pause of {self.url}", renew, lease_s / 3):
                 yield answer
-        except BaseException:
-            await self._let_go("/continue_generation", pause_id=pause_id)
-            raise
-        await self.resume(pause_id)
+            await self.resume(pause_id)
 
     # ---- updates ---------------------------------------------------------------------
 
@@ -151,7 +191,10 @@ class AsyncClient:
         body = {"non_blocking": True, "flush_cache": False, **fields}
         async with self._reporting(on_progress):
             return await self._post(
-                f"/update_weights_from_{source}", session_id=self._session_id, **body
+                f"/update_weights_from_{source}",
+                patience_s=self.timeout_s + (fields.get("timeout_s") or UPDATE_S),
+                session_id=self._session_id,
+                **body,
             )
 
     async def update_from_disk(
@@ -197,31 +240,46 @@ class AsyncClient:
 
         It is dropped where the block raises.
         """
-        begun = await self._post(
-            "/begin_weight_update", non_blocking=True, lease_s=lease_s, **fields
-        )
-        session_id = self._session_id = begun["session_id"]
+        session_id = uuid.uuid4().hex
 
         async def renew() -> None:
-            await self._post("/begin_weight_update", attempts=ATTEMPTS, session_id=session_id)
+            await self._post(
+                "/begin_weight_update",
+                attempts=ATTEMPTS,
+                patience_s=lease_s / 2,
+                session_id=session_id,
+            )
 
         try:
-            async with (
-                repeating(f"Renewing a session of {self.url}", renew, lease_s / 3),
-                self._reporting(on_progress),
-            ):
-                yield begun
-        except BaseException:
-            await self._let_go("/abort_weight_update", session_id=session_id)
-            raise
+            async with self._held("/abort_weight_update", session_id=session_id):
+                begun = await self._post(
+                    "/begin_weight_update",
+                    attempts=ATTEMPTS,
+                    patience_s=self.timeout_s + self._turn_s(fields),
+                    non_blocking=True,
+                    new_id=session_id,
+                    lease_s=lease_s,
+                    **fields,
+                )
+                self._session_id, self._is_sealed = session_id, False
+                async with (
+                    repeating(f"Renewing a session of {self.url}", renew, lease_s / 3),
+                    self._reporting(on_progress),
+                ):
+                    yield begun
         finally:
             self._session_id = None
 
     async def seal(self) -> Answer:
         """Check what the open session has staged, on every rank; it cannot fail after that."""
-        return await self._post(
-            "/seal_weight_update", attempts=ATTEMPTS, session_id=self._session_id
+        answer = await self._post(
+            "/seal_weight_update",
+            attempts=ATTEMPTS,
+            patience_s=self.timeout_s + UPDATE_S,
+            session_id=self._session_id,
         )
+        self._is_sealed = True
+        return answer
 
     async def end(
         self, *, weight_version: str | None = None, kv_cache: str | None = None
@@ -229,15 +287,26 @@ class AsyncClient:
         """Seal the open session, where that is not done, and commit it: the receipt."""
         return await self._post(
             "/end_weight_update",
+            patience_s=self.timeout_s + (0.0 if self._is_sealed else UPDATE_S),
             non_blocking=True,
             session_id=self._session_id,
             weight_version=weight_version,
             kv_cache=kv_cache,
         )
 
-    async def roll_back(self, *, weight_version: str | None = None) -> Answer:
-        """Return to the version before the last commit."""
-        return await self._post("/inflight/rollback", weight_version=weight_version)
+    async def roll_back(
+        self, *, weight_version: str | None = None, expected_version: str | None = None
+    ) -> Answer:
+        """Return to the version before the last commit.
+
+        With ``expected_version``, the version that is to be undone, it is refused where
+        another one is serving: then a rollback can be asked for again.
+        """
+        return await self._post(
+            "/inflight/rollback",
+            weight_version=weight_version,
+            expected_version=expected_version,
+        )
 
     # ---- how -------------------------------------------------------------------------
 
@@ -246,34 +315,61 @@ class AsyncClient:
             return nullcontext()
 
         async def look() -> None:
-            on_progress(Progress.read(self.url, await self.status()))
+            status = await self.status()
+            try:
+                progress = Progress.read(self.url, status)
+            except (LookupError, TypeError, ValueError) as error:
+                raise WrongAnswer(f"{self.url} answered with no status: {error!r}") from error
+            on_progress(progress)
 
         return repeating(f"Looking at the progress of {self.url}", look, PROGRESS_S)
 
-    async def _let_go(self, path: str, **body: Any) -> None:
-        """After a failure, which tells more than any answer to this; the lease does it too."""
-        with anyio.move_on_after(CLEANUP_S, shield=True):
-            try:
-                await self._post(path, **body)
-            except (Refused, httpx.HTTPError) as error:
-                logger.info("%s%s: %r", self.url, path, error)
+    @staticmethod
+    def _turn_s(fields: Answer) -> float:
+        """How long a call may wait for the updates before it."""
+        if fields.get("on_busy", "wait") != "wait":
+            return 0.0
+        return fields.get("timeout_s") or UPDATE_S
 
-    async def _post(self, path: str, *, attempts: int = 1, **body: Any) -> Answer:
+    @asynccontextmanager
+    async def _held(self, path: str, **names: Any) -> AsyncIterator[None]:
+        """Let go by ``path`` where the block fails, whether or not it was taken by then.
+
+        After a failure, which tells more than any answer to this; the lease does it too.
+        """
+        try:
+            yield
+        except BaseException:
+            with anyio.move_on_after(CLEANUP_S, shield=True):
+                try:
+                    await self._post(path, **names)
+                except (InflightError, httpx.HTTPError) as error:
+                    logger.info("%s%s: %r", self.url, path, error)
+            raise
+
+    async def _post(
+        self, path: str, *, attempts: int = 1, patience_s: float | None = None, **body: Any
+    ) -> Answer:
         given = {name: value for name, value in body.items() if value is not None}
-        return await self._call("POST", path, given, attempts=attempts)
+        return await self._call("POST", path, given, attempts=attempts, patience_s=patience_s)
 
     async def _call(
-        self, method: str, path: str, body: Answer | None = None, *, attempts: int
+        self,
+        method: str,
+        path: str,
+        body: Answer | None = None,
+        *,
+        attempts: int,
+        patience_s: float | None = None,
     ) -> Answer:
-        response = await self._send(method, path, body, attempts)
-        error = _ERRORS.get(response.status_code)
-        if error is not None:
-            refusal = error(_read_message(response))
-            refusal.add_note(f"{method} {response.url}")
-            raise refusal
-        response.raise_for_status()
-        answer: Answer = response.json()
-        return answer
+        """Raises ``NoAnswer`` after ``patience_s`` seconds, over all ``attempts``."""
+        patience_s = patience_s or self.timeout_s
+        try:
+            async with asyncio.timeout(patience_s):
+                response = await self._send(method, path, body, attempts)
+        except TimeoutError as error:
+            raise NoAnswer(f"{self.url}{path} did not answer within {patience_s:g} s") from error
+        return read_answer(response)
 
     async def _send(
         self, method: str, path: str, body: Answer | None, attempts: int
@@ -281,14 +377,10 @@ class AsyncClient:
         for _ in range(attempts - 1):
             try:
                 return await self._http.request(method, path, json=body)
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                # the transport has tried again
+                raise
             except httpx.TransportError as error:
                 logger.info("%s%s, trying again: %r", self.url, path, error)
                 await asyncio.sleep(0.1)
         return await self._http.request(method, path, json=body)
-
-
-def _read_message(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text

@@ -14,17 +14,26 @@ protocol closes that window; the report says on which side of it each server is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import httpx
 
-from sglang_inflight.client.async_client import LEASE_S, Answer, AsyncClient, Source
+from sglang_inflight.client.answers import Answer
+from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
 from sglang_inflight.client.progress import OnProgress
-from sglang_inflight.client.report import FleetRefused, FleetSplit, Phase, Report
-from sglang_inflight.errors import Refused
+from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Phase, Report
+from sglang_inflight.client.together import Blocks, together
+from sglang_inflight.client.unheard import NoAnswer
+from sglang_inflight.errors import InflightError
+
+logger = logging.getLogger(__name__)
+
+# How long whoever interrupts a commit waits for its end: half of one is a split fleet.
+INTERRUPTED_S = 10.0
 
 # of ``update``, what belongs to the whole and not to one call of it
 _OF_SESSION = (
@@ -42,12 +51,15 @@ class AsyncFleet:
     """Calls of all servers, at once. Belongs to the event loop that it is first used on.
 
     Raises ``FleetRefused`` where a server failed and none has changed, ``FleetSplit`` where
-    some have. What is tried again is said by ``AsyncClient``.
+    some have or may have. What is tried again, and how long a server may be silent, is said
+    by ``AsyncClient``.
     """
 
-    def __init__(self, urls: Iterable[str], *, api_key: str | None = None) -> None:
+    def __init__(
+        self, urls: Iterable[str], *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
         """Raises ``ValueError`` where there is no server, or one twice."""
-        self.servers = tuple(AsyncClient(url, api_key=api_key) for url in urls)
+        self.servers = tuple(AsyncClient(url, api_key=api_key, timeout_s=timeout_s) for url in urls)
         if not self.servers:
             raise ValueError("a fleet needs a server")
         if len({server.url for server in self.servers}) < len(self.servers):
@@ -61,8 +73,7 @@ class AsyncFleet:
         await self.aclose()
 
     async def aclose(self) -> None:
-        for server in self.servers:
-            await server.aclose()
+        await together(server.aclose() for server in self.servers)
 
     async def status(self) -> Report:
         """Of each server that answers. Raises nothing: failures are in the report."""
@@ -72,14 +83,21 @@ class AsyncFleet:
     async def paused(
         self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
     ) -> AsyncIterator[Report]:
-        """All paused for the time of the block, as by ``AsyncClient.paused``, or none."""
-        async with AsyncExitStack() as stack:
+        """All paused for the time of the block, as by ``AsyncClient.paused``, or none.
+
+        Raises ``PauseLost`` at the end of the block where not all were until then.
+        """
+        async with Blocks() as blocks:
 
             async def enter(server: AsyncClient) -> Answer:
                 block = server.paused(mode, lease_s=lease_s, timeout_s=timeout_s)
-                return await stack.enter_async_context(block)
+                return await blocks.enter(server.url, block)
 
             yield await self._all_or_none("pause", enter)
+            report = Report("resume")
+            await blocks.leave(report)
+            if report.failures:
+                raise PauseLost(report)
 
     async def update(
         self,
@@ -145,7 +163,11 @@ class AsyncFleet:
                 self._in_session = False
 
     async def roll_back(
-        self, *, weight_version: str | None = None, only: Collection[str] | None = None
+        self,
+        *,
+        weight_version: str | None = None,
+        expected_version: str | None = None,
+        only: Collection[str] | None = None,
     ) -> Report:
         """Return to the version before the last commit, on the URLs of ``only`` or on all.
 
@@ -153,7 +175,9 @@ class AsyncFleet:
         """
 
         async def roll_back(server: AsyncClient) -> Answer:
-            return await server.roll_back(weight_version=weight_version)
+            return await server.roll_back(
+                weight_version=weight_version, expected_version=expected_version
+            )
 
         report = await self._everywhere(Report("roll back"), roll_back, only)
         _require_one_side(report)
@@ -172,11 +196,11 @@ class AsyncFleet:
         **fields: Any,
     ) -> AsyncIterator[Report]:
         report = Report("commit")
-        async with AsyncExitStack() as stack:
+        async with Blocks() as blocks:
 
             async def begin(server: AsyncClient) -> Answer:
                 block = server.opened(on_busy=on_busy, **fields)
-                return await stack.enter_async_context(block)
+                return await blocks.enter(server.url, block)
 
             async def end(server: AsyncClient) -> Answer:
                 return await server.end(weight_version=weight_version, kv_cache=kv_cache)
@@ -184,8 +208,24 @@ class AsyncFleet:
             await self._all_or_none("begin", begin)
             yield report
             await self._all_or_none("seal", AsyncClient.seal)
-            await _to_its_end(self._everywhere(report, end))
+            await self._commit(report, end)
             _require_one_side(report)
+
+    async def _commit(
+        self, report: Report, end: Callable[[AsyncClient], Awaitable[Answer]]
+    ) -> None:
+        """Whoever cancels it waits a little: half of a commit is a split fleet."""
+        task = asyncio.create_task(self._everywhere(report, end))
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait({task}, timeout=INTERRUPTED_S)
+                task.cancel()
+                await asyncio.wait({task})
+            if report.failures:
+                logger.error("A commit was interrupted: %s", FleetSplit(report))
+            raise
 
     async def _stage(self, source: Source, **fields: Any) -> Report:
         async def stage(server: AsyncClient) -> Answer:
@@ -213,13 +253,15 @@ class AsyncFleet:
         async def attempt(server: AsyncClient) -> None:
             try:
                 report.answers[server.url] = await call(server)
-            except (Refused, httpx.HTTPError) as error:
+            except (InflightError, httpx.HTTPError) as error:
                 report.failures[server.url] = error
+            except asyncio.CancelledError:
+                report.failures[server.url] = NoAnswer("it was interrupted before its answer")
+                raise
 
-        async with asyncio.TaskGroup() as tasks:
-            for server in self.servers:
-                if only is None or server.url in only:
-                    tasks.create_task(attempt(server))
+        await together(
+            attempt(server) for server in self.servers if only is None or server.url in only
+        )
         return report
 
 
@@ -227,14 +269,3 @@ def _require_one_side(report: Report) -> None:
     if report.failures:
         split = report.answers or report.uncertain
         raise FleetSplit(report) if split else FleetRefused(report)
-
-
-async def _to_its_end(work: Coroutine[Any, Any, object]) -> None:
-    """Whoever cancels it must wait: half of a commit is a split fleet."""
-    with anyio.CancelScope(shield=True):
-        task = asyncio.create_task(work)
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            await asyncio.wait({task})
-            raise

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from sglang_inflight.client.async_client import AsyncClient
+from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.blocking import Blocking, waiting, waiting_block
 
 
 class Client(Blocking[AsyncClient]):
     """``AsyncClient`` without an event loop: see there. A callback runs in another thread."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        """``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``."""
-        super().__init__(AsyncClient(url, api_key=api_key))
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
+
+        ``timeout_s`` is how long an answer may take, as ``AsyncClient`` says.
+        """
+        super().__init__(AsyncClient(url, api_key=api_key, timeout_s=timeout_s))
 
     status = waiting(AsyncClient.status)
     loads = waiting(AsyncClient.loads)

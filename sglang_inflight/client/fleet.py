@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from sglang_inflight.client.async_client import TIMEOUT_S
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.blocking import Blocking, waiting, waiting_block
 
@@ -11,9 +12,14 @@ from sglang_inflight.client.blocking import Blocking, waiting, waiting_block
 class Fleet(Blocking[AsyncFleet]):
     """``AsyncFleet`` without an event loop: see there. A callback runs in another thread."""
 
-    def __init__(self, urls: Iterable[str], *, api_key: str | None = None) -> None:
-        """Raises ``ValueError`` where there is no server, or one twice."""
-        super().__init__(AsyncFleet(urls, api_key=api_key))
+    def __init__(
+        self, urls: Iterable[str], *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Raises ``ValueError`` where there is no server, or one twice.
+
+        ``timeout_s`` is how long an answer may take, as ``AsyncClient`` says.
+        """
+        super().__init__(AsyncFleet(urls, api_key=api_key, timeout_s=timeout_s))
 
     status = waiting(AsyncFleet.status)
     paused = waiting_block(AsyncFleet.paused)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -18,21 +18,26 @@ logger = logging.getLogger(__name__)
 async def repeating(
     what: str, call: Callable[[], Awaitable[object]], period_s: float
 ) -> AsyncIterator[None]:
-    """Await ``call`` every ``period_s`` seconds until the block ends.
+    """Begin ``call`` every ``period_s`` seconds until the block ends, one after the other.
 
     It is over when a call is refused, because then there is nothing left to renew or to
-    look at. After an error on the way it goes on: a lease may still hold.
+    look at. After an error on the way, or an answer that is none, it goes on: a lease may
+    still hold. A call that took longer than a period is followed by the next at once, so
+    that there is time for that one within a lease.
     """
 
     async def repeat() -> None:
+        clock = asyncio.get_running_loop().time
+        due = clock() + period_s
         while True:
-            await asyncio.sleep(period_s)
+            await asyncio.sleep(due - clock())
+            due = clock() + period_s
             try:
                 await call()
             except Refused as error:
                 logger.warning("%s is over: %s", what, error)
                 return
-            except httpx.HTTPError as error:
+            except (InflightError, httpx.HTTPError) as error:
                 logger.warning("%s failed, trying again: %r", what, error)
 
     task = asyncio.create_task(repeat())

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from sglang_inflight.errors import RankSilent, Refused
+from sglang_inflight.errors import Conflict, HalfDone, Refused
 
-Phase = Literal["status", "pause", "begin", "stage", "seal", "commit", "roll back"]
+Phase = Literal["status", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"]
 
 
 @dataclass
@@ -21,17 +21,13 @@ class Report:
 
     @property
     def uncertain(self) -> list[str]:
-        """Failed, but may have done it all the same: nothing was heard of them in time."""
-        return [
-            url
-            for url, error in self.failures.items()
-            if not isinstance(error, Refused) or isinstance(error, RankSilent)
-        ]
+        """Failed, but may have done it all the same, or a part of it: no refusal was heard."""
+        return [url for url, error in self.failures.items() if not isinstance(error, Refused)]
 
     def __str__(self) -> str:
         failed = (
             f"{url} {'may have failed' if url in self.uncertain else 'failed'} "
-            f"({error or type(error).__name__})"
+            f"({str(error) or type(error).__name__})"
             for url, error in self.failures.items()
         )
         done = f"done on {_list(self.answers)}" if self.answers else "done on no server"
@@ -39,14 +35,17 @@ class Report:
 
 
 class FleetRefused(Refused):
-    """Not every server could do its part. No server has changed: mend it and call again."""
+    """Not every server could do its part. No server has changed: mend it and call again.
+
+    What one that is ``report.uncertain`` holds, a pause or a session, ends with its lease.
+    """
 
     def __init__(self, report: Report) -> None:
         super().__init__(f"nothing has changed on any server; {report}")
         self.report = report
 
 
-class FleetSplit(Exception):
+class FleetSplit(HalfDone):
     """Some servers have changed and others failed: they serve different weights.
 
     ``report.answers`` has those that changed, which may be rolled back; ``report.failures``
@@ -55,7 +54,20 @@ class FleetSplit(Exception):
     """
 
     def __init__(self, report: Report) -> None:
-        super().__init__(f"the fleet is split; {report}")
+        certain = report.answers and len(report.uncertain) < len(report.failures)
+        super().__init__(f"the fleet {'is' if certain else 'may be'} split; {report}")
+        self.report = report
+
+
+class PauseLost(Conflict):
+    """Not every server says that it was paused until the end of the block.
+
+    Those of ``report.failures`` may have generated meanwhile. None is paused by us any more,
+    or for longer than its lease.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(f"not every server was paused until the end; {report}")
         self.report = report
 
 

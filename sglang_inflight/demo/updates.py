@@ -38,14 +38,15 @@ async def update_from_tensors(
     opened = await post(client, "/begin_weight_update", {"non_blocking": True, "partial": False})
     if not opened["success"]:
         return opened
+    named = {"session_id": opened["session_id"]}
     for chunk in in_chunks(read_tensors(checkpoint), CHUNK_BYTES):
         payload = await asyncio.to_thread(_serialize, chunk)
-        body = {"serialized_named_tensors": [payload] * ranks, **IN_FLIGHT}
+        body = {"serialized_named_tensors": [payload] * ranks, **IN_FLIGHT, **named}
         staged = await post(client, "/update_weights_from_tensor", body)
         if not staged["success"]:
-            await post(client, "/abort_weight_update", {})
+            await post(client, "/abort_weight_update", named)
             return staged
-    body = {"weight_version": version, **IN_FLIGHT}
+    body = {"weight_version": version, **IN_FLIGHT, **named}
     return await post(client, "/end_weight_update", body)
 
 

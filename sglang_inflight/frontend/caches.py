@@ -41,13 +41,15 @@ class Caches:
                 "prefixes in tiers of its own"
             )
         require_success(
-            await self._ranks.call(FlushCall(call_id="", retract=retract), FLUSH_TIMEOUT_S)
+            await self._ranks.carry_out(FlushCall(call_id="", retract=retract), FLUSH_TIMEOUT_S)
         )
         self.clear_preprocessed()
 
     async def forget_embeddings(self) -> None:
         """Forget what encoders made of images and the like, on every rank."""
-        require_success(await self._ranks.call(ForgetEmbeddingsCall(call_id=""), FLUSH_TIMEOUT_S))
+        require_success(
+            await self._ranks.carry_out(ForgetEmbeddingsCall(call_id=""), FLUSH_TIMEOUT_S)
+        )
 
     def clear_preprocessed(self) -> None:
         """Forget preprocessed images and the like; models for text have none."""

@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import ERRORS, HandlerFailed
-from sglang_inflight.frontend.ranks import count_ranks
+from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import CONTROL_CALL, RankAnswer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -41,44 +43,70 @@ class _Awaited:
             self.complete.set_result(self.answers)
 
 
-# by the id of the call; event loops of one process share nothing but this
-_awaited: dict[str, _Awaited] = {}
+class ControlCalls:
+    """Those of one ``TokenizerManager``. Lives on the front end's event loop."""
+
+    def __init__(self, ranks: Ranks, lifetime: Lifetime) -> None:
+        self._ranks = ranks
+        self._lifetime = lifetime
+        # by the id of the call
+        self._awaited: dict[str, _Awaited] = {}
+
+    def adopt(self, tokenizer_manager: TokenizerManager) -> None:
+        """Every communicator of it finds its way here."""
+        from sglang.srt.managers.communicator import FanOutCommunicator
+
+        for value in vars(tokenizer_manager).values():
+            if isinstance(value, FanOutCommunicator):
+                value.inflight = self
+
+    async def call(self, communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
+        """Send ``request`` and return the answer of every replica.
+
+        Raises ``HandlerFailed``, or what else a rank said, where a rank said so.
+        """
+        return await self._lifetime.attend(self._call(communicator, request))
+
+    async def _call(self, communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
+        async with communicator._queueing_lock:
+            request.rid = CONTROL_CALL + uuid.uuid4().hex
+            replicas = communicator._fan_out
+            awaited = _Awaited(replicas, self._ranks.count - replicas)
+            self._awaited[request.rid] = awaited
+            try:
+                communicator._send(request)
+                return await awaited.complete
+            finally:
+                del self._awaited[request.rid]
+
+    def hear(self, answer: Any) -> None:
+        """An answer of upstream's type came in."""
+        awaited = self._awaited.get(answer.rid)
+        if awaited is None:
+            logger.info("Nobody waits for this %s any more.", type(answer).__name__)
+            return
+        awaited.answers.append(answer)
+        awaited.look()
+
+    def hear_rank(self, answer: RankAnswer) -> None:
+        """A rank is done, or its handler raised: then the call has failed, whatever others say."""
+        awaited = self._awaited.get(answer.call_id)
+        if awaited is None:
+            return
+        if answer.success:
+            awaited.done += 1
+            awaited.look()
+        elif not awaited.complete.done():
+            error = ERRORS.get(answer.error, HandlerFailed)
+            awaited.complete.set_exception(error(answer.message))
 
 
 async def call(communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
-    """Send ``request`` and return the answer of every replica.
-
-    Raises ``HandlerFailed``, or what else a rank said, where a rank said so.
-    """
-    async with communicator._queueing_lock:
-        request.rid = CONTROL_CALL + uuid.uuid4().hex
-        replicas = communicator._fan_out
-        awaited = _awaited[request.rid] = _Awaited(replicas, count_ranks() - replicas)
-        try:
-            communicator._send(request)
-            return await awaited.complete
-        finally:
-            del _awaited[request.rid]
+    """Instead of ``FanOutCommunicator.queueing_call``."""
+    answers: list[Any] = await communicator.inflight.call(communicator, request)
+    return answers
 
 
 def hear(communicator: FanOutCommunicator[Any], answer: Any) -> None:
-    """An answer of upstream's type came in."""
-    awaited = _awaited.get(answer.rid)
-    if awaited is None:
-        logger.info("Nobody waits for this %s any more.", type(answer).__name__)
-        return
-    awaited.answers.append(answer)
-    awaited.look()
-
-
-def hear_rank(answer: RankAnswer) -> None:
-    """A rank is done, or its handler raised: then the call has failed, whatever others say."""
-    awaited = _awaited.get(answer.call_id)
-    if awaited is None:
-        return
-    if answer.success:
-        awaited.done += 1
-        awaited.look()
-    elif not awaited.complete.done():
-        error = ERRORS.get(answer.error, HandlerFailed)
-        awaited.complete.set_exception(error(answer.message))
+    """Instead of ``FanOutCommunicator.handle_recv``."""
+    communicator.inflight.hear(answer)

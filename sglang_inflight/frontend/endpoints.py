@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -11,8 +12,9 @@ from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_inflight.errors import InflightError
-from sglang_inflight.frontend.bodies import Body, decode, read_query
+from sglang_inflight.errors import Dropped, InflightError
+from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
+from sglang_inflight.frontend.large_bodies import large_body
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,50 @@ def with_body(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endp
     """An endpoint whose JSON body has the ``shape``."""
 
     async def read_and_answer(request: Request) -> Answer:
-        return await handler(decode(await request.body(), shape))
+        body = decode(await request.body(), shape)
+        return await while_connected(request, handler(body))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+async def while_connected(request: Request, doing: Awaitable[Answer]) -> Answer:
+    """The answer, for as long as there is somebody to hear it.
+
+    ``doing`` is cancelled when the caller is gone: what it has not done yet is not wanted any
+    more, and a caller who tries again would have it done twice. The request's body must have
+    been read, because the next thing that comes then is the end of its connection.
+    """
+    work = asyncio.ensure_future(doing)
+    leaving = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            logger.warning("%s: its caller has left before the answer.", request.url.path)
+            work.cancel()
+            await asyncio.wait({work})
+            if work.cancelled():
+                raise Dropped("its caller has left before the answer")
+        return await work
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.wait({work, leaving})
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose JSON body may hold whole tensors."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        with large_body() as large:
+            body = decode(await large.read(request), TensorBody)
+            # its type is what JSON may hold, which is no file
+            body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
+            return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
@@ -34,7 +79,9 @@ def with_query(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> End
     """An endpoint whose query has the ``shape``; a body is not looked at."""
 
     async def read_and_answer(request: Request) -> Answer:
-        return await handler(read_query(request.query_params.multi_items(), shape))
+        query = read_query(request.query_params.multi_items(), shape)
+        await request.body()
+        return await while_connected(request, handler(query))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 

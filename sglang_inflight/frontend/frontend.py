@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_inflight.frontend import control_calls
+from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.caches import Caches
+from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.groups import Groups
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.quiet import Quiet
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates import Updates
-from sglang_inflight.messages import RankAnswer
+from sglang_inflight.messages import GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
 
 
 class Frontend:
     """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself."""
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
-        self._ranks = Ranks(tokenizer_manager)
+        self.lifetime = Lifetime(tokenizer_manager)
+        self.ranks = Ranks(tokenizer_manager)
+        self._control_calls = ControlCalls(self.ranks, self.lifetime)
+        self._control_calls.adopt(tokenizer_manager)
         metrics = Metrics()
-        self.pauses = Pauses(tokenizer_manager, self._ranks, metrics)
-        self.caches = Caches(tokenizer_manager, self._ranks)
+        self.pauses = Pauses(tokenizer_manager, self.ranks, metrics)
+        self.caches = Caches(tokenizer_manager, self.ranks)
         settings = self.settings = Settings.from_environment()
-        self.groups = Groups(self._ranks, settings)
-        self.updates = Updates(tokenizer_manager, self._ranks, self.groups, metrics, settings)
-        tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])
+        self.groups = Groups(self.ranks, settings)
+        quiet = Quiet(tokenizer_manager, self.pauses)
+        self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
+        self._tasks = tokenizer_manager.asyncio_tasks
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+            [(RankAnswer, self._hear), (GenerationContinues, self._look)]
+        )
 
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""
-        self._ranks.hear(answer)
-        control_calls.hear_rank(answer)
+        self.ranks.hear(answer)
+        self._control_calls.hear_rank(answer)
+
+    def _look(self, _: GenerationContinues) -> None:
+        """What is known here of pauses is out of date."""
+        self.in_background(self.pauses.look())
+
+    def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
+        """Do what nobody waits for; what comes of it but a success is logged."""
+        task = asyncio.ensure_future(_logged(doing))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def status(self) -> dict[str, Any]:
         """State, versions and staging progress: of the first rank, then of each rank."""
@@ -47,3 +72,10 @@ class Frontend:
             "paused": any(answer.detail["paused"] for answer in answers),
             "ranks": [{**answer.rank, **answer.detail} for answer in answers],
         }
+
+
+async def _logged(doing: Coroutine[Any, Any, Any]) -> None:
+    try:
+        await doing
+    except InflightError as error:
+        logger.warning("%s", error)

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
-from sglang_inflight.errors import RankSilent
+from sglang_inflight.errors import InflightError, RankSilent
 from sglang_inflight.frontend.bodies import JoinGroupBody, LeaveGroupBody
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import (
+    DistributedSource,
     GiveUpTransferCall,
     JoinGroupCall,
     LeaveGroupCall,
+    Source,
 )
 from sglang_inflight.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# Beyond the rendezvous: a staging thread may have a job to finish first.
-PATIENCE_S = 120.0
+# Ranks keep the time limit of a rendezvous themselves; one that hangs is given up this much later.
+GRACE_S = 15.0
+# A staging thread may have a job to finish first.
+LEAVE_TIMEOUT_S = 120.0
 GIVE_UP_TIMEOUT_S = 10.0
 
 
@@ -29,6 +36,11 @@ class Groups:
         self._settings = settings
 
     async def join(self, body: JoinGroupBody) -> None:
+        """Meet a trainer, on every rank. A caller that leaves gives the rendezvous up.
+
+        Raises ``Refused`` where the group was not formed, ``OutcomeUnknown`` where a rank
+        did not say.
+        """
         call = JoinGroupCall(
             call_id="",
             master_address=body.master_address,
@@ -38,19 +50,57 @@ class Groups:
             group_name=body.group_name,
             backend=body.backend,
         )
-        require_success(await self._ranks.call(call, self._settings.group_timeout_s + PATIENCE_S))
+        patience = self._settings.group_timeout_s + GRACE_S
+        try:
+            require_success(await self._ranks.carry_out(call, patience))
+        except asyncio.CancelledError:
+            await asyncio.shield(self._stop_joining(body.group_name))
+            raise
 
     async def leave(self, body: LeaveGroupBody) -> None:
         call = LeaveGroupCall(call_id="", group_name=body.group_name)
-        require_success(await self._ranks.call(call, PATIENCE_S))
+        require_success(await self._ranks.carry_out(call, LEAVE_TIMEOUT_S))
 
-    async def give_up(self, group_name: str, transfer_id: str | None, error: BaseException) -> str:
-        """A call failed: no later one may take in what was sent for it.
+    @asynccontextmanager
+    async def in_step(self, source: Source) -> AsyncIterator[None]:
+        """Around a call that brings weights: where it fails, its group knows."""
+        if not isinstance(source, DistributedSource):
+            yield
+            return
+        async with self.in_step_by_name(source.group_name, source.transfer_id):
+            yield
 
-        ``transfer_id`` is None where the call's body could not be read. Returns what its
-        caller must know besides, which is nothing where every rank took all of it in. The
-        message goes out before any later update's on the same socket, so it holds whether
-        it is answered or not.
+    @asynccontextmanager
+    async def in_step_by_name(
+        self, group_name: str, transfer_id: str | None = None
+    ) -> AsyncIterator[None]:
+        """Where the block raises, no later call may take in what was broadcast for it.
+
+        The error says so where the group is of no use any more. ``transfer_id`` is None
+        where the call's body could not be read.
+        """
+        try:
+            yield
+        except BaseException as error:
+            note = await asyncio.shield(self._give_up(group_name, transfer_id, error))
+            if note and isinstance(error, InflightError):
+                raise type(error)(f"{error}{note}") from error
+            raise
+
+    async def _stop_joining(self, group_name: str) -> None:
+        try:
+            await self._ranks.call(
+                LeaveGroupCall(call_id="", group_name=group_name), GIVE_UP_TIMEOUT_S
+            )
+        except RankSilent as silence:
+            logger.error("Group %r, whose join was given up: %s", group_name, silence)
+
+    async def _give_up(self, group_name: str, transfer_id: str | None, error: BaseException) -> str:
+        """What the caller of the failed call must know besides: nothing where every rank has
+        taken all of it in.
+
+        The message goes out before any later update's on the same socket, so it holds
+        whether it is answered or not.
         """
         call = GiveUpTransferCall(
             call_id="", group_name=group_name, transfer_id=transfer_id, reason=f"{error}"

@@ -8,11 +8,14 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.messages import (
     ContinueCall,
     PauseCall,
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0
-FORSAKE_TIMEOUT_S = 1.0
+RELEASE_TIMEOUT_S = 1.0
 LOOK_AGAIN_S = 1.0
 
 logger = logging.getLogger(__name__)
@@ -44,6 +47,8 @@ class Pauses:
         self._tokenizer_manager = tokenizer_manager
         self._metrics = metrics
         self._ranks = ranks
+        # calls that take a pause of a name that their callers chose
+        self._taking: dict[str, SharedCall[dict[str, Any]]] = {}
         self._looking = asyncio.Lock()
         self._looked_at = -math.inf
         self._seen_mode: str | None = None
@@ -53,39 +58,55 @@ class Pauses:
         mode: PauseMode | None = None,
         *,
         pause_id: str | None = None,
+        new_id: str | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> dict[str, Any]:
         """Pause generation; returns when every rank stands still.
 
         ``pause_id`` renews the pause of that name, and ``mode`` may change it; a new pause
-        is an ``abort`` where no mode is given, as upstream has it. After ``lease_s`` seconds
-        without a renewal generation continues by itself. ``timeout_s`` bounds the mode
-        ``wait``; requests that still run then stay frozen, as by ``in_place``.
+        is an ``abort`` where no mode is given, as upstream has it. It gets the name
+        ``new_id``, where the caller chose one: making the call again, because its answer was
+        lost, then takes no second pause. After ``lease_s`` seconds without a renewal
+        generation continues by itself. ``timeout_s`` bounds the mode ``wait``; requests that
+        still run then stay frozen, as by ``in_place``. A caller that leaves before the
+        answer holds nothing.
 
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``Refused`` where the
         server's loop has no pause states.
         """
         if (reason := why_no_pause()) is not None:
             raise Refused(reason)
+        if pause_id is not None and new_id is not None:
+            raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
         call = PauseCall(
             call_id="",
             mode=mode if pause_id is not None else mode or "abort",
-            pause_id=pause_id or uuid.uuid4().hex,
+            pause_id=pause_id or new_id or uuid.uuid4().hex,
             renews=pause_id is not None,
+            may_be_held=new_id is not None,
             lease_s=lease_s,
             timeout_s=timeout_s,
         )
         patience = GRANT_TIMEOUT_S if mode != "wait" else (timeout_s or 86400.0) + GRANT_TIMEOUT_S
+        if new_id is None:
+            return await self._take(call, patience)
+        # the caller of a call that was made again may be noticed to be gone after that
+        taking = self._taking.setdefault(new_id, SharedCall())
+        try:
+            return await taking.join(lambda: self._take(call, patience))
+        finally:
+            if not taking.is_awaited:
+                self._taking.pop(new_id, None)
+
+    async def _take(self, call: PauseCall, patience_s: float) -> dict[str, Any]:
         self._tokenizer_manager.is_pause = True
         began = time.perf_counter()
         try:
-            answers = await self._ranks.call(call, patience)
+            answers = await self._ranks.call(call, patience_s)
             require_success(answers)
-        except Refused:
-            if not call.renews:
-                await self._forsake(call.pause_id)
-            await self.look()
+        except BaseException:
+            await asyncio.shield(self._undo(call))
             raise
         granted_mode = answers[0].detail["mode"]
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
@@ -104,10 +125,11 @@ class Pauses:
     ) -> dict[str, Any]:
         """Let go of one pause, or of all; generation goes on when none is left.
 
-        Raises ``Conflict`` where ``pause_id`` is not held any more.
+        Raises ``Conflict`` where ``pause_id`` is not held any more, ``OutcomeUnknown`` where
+        a rank is silent.
         """
         call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=torch_empty_cache)
-        answers = await self._ranks.call(call, GRANT_TIMEOUT_S)
+        answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
         require_success(answers)
         paused = any(answer.detail["paused"] for answer in answers)
         self._tokenizer_manager.is_pause = paused
@@ -119,12 +141,52 @@ class Pauses:
             "paused": paused,
         }
 
-    async def _forsake(self, pause_id: str) -> None:
-        """Let go wherever it is held: a caller that was refused holds a pause on no rank."""
+    @contextlib.asynccontextmanager
+    async def held_while_nothing_runs(
+        self, pause_id: str, deadline: Deadline
+    ) -> AsyncIterator[None]:
+        """A ``wait`` that yields to every other pause, for the time of the block.
+
+        Where generation stands still already it holds nothing, and waits for nothing: the
+        requests it would wait for never finish then (sglang#25319). Raises ``Conflict``
+        where requests still run when ``deadline`` is over.
+        """
+        call = PauseCall(call_id="", mode="wait", pause_id=pause_id, yields=True)
+        try:
+            await self._wait_until_nothing_runs(call, deadline)
+            yield
+        finally:
+            await asyncio.shield(self._undo(call))
+
+    async def _wait_until_nothing_runs(self, call: PauseCall, deadline: Deadline) -> None:
+        while True:
+            try:
+                require_success(await self._ranks.call(call, deadline.seconds_left))
+                return
+            except RankSilent as silence:
+                raise Conflict(
+                    f"requests still ran when the update's time was over ({silence})"
+                ) from silence
+            except Conflict:
+                # somebody paused, or continued: the next try finds generation standing still,
+                # or waits anew
+                if deadline.is_over:
+                    raise
+
+    async def _undo(self, call: PauseCall) -> None:
+        """A caller who was not granted a pause holds none, on no rank."""
+        if not call.renews:
+            await self._release_everywhere(call.pause_id)
+        try:
+            await self.look()
+        except Refused as error:
+            logger.warning("Whether generation is paused is not known: %s", error)
+
+    async def _release_everywhere(self, pause_id: str) -> None:
         call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=False)
         # a silent rank takes the message in when it comes to its next boundary
         with contextlib.suppress(RankSilent):
-            await self._ranks.call(call, FORSAKE_TIMEOUT_S)
+            await self._ranks.call(call, RELEASE_TIMEOUT_S)
 
     async def is_paused(self) -> bool:
         paused = {answer.detail["paused"] for answer in await self.look()}

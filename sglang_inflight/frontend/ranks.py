@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_inflight.errors import ERRORS, RankFailed, RankSilent
+from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 from sglang_inflight.messages import InflightCall, RankAnswer
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ C = TypeVar("C", bound=InflightCall)
 
 
 class _Collector:
-    def __init__(self, expected: set[Rank]) -> None:
+    def __init__(self, expected: frozenset[Rank]) -> None:
         self.answers: dict[Rank, RankAnswer] = {}
         self.complete = asyncio.get_running_loop().create_future()
         self._expected = expected
@@ -30,7 +30,7 @@ class _Collector:
         if not self.missing() and not self.complete.done():
             self.complete.set_result(None)
 
-    def missing(self) -> set[Rank]:
+    def missing(self) -> frozenset[Rank]:
         return self._expected - self.answers.keys()
 
 
@@ -43,6 +43,9 @@ class Ranks:
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
+        # Now, because what SGLang keeps of a server's sizes belongs to the process, and to
+        # the engine that was made last.
+        self.all = _all_ranks()
         self._collectors: dict[str, _Collector] = {}
 
     async def call(self, call: C, timeout_s: float) -> list[RankAnswer]:
@@ -52,7 +55,7 @@ class Ranks:
         """
         self._tokenizer_manager.auto_create_handle_loop()
         call.call_id = uuid.uuid4().hex
-        collector = self._collectors[call.call_id] = _Collector(_all_ranks())
+        collector = self._collectors[call.call_id] = _Collector(self.all)
         try:
             await self._tokenizer_manager._async_dispatch_to_scheduler(call)
             try:
@@ -63,6 +66,24 @@ class Ranks:
         finally:
             del self._collectors[call.call_id]
         return [collector.answers[rank] for rank in sorted(collector.answers)]
+
+    async def carry_out(self, call: C, timeout_s: float) -> list[RankAnswer]:
+        """``call`` what cannot be called back: a silent rank does it later, or is dead.
+
+        Raises ``OutcomeUnknown`` then.
+        """
+        try:
+            return await self.call(call, timeout_s)
+        except RankSilent as silence:
+            raise OutcomeUnknown(
+                f"it was sent to all ranks, but {silence}. A silent rank carries it out when it "
+                "comes to it, or it is dead"
+            ) from silence
+
+    @property
+    def count(self) -> int:
+        """Of all replicas: what a trainer counts besides itself in the world size of a group."""
+        return len(self.all)
 
     def hear(self, answer: RankAnswer) -> None:
         collector = self._collectors.get(answer.call_id)
@@ -87,15 +108,11 @@ def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:
     return f"rank dp{dp_rank} pp{pp_rank} tp{tp_rank}"
 
 
-def count_ranks() -> int:
-    """Of all replicas: what a trainer counts besides itself in the world size of a group."""
-    return len(_all_ranks())
-
-
-def _all_ranks() -> set[Rank]:
+def _all_ranks() -> frozenset[Rank]:
     parallel = get_parallel()
     stages, width = range(parallel.pp_size), range(parallel.tp_size)
     if parallel.attn_dp_enabled:
         width_of_group = parallel.tp_size // parallel.attn_dp_size
-        return {(tp // width_of_group, pp, tp) for pp in stages for tp in width}
-    return {(dp, pp, tp) for dp in range(parallel.dp_size) for pp in stages for tp in width}
+        return frozenset((tp // width_of_group, pp, tp) for pp in stages for tp in width)
+    replicas = range(parallel.dp_size)
+    return frozenset((dp, pp, tp) for dp in replicas for pp in stages for tp in width)

@@ -71,9 +71,11 @@ class Boundary:
             batch, result = scheduler.result_queue.popleft()
             scheduler.process_batch_result(batch, result)
         # a result is ready when its tokens are copied, which is before the forward's end
-        # where a draft model runs after the sampling
+        # where a draft model runs after the sampling. Without overlap scheduling forwards run
+        # on the loop's own stream, which is current here.
         if scheduler.device != "cpu":
             scheduler.forward_stream.synchronize()
+            scheduler.device_module.current_stream().synchronize()
 
     def live_requests(self) -> set[Req]:
         """Every request this scheduler holds, in whatever queue or batch."""

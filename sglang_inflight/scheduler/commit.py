@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
@@ -65,14 +65,22 @@ class Commits:
         assert base_digest is not None
         self._previous = (base, base_digest, frozenset(update.roles))
         detail = self._go_live(
-            update.roles, call.weight_version, call.kv_cache, empty_cache=call.torch_empty_cache
+            update.roles,
+            update.digest,
+            call.weight_version,
+            call.kv_cache,
+            empty_cache=call.torch_empty_cache,
         )
-        self._staging.live_digest = update.digest
         self._staging.note_checkpoints(update)
         return {**detail, "base_version": base, "digest": update.digest}
 
     def roll_back(self, call: RollbackCall) -> dict[str, Any]:
         """Swap the previous version back in. It then is what a rollback would undo."""
+        if call.expected_version not in (None, self._versions.current):
+            raise Conflict(
+                f"expected_version is {call.expected_version!r}, but "
+                f"{self._versions.current!r} is serving"
+            )
         if (reason := self._staging.why_no_rollback()) is not None or self._previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
         version, previous_digest, roles = self._previous
@@ -81,9 +89,8 @@ class Commits:
         assert digest is not None
         self._previous = (base, digest, roles)
         detail = self._go_live(
-            roles, call.weight_version or version, call.kv_cache, empty_cache=False
+            roles, previous_digest, call.weight_version or version, call.kv_cache, empty_cache=False
         )
-        self._staging.live_digest = previous_digest
         return {**detail, "base_version": base, "digest": previous_digest}
 
     def describe(self) -> dict[str, Any]:
@@ -95,19 +102,24 @@ class Commits:
         }
 
     def _go_live(
-        self, roles: Iterable[str], version: str | None, kv_cache: KVPolicy, *, empty_cache: bool
+        self,
+        roles: Iterable[str],
+        digest: str,
+        version: str | None,
+        kv_cache: KVPolicy,
+        *,
+        empty_cache: bool,
     ) -> dict[str, Any]:
         started = time.perf_counter()
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._exchange(roles)
-        self._versions.begin_epoch()
-        self._versions.change(version)
-        self._staleness.begin_epoch(self._versions.epoch)
-        if kv_cache != "keep":
-            # before the flush: nothing old is reused even where that fails
-            self._fence.raise_to(self._versions.epoch)
-        if kv_cache == "recompute":
-            self._boundary.flush(empty_cache=empty_cache)
+        self._staging.live_digest = digest
+        try:
+            self._follow(version, kv_cache, empty_cache=empty_cache)
+        except Exception as error:
+            raise HalfDone(
+                f"the new weights are in place as {self._versions.current!r}, but {error}"
+            ) from error
         stall_s = time.perf_counter() - started
         self._metrics.commit_stall.observe(stall_s)
         self._metrics.epoch.set(self._versions.epoch)
@@ -126,17 +138,33 @@ class Commits:
             "retracted": retracted,
         }
 
-    def _exchange(self, roles: Iterable[str]) -> int:
-        """Swap the weights, on the stream that forwards run on where the device has streams.
+    def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
+        """All that must know of weights that have just been swapped in."""
+        self._versions.begin_epoch(version)
+        self._staleness.begin_epoch(self._versions.epoch)
+        if kv_cache != "keep":
+            # before the flush: nothing old is reused even where that fails
+            self._fence.raise_to(self._versions.epoch)
+        if kv_cache == "recompute":
+            self._boundary.flush(empty_cache=empty_cache)
 
-        There the swap comes after the last forward that was launched and before the next one,
-        without the host waiting. The shadow was complete before this rank voted, and its
-        next user waits for the event.
+    def _exchange(self, roles: Iterable[str]) -> int:
+        """Swap the weights, between the forwards launched so far and those launched next.
+
+        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else
+        on the loop's own, which is current here. The swap waits on the device for whatever
+        is on either, and what comes next on either waits for the swap: so it does not matter
+        where a forward runs. The host waits for nothing. The shadow was complete before this
+        rank voted, and its next user waits for the event.
         """
         scheduler = self._scheduler
         if scheduler.device == "cpu":
             return self._staging.exchange(roles)
-        with scheduler.device_module.stream(scheduler.forward_stream):
+        loop, forward = scheduler.device_module.current_stream(), scheduler.forward_stream
+        forward.wait_stream(loop)
+        with scheduler.device_module.stream(forward):
             swapped = self._staging.exchange(roles)
-            self._staging.wait_for(scheduler.forward_stream.record_event())
+        done = forward.record_event()
+        loop.wait_event(done)
+        self._staging.wait_for(done)
         return swapped

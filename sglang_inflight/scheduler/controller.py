@@ -67,7 +67,7 @@ class Controller:
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
-        self.versions = Versions(scheduler, boundary, kv_versions)
+        self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self.staging = Staging(
@@ -150,7 +150,7 @@ class Controller:
     def before_release(self, req: Req) -> None:
         """A request is about to lose its row of KV slots."""
         if req.finished():
-            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.current)
+            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def before_output(self, reqs: list[Req]) -> None:
         """The outputs of ``reqs`` are about to be sent."""
@@ -196,8 +196,10 @@ class Controller:
         self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
 
     def _take_pause(self, call: PauseCall) -> None:
-        if call.renews:
+        if call.renews or (call.may_be_held and self.pause.is_held(call.pause_id)):
             self.pause.renew(call)
+        elif call.yields:
+            self.pause.wait_unless_frozen(call)
         else:
             self.pause.pause(call)
 

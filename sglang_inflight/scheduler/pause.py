@@ -126,6 +126,16 @@ class Pause:
             self._freeze()
             self._answer(call, retracted=retracted)
 
+    def wait_unless_frozen(self, call: PauseCall) -> None:
+        """Take a pause that lets running requests end, but where nothing runs anyhow take none."""
+        if self._state is PauseState.FROZEN:
+            self._answer(call)
+        else:
+            self.pause(call)
+
+    def is_held(self, pause_id: str) -> bool:
+        return pause_id in self._holders
+
     def renew(self, call: PauseCall) -> None:
         """Lengthen the lease, and change the mode where it is another one.
 
@@ -235,6 +245,7 @@ class Pause:
         if not self._holders:
             logger.warning("Nobody holds a pause any more: generation continues.")
             self._thaw(torch_empty_cache=False)
+            self._answers.tell_that_generation_continues()
 
     def _end_waiting(self, pause_id: str) -> None:
         # a lease that ran out in the same pass may have taken the grant along

@@ -29,6 +29,8 @@ def install() -> None:
     staging = "sglang_inflight.scheduler.staging.staging.Staging"
     for method, hook in (("_fill", first), ("_counted", middle), ("_finish", vote)):
         HookRegistry.register(f"{staging}.{method}", hook, HookType.AROUND)
+    boundary = "sglang_inflight.scheduler.boundary.Boundary"
+    HookRegistry.register(f"{boundary}.flush", flush, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
 
@@ -48,6 +50,11 @@ def middle(counted: Callable[..., Pairs], staging: Any, update: Any, weights: Pa
 def vote(finish: Callable[..., Any], staging: Any, update: Any) -> Any:
     fail("vote", update)
     return finish(staging, update)
+
+
+def flush(flush_now: Callable[..., None], boundary: Any, *, empty_cache: bool) -> None:
+    fail("flush", None)
+    flush_now(boundary, empty_cache=empty_cache)
 
 
 def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:

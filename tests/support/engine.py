@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.support.starting import ROOT, end, start
+
+TIMEOUT_S = 280
 
 
 def play(module: str, model: Path, folder: Path, env: dict[str, str] | None = None) -> Any:
     """What ``python -m module MODEL FILE`` wrote into its file, as JSON."""
-    file = folder / "answers.json"
-    played = subprocess.run(
-        [sys.executable, "-m", module, str(model), str(file)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert file.is_file(), played.stdout[-2000:] + played.stderr[-4000:]
+    file, log = folder / "answers.json", folder / "engine.log"
+    with log.open("wb") as sink:
+        process = start(
+            ["-m", module, str(model), str(file)],
+            output=sink,
+            env=env or {},
+            cwd=ROOT,
+        )
+    try:
+        process.wait(TIMEOUT_S)
+    finally:
+        end(process)
+    assert file.is_file(), log.read_text(errors="replace")[-6000:]
     return json.loads(file.read_text())

@@ -7,9 +7,12 @@ It is a script because an engine's end kills every child of its process, a test 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import sys
 import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,29 @@ from tests.support.server import free_port
 
 TOKENS = 600
 SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
+# until something else ends it
+ENDLESS = {**SAMPLING, "max_new_tokens": 6_000}
+
+# what no type or range allows, of each method
+NONSENSE: dict[str, dict[str, Any]] = {
+    "pause_generation": {"mode": "nonsense"},
+    "continue_generation": {"torch_empty_cache": "nonsense"},
+    "update_weights_from_disk": {"model_path": 5},
+    "update_weights_from_tensor": {"named_tensors": [], "on_busy": "nonsense"},
+    "update_weights_from_distributed": {"names": "a", "dtypes": [], "shapes": []},
+    "update_weights_from_ipc": {"zmq_handles": []},
+    "begin_weight_update": {"selector": "nonsense"},
+    "seal_weight_update": {"session_id": 5},
+    "end_weight_update": {"kv_cache": "nonsense"},
+    "abort_weight_update": {"session_id": ""},
+    "rollback_weights": {"flush_cache": 5},
+    "init_weights_update_group": {
+        "master_address": "localhost", "master_port": 0, "rank_offset": 1, "world_size": 2,
+    },
+    "destroy_weights_update_group": {"group_name": 5},
+    "release_memory_occupation": {"tags": 5},
+    "resume_memory_occupation": {"tags": 5},
+}  # fmt: skip
 
 
 class Generating:
@@ -72,6 +98,17 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
         answers["refused"] = str(error)
     answers["in flight"] = generating.result()
 
+    answers["signatures"] = {
+        name: [str(inspect.signature(method)), inspect.getdoc(method)]
+        for name in (*NONSENSE, "is_paused", "inflight_status", "flush_cache")
+        for method in (getattr(engine, name), getattr(engine, f"async_{name}"))
+    }
+    answers["nonsense"] = {
+        name: said(getattr(engine, name), **wrong) for name, wrong in NONSENSE.items()
+    }
+    answers["unknown"] = said(engine.pause_generation, colour="red")
+    answers["after nonsense"] = engine.is_paused()
+
     answers["async"] = engine.loop.run_until_complete(use_async(engine, checkpoints))
 
     answers["blocking disk"] = engine.update_weights_from_disk(str(checkpoints / "v5"))
@@ -93,7 +130,29 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
     return answers
 
 
+def said(call: Callable[..., object], *args: Any, **named: Any) -> str:
+    """What it raised."""
+    try:
+        return f"{call(*args, **named)!r} was answered"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+async def async_said(call: Awaitable[object]) -> str:
+    try:
+        return f"{await call!r} was answered"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
 async def use_async(engine: Any, checkpoints: Path) -> dict[str, Any]:
+    in_the_loop = [
+        said(engine.pause_generation),
+        said(engine.generate, input_ids=[9], sampling_params=SAMPLING),
+        said(engine.flush_cache),
+    ]
+    paused_then = await engine.async_is_paused()
+    flushed = await engine.async_flush_cache()
     generating = asyncio.ensure_future(
         engine.async_generate(input_ids=[21, 6, 7], sampling_params=SAMPLING)
     )
@@ -106,6 +165,9 @@ async def use_async(engine: Any, checkpoints: Path) -> dict[str, Any]:
     await engine.async_continue_generation()
     output = await generating
     return {
+        "in the loop": in_the_loop,
+        "paused then": paused_then,
+        "flushed": flushed.success,
         "receipt": receipt,
         "paused": paused,
         "tokens": output["output_ids"],
@@ -131,6 +193,81 @@ def use_a_named_session(engine: Any) -> dict[str, Any]:
     except Refused as error:
         answers["ended"] = str(error)
     return {"begun": begun, **answers}
+
+
+async def use_beside(first: Any, model: Path) -> dict[str, Any]:
+    """An engine of two ranks, made and used under ``asyncio.run``, beside one of one rank."""
+    second = sglang.Engine(
+        model_path=str(model),
+        weight_version="v0",
+        tp_size=2,
+        max_total_tokens=16384,
+        max_running_requests=8,
+    )
+    answers: dict[str, Any] = {}
+    statuses = [
+        await asyncio.to_thread(first.inflight_status),
+        await second.async_inflight_status(),
+    ]
+    answers["ranks"] = [len(status["ranks"]) for status in statuses]
+    answers["flushed"] = (await asyncio.to_thread(first.flush_cache)).success
+
+    answers["in the loop"] = said(second.pause_generation)
+    answers["not paused"] = await second.async_is_paused()
+    await asyncio.to_thread(second.pause_generation, "in_place")
+    answers["paused"] = await second.async_is_paused()
+    await asyncio.to_thread(second.continue_generation)
+    answers["elsewhere"] = await asyncio.to_thread(
+        lambda: said(asyncio.run, second.async_is_paused())
+    )
+    # a shutdown ends the ranks of every engine in the process, and SGLang, whose watchdog of
+    # the other engine sees it, then the process
+    first.tokenizer_manager._subprocess_watchdog.stop()
+    answers["ended"] = await shut_down_under_calls(second)
+    return answers
+
+
+async def shut_down_under_calls(engine: Any) -> dict[str, Any]:
+    """What becomes of calls that wait, in threads and on the loop, and of one made later."""
+    begun = threading.Event()
+
+    def stream() -> Any:
+        reasons = []
+        for chunk in engine.generate(input_ids=[11], sampling_params=ENDLESS, stream=True):
+            reasons.append(chunk["meta_info"]["finish_reason"])
+            begun.set()
+        return reasons[-1]
+
+    # nobody ends this session, so an update by another caller waits for its turn
+    await engine.async_begin_weight_update(non_blocking=True)
+    update = {"named_tensors": list(marker.tensors(1).items()), "non_blocking": True}
+    with ThreadPoolExecutor() as threads:
+        streaming = threads.submit(stream)
+        updating = threads.submit(said, engine.update_weights_from_tensor, **update)
+        generating = asyncio.ensure_future(
+            async_said(engine.async_generate(input_ids=[12], sampling_params=ENDLESS))
+        )
+        async_updating = asyncio.ensure_future(
+            async_said(engine.async_update_weights_from_tensor(**update))
+        )
+        await asyncio.to_thread(begun.wait, 60)
+        while (await engine.async_inflight_status())["running"] < 2:
+            await asyncio.sleep(0.01)
+        pausing = asyncio.ensure_future(async_said(engine.async_pause_generation("wait")))
+        while (await engine.async_inflight_status())["state"] != "draining":
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(engine.shutdown)
+        return {
+            "stream": await asyncio.wrap_future(streaming),
+            "update": await asyncio.wrap_future(updating),
+            "async update": await async_updating,
+            "async generate": await generating,
+            "async pause": await pausing,
+            "later": await asyncio.to_thread(said, engine.pause_generation),
+            "later generate": await async_said(
+                engine.async_generate(input_ids=[9], sampling_params=SAMPLING)
+            ),
+        }
 
 
 def update_from_trainer(engine: Any, version: int) -> Any:
@@ -177,7 +314,10 @@ def main() -> None:
         max_running_requests=8,
     )
     try:
-        answers.write_text(json.dumps(play(engine, checkpoints)))
+        played = play(engine, checkpoints)
+        # the last, because its end takes the ranks of every engine in the process
+        played["beside"] = asyncio.run(use_beside(engine, checkpoints / "v0"))
+        answers.write_text(json.dumps(played))
     finally:
         engine.shutdown()
 

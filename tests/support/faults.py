@@ -10,8 +10,9 @@ from typing import Literal
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
 
-# the last is no phase of an update: SGLang's handler of /slow_down, which can only raise
-Phase = Literal["first", "middle", "vote", "handler"]
+# the last two can only raise: a commit's flush, when the weights are swapped, and SGLang's
+# handler of /slow_down, which is no phase of an update
+Phase = Literal["first", "middle", "vote", "flush", "handler"]
 # "hang" looks whether its update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 

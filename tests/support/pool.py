@@ -8,7 +8,6 @@ or ends it costs the next test a fresh one, and nothing else.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,10 +17,8 @@ from typing import Any
 import httpx
 
 from tests.support.server import Server, free_port, serve
-
-# Run against SGLang as it is released, without our plugin, to see that the tests which guard
-# a fix of ours fail there.
-UPSTREAM = os.environ.get("INFLIGHT_TEST_UPSTREAM") == "1"
+from tests.support.starting import ENV as ENV
+from tests.support.starting import UPSTREAM as UPSTREAM
 
 # short where a hang is what a test is about
 RESTORE_TIMEOUT_S = 10.0 if UPSTREAM else 60.0
@@ -110,7 +107,7 @@ class ServerPool:
                 self._model,
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
-                env=ENV | flavour.env,
+                env=flavour.env,
                 admin_key=flavour.admin_key,
             )
         )
@@ -140,17 +137,6 @@ class ServerPool:
                 raise AssertionError(
                     f"the server is not well after the test: {error}\n{tail}"
                 ) from error
-
-
-# One thread a process: more of them wait for each other where the cores are shared.
-ENV = {
-    "OMP_NUM_THREADS": "1",
-    # how often, in seconds, the front end looks whether a waiting client has left
-    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
-}
-if UPSTREAM:
-    # the names of plugins to load: this one makes SGLang run on a CPU, and changes nothing
-    ENV["SGLANG_PLUGINS"] = "inflight_reference"
 
 
 def restore(server: Server, model: Path) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,13 +14,18 @@ import httpx
 import psutil
 from sglang.srt.utils.network import get_free_port_below_ephemeral
 
+from tests.support.starting import Process, end, start
+
 START_TIMEOUT_S = 240
+
+AS_USERS_DO = (str(Path(sys.executable).with_name("sglang")), "serve")
+IN_A_FORK = ("-m", "sglang.launch_server")
 
 
 @dataclass
 class Server:
     url: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     # of its --admin-api-key, where it has one
     headers: dict[str, str] = field(default_factory=dict)
@@ -80,11 +82,15 @@ def serve(
     log: Path,
     env: dict[str, str] | None = None,
     admin_key: str | None = None,
+    fresh: bool = False,
 ) -> Iterator[Server]:
-    """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards."""
+    """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards.
+
+    ``fresh`` is as users start it, for what only that shows; it takes many times as long.
+    """
     port = free_port()
     command = [
-        sys.executable, "-m", "sglang.launch_server", "--model-path", str(model),
+        *(AS_USERS_DO if fresh else IN_A_FORK), "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",
         "--max-total-tokens", "65536", "--max-running-requests", "64",
         "--skip-server-warmup", *flags,
@@ -94,23 +100,13 @@ def serve(
         command += ["--admin-api-key", admin_key]
         headers["Authorization"] = f"Bearer {admin_key}"
     with log.open("wb") as sink:
-        process = subprocess.Popen(
-            command,
-            stdout=sink,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
-            # no session of its own: Linux shares cores out among sessions, and lets those that
-            # want little wait, for seconds, while a server keeps all cores busy
-            process_group=0,
-        )
+        process = start(command, output=sink, env=env or {}, fresh=fresh)
     server = Server(f"http://127.0.0.1:{port}", process, log, headers)
     try:
         _wait_until_up(server)
         yield server
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        end(process)
 
 
 def _wait_until_up(server: Server) -> None:

@@ -26,7 +26,7 @@ from rich.table import Table
 
 from tests.support import marker
 from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
-from tests.support.pool import ENV, FLAVOURS, MAX_RUNNING
+from tests.support.pool import FLAVOURS, MAX_RUNNING
 from tests.support.server import Server, schedulers, serve
 from tests.support.trainer import Trainers, layout
 from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
@@ -299,10 +299,13 @@ class Soak:
         self.numbers.faults["lease of a pause ran out"] += 1
 
     def abandon_a_session(self) -> None:
-        self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
+        begun = self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
+        named = {"session_id": begun["session_id"]}
         weights = marker.tensors(self._choose.randrange(VERSIONS))
         name = self._choose.choice(list(weights))
-        self._post("/update_weights_from_tensor", tensor_body({name: weights[name]}, **LIVE))
+        self._post(
+            "/update_weights_from_tensor", tensor_body({name: weights[name]}, **LIVE, **named)
+        )
         until_idle(self._server)
         self.numbers.faults["session abandoned"] += 1
 
@@ -394,7 +397,6 @@ def main() -> int:
                 *FLAVOURS["server"].flags,
                 *("--max-running-requests", str(max(MAX_RUNNING, arguments.streams))),
                 log=folder / "server.log",
-                env=ENV,
             ) as server:
                 sender = Sender(folder, folder, trainers)
                 soak = Soak(server, folder, sender, trainers, arguments.seed, arguments.streams)

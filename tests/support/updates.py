@@ -23,8 +23,8 @@ from tests.support.load import (
     until,
     versions_of,
 )
-from tests.support.pool import UPSTREAM
 from tests.support.server import Server
+from tests.support.starting import UPSTREAM
 from tests.support.trainer import FLATTENED_BUCKET, Trainers, layout
 
 # tokens of a request that a test ends itself

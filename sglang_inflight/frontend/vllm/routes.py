@@ -8,14 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request
-from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
 from sglang_inflight.frontend.bodies import decode
-from sglang_inflight.frontend.endpoints import Answer, Endpoint, guarded, with_body, with_query
+from sglang_inflight.frontend.endpoints import (
+    Answer,
+    Endpoint,
+    guarded,
+    while_connected,
+    with_body,
+    with_query,
+)
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.ranks import count_ranks
+from sglang_inflight.frontend.naming import name_version
 from sglang_inflight.frontend.vllm.bodies import (
     AbortBody,
     CheckBody,
@@ -76,6 +82,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
 class _Routes:
     def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._ranks = frontend.ranks
         self._pauses = frontend.pauses
         self._caches = frontend.caches
         self._transfer = Transfer(
@@ -135,24 +142,20 @@ class _Routes:
         return {"message": "Draft weight update started"}
 
     async def update(self, request: Request) -> Answer:
-        await self._transfer.receive(await request.body())
-        return {"message": "Weights updated"}
+        content = await request.body()
+
+        async def receive() -> Answer:
+            await self._transfer.receive(content)
+            return {"message": "Weights updated"}
+
+        return await while_connected(request, receive())
 
     async def finish(self, body: FinishBody) -> Answer:
         await self._transfer.finish(body.weight_version)
         return {"message": "Weight update finished"}
 
     async def name_version(self, body: VersionBody) -> Answer:
-        if body.abort_all_requests:
-            self._tokenizer_manager.abort_request(abort_all=True)
-        await self._tokenizer_manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=body.new_version, abort_all_requests=False)
-        )
-        return {
-            "success": True,
-            "message": f"Weight version updated to {body.new_version}",
-            "new_version": body.new_version,
-        }
+        return await name_version(self._tokenizer_manager, body)
 
     async def weight_info(self) -> Answer:
         return {"weight_version": self._tokenizer_manager.config_value("weight_version")}
@@ -170,7 +173,7 @@ class _Routes:
 
     async def world_size(self, query: WorldSizeQuery) -> Answer:
         if query.include_dp:
-            return {"world_size": count_ranks()}
+            return {"world_size": self._ranks.count}
         parallel = get_parallel()
         return {"world_size": parallel.tp_size * parallel.pp_size}
 

@@ -51,6 +51,8 @@ class Transfer:
         # vLLM has no call that drops a session: one that was left must end by itself
         self._session_lease_s = session_lease_s
         self._link: _Link | None = None
+        # of the session begun last; vLLM's calls name none
+        self._session_id: str | None = None
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """Leave the trainer before, if there is one, and form a group with this one.
@@ -83,9 +85,10 @@ class Transfer:
 
     async def start(self, selector: Selector) -> None:
         self._require_link()
-        await self._updates.begin(
+        begun = await self._updates.begin(
             BeginBody(selector=selector, non_blocking=True, lease_s=self._session_lease_s)
         )
+        self._session_id = begun["session_id"]
 
     async def receive(self, content: bytes) -> None:
         """Take in what the trainer broadcasts now; it goes live at ``finish``.
@@ -94,22 +97,27 @@ class Transfer:
         as well, as every call does that is refused.
         """
         link = self._require_link()
-        try:
-            self._require_session("start_weight_update comes first")
-            body = _broadcast(link, decode(content, UpdateBody).update_info)
-        except Refused as error:
-            # the trainer may have begun to broadcast all the same
-            besides = await self._groups.give_up(DEFAULT_GROUP, None, error)
-            if self._updates.has_session:
-                await self._updates.abort(AbortUpdateBody())
-            raise type(error)(f"{error}{besides}") from error
+        # where it is refused, the trainer may have begun to broadcast all the same
+        async with self._groups.in_step_by_name(DEFAULT_GROUP):
+            try:
+                session_id = self._require_session("start_weight_update comes first")
+                body = _broadcast(link, decode(content, UpdateBody).update_info, session_id)
+            except Refused:
+                if self._updates.has_session:
+                    await self._updates.abort(AbortUpdateBody())
+                raise
         await self._updates.update(body)
 
     async def finish(self, weight_version: str | None) -> None:
         """Commit. vLLM keeps the KV of its running requests here, and so do we."""
-        self._require_session("there is none to finish")
+        session_id = self._require_session("there is none to finish")
         await self._updates.end(
-            EndBody(non_blocking=True, weight_version=weight_version, kv_cache="fence")
+            EndBody(
+                session_id=session_id,
+                non_blocking=True,
+                weight_version=weight_version,
+                kv_cache="fence",
+            )
         )
 
     async def _leave(self) -> None:
@@ -122,15 +130,18 @@ class Transfer:
             raise Refused("no trainer is joined: init_weight_transfer_engine comes first")
         return self._link
 
-    def _require_session(self, otherwise: str) -> None:
-        if not self._updates.has_session:
+    def _require_session(self, otherwise: str) -> str:
+        if not self._updates.has_session or self._session_id is None:
             raise Refused(
                 f"no weight update is going on: {otherwise} (a call that fails ends it, and so "
                 "does time)"
             )
+        return self._session_id
 
 
-def _broadcast(link: _Link, update_info: dict[str, Any] | list[dict[str, Any]]) -> BroadcastBody:
+def _broadcast(
+    link: _Link, update_info: dict[str, Any] | list[dict[str, Any]], session_id: str
+) -> BroadcastBody:
     if isinstance(update_info, list):
         raise NotOffered("update_info cannot differ from rank to rank: all take in one broadcast")
     if update_info.keys() & {"ipc_handles", "ipc_handles_pickled"}:
@@ -142,6 +153,7 @@ def _broadcast(link: _Link, update_info: dict[str, Any] | list[dict[str, Any]]) 
         shapes=info.shapes,
         load_format=None if link.bucket_bytes is None else FLATTENED_BUCKET,
         bucket_bytes=link.bucket_bytes,
+        session_id=session_id,
         kv_cache="fence",
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-from safetensors import safe_open
+
+from sglang_inflight.scheduler.staging.safetensors_file import SafetensorsFile
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -19,9 +21,8 @@ def read_shapes(model_path: str, *, revision: str | None, cache: str | None) -> 
     """
     shapes: Shapes = {}
     for file in sorted(_find(model_path, revision, cache).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                shapes[name] = tuple(tensors.get_slice(name).get_shape())
+        with closing(SafetensorsFile(str(file), file.name)) as tensors:
+            shapes |= {place.name: place.shape for place in tensors.places}
     return shapes
 
 

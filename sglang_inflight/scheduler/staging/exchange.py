@@ -4,8 +4,11 @@
     a CPU            the pointers                           no graph holds them
     any other        the contents, through a spare piece    captured graphs hold the pointers
 
-Contents are swapped on the current stream, and the host waits for nothing. What could go
-wrong goes wrong in ``check`` and in making the spare piece, before the vote.
+On a CPU, too, contents are swapped where a model shows a weight under another name, as a view:
+that would go on showing the old memory.
+
+Contents are swapped on the current stream, and the host waits for nothing. What could go wrong
+goes wrong in ``check`` and in making the spare piece, before the vote.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+from torch.autograd.graph import increment_version
 
 from sglang_inflight.errors import Refused
 
@@ -31,8 +35,10 @@ class Exchange(Protocol):
         """Each gets what the other one has. Raises nothing, for what was checked."""
 
 
-def exchange_for(device: torch.device) -> Exchange:
-    return PointerExchange() if device.type == "cpu" else ContentExchange(device, SPARE_BYTES)
+def exchange_for(device: torch.device, *, contents_only: bool) -> Exchange:
+    if device.type == "cpu" and not contents_only:
+        return PointerExchange()
+    return ContentExchange(device, SPARE_BYTES)
 
 
 class PointerExchange:
@@ -63,6 +69,9 @@ class ContentExchange:
             spare.copy_(a, non_blocking=True)
             a.copy_(b, non_blocking=True)
             b.copy_(spare, non_blocking=True)
+        if not live.is_inference():
+            # it was written through views that do not count: what was made of it is out of date
+            increment_version(live)
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:

@@ -4,25 +4,25 @@ The protocol is MoonshotAI/checkpoint-engine's (``checkpoint_engine/worker.py``,
 worker is the REP side; it receives a shared buffer's handle, then lists of what lies where
 in the buffer, each acknowledged when it was loaded, then None to let go of the buffer, and
 None again to finish. Its own worker needs CUDA and blocks for ever, so we speak it here,
-with SGLang's safe unpickler and a time limit.
+with an unpickler that takes tensors only and a time limit.
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import torch
 import zmq
 from sglang.srt.platforms import current_platform
-from sglang.srt.utils.common import SafeUnpickler
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import IPCSource
-
-Weights = Generator[tuple[str, torch.Tensor], None, None]
+from sglang_inflight.scheduler.staging.aside import Aside
+from sglang_inflight.scheduler.staging.regular_file import describe
+from sglang_inflight.scheduler.staging.unpickling import unpickle
+from sglang_inflight.scheduler.staging.weights import Weights
 
 POLL_MS = 100
 
@@ -47,11 +47,12 @@ def _converse(
 ) -> Weights:
     finished = False
     try:
-        buffer: torch.Tensor | None = _rebuild(_receive(socket, check), device)
+        handle = _receive(socket, check)
+        # of what another process has, which may be stopped or gone
+        with Aside(check, device) as aside:
+            buffer: torch.Tensor | None = aside.do(lambda: _rebuild(handle, device))
         _acknowledge(socket, device)
-        while (listing := _receive(socket, check)) is not None:
-            if isinstance(listing, Exception):
-                raise Refused(f"the checkpoint engine gave up: {listing}")
+        while (listing := _unpickle(_receive(socket, check))) is not None:
             assert buffer is not None
             yield from _extract(listing, buffer)
             _acknowledge(socket, device)
@@ -71,13 +72,19 @@ def _device_key(device: torch.device) -> str:
     return f"GPU-{current_platform.get_device_uuid(device.index or 0)}"
 
 
-def _receive(socket: zmq.Socket[bytes], check: Callable[[], None]) -> Any:
+def _receive(socket: zmq.Socket[bytes], check: Callable[[], None]) -> bytes:
     while not socket.poll(POLL_MS):
         check()
+    return socket.recv()
+
+
+def _unpickle(message: bytes) -> Any:
     try:
-        return SafeUnpickler(io.BytesIO(socket.recv())).load()
+        return unpickle(message)
     except Exception as error:
-        raise Refused(f"the checkpoint engine's message cannot be unpickled: {error}") from error
+        raise Refused(
+            f"the checkpoint engine's message cannot be unpickled: {describe(error)}"
+        ) from error
 
 
 def _acknowledge(socket: zmq.Socket[bytes], device: torch.device) -> None:
@@ -86,15 +93,18 @@ def _acknowledge(socket: zmq.Socket[bytes], device: torch.device) -> None:
     socket.send(b"")
 
 
-def _rebuild(handle: Any, device: torch.device) -> torch.Tensor:
+def _rebuild(handle: bytes, device: torch.device) -> torch.Tensor:
+    unpickled = _unpickle(handle)
     try:
-        rebuild, arguments = handle
+        rebuild, arguments = unpickled
         if device.type != "cpu":
             # the two processes may number the devices differently
             arguments = (*arguments[:6], device.index, *arguments[7:])
         buffer = rebuild(*arguments)
     except Exception as error:
-        raise Refused(f"the checkpoint engine's buffer cannot be opened: {error}") from error
+        raise Refused(
+            f"the checkpoint engine's buffer cannot be opened: {describe(error)}"
+        ) from error
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.uint8:
         raise Refused("the checkpoint engine's buffer must be a tensor of uint8")
     return buffer

@@ -13,6 +13,7 @@ from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
+from sglang_inflight.scheduler.staging.aside import Aside
 from sglang_inflight.scheduler.staging.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.staging.guard import Guard
 from sglang_inflight.scheduler.staging.mode import StagingMode
@@ -42,6 +43,7 @@ class ShadowedModel:
         self._twins = twins
         self._on_write = on_write
         self._shadow: Shadow | None = None
+        self._served: Shapes | None = None
 
     def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
         """At the first update, so that a server that has none pays nothing."""
@@ -59,13 +61,35 @@ class ShadowedModel:
         assert self._shadow is not None
         return self._shadow
 
+    def forget_shadow(self) -> None:
+        """The next update builds it anew. Its memory is the ``Twins``' to give back."""
+        self._shadow = None
+
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
-    @functools.cached_property
+    def refuse_if_derived(self) -> None:
+        """Raises ``Refused`` where a loader wrote something that no commit takes over."""
+        if (name := self.shadow.find_derived()) is not None:
+            raise Refused(
+                f"weights of the {self.role} model cannot be staged: loading them changes "
+                f"{name!r} too, which is no weight, and a commit would leave it as it was"
+            )
+
+    def read_served(self, check: Callable[[], None]) -> None:
+        """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
+        if self._served is None:
+            with Aside(check) as aside:
+                self._served = aside.do(self._read_shapes)
+
+    @property
     def served(self) -> Shapes:
         """Shapes in the checkpoint the server was started with; none if it is not here."""
+        assert self._served is not None
+        return self._served
+
+    def _read_shapes(self) -> Shapes:
         return read_shapes(
             self.checkpoint,
             revision=self.runner.model_config.revision,
@@ -109,7 +133,7 @@ class ShadowedModel:
         watched = guard.watch(weights)
         self._twins.writing = functools.partial(self._writing, guard, pace)
         try:
-            self._load(load_format, watched)
+            self._load(load_format, _one_at_a_time(watched))
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
@@ -149,3 +173,14 @@ class ShadowedModel:
         self._on_write()
         with paced(pace, twin, loaded):
             yield
+
+
+def _one_at_a_time(weights: Weights) -> Weights:
+    """Loaders with threads of their own are to use none.
+
+    A copy that a thread makes could come after the vote, on a stream that nothing waits for,
+    and out of memory that is the next tensor's by then. Upstream's loaders look for this mark.
+    """
+    for name, tensor in weights:
+        tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
+        yield name, tensor

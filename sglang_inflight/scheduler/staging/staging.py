@@ -15,6 +15,7 @@ hangs fails the update and nothing else.
 from __future__ import annotations
 
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
@@ -43,19 +44,29 @@ from sglang_inflight.scheduler.agreement import is_true_of_any
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.staging.coverage import can_mark, count_marked, mark
+from sglang_inflight.scheduler.staging.derived import why_not_shadowed
 from sglang_inflight.scheduler.staging.digest import Digest
-from sglang_inflight.scheduler.staging.exchange import Exchange, exchange_for
+from sglang_inflight.scheduler.staging.disk import read_disk
 from sglang_inflight.scheduler.staging.groups import Groups
 from sglang_inflight.scheduler.staging.ipc import receive_ipc
 from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.staging.pace import Pace, choose_pace
-from sglang_inflight.scheduler.staging.shadow import Twins, why_not_shadowed
+from sglang_inflight.scheduler.staging.payloads import read_tensors
+from sglang_inflight.scheduler.staging.reservation import Reservation
+from sglang_inflight.scheduler.staging.shadow import Twins
 from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.staging.sources import Weights, read_disk, read_tensors, receive
+from sglang_inflight.scheduler.staging.shadows import Shadows
+from sglang_inflight.scheduler.staging.sources import receive
 from sglang_inflight.scheduler.staging.update import Update
-from sglang_inflight.scheduler.staging.worker import InlineWorker, Job, StagingWorker
+from sglang_inflight.scheduler.staging.weights import Weights
+from sglang_inflight.scheduler.staging.worker import (
+    InlineWorker,
+    Job,
+    StagingWorker,
+    streams_of,
+)
 from sglang_inflight.settings import Settings
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.unsupported import why_no_pause, why_no_update
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -92,16 +103,22 @@ class Staging:
         is_busy: Callable[[], bool],
     ) -> None:
         """``is_busy`` says, to any thread, whether requests run."""
+        self._answers = answers
         self._metrics = metrics
         self._settings = settings
-        twins = Twins()
+        reservation: Reservation | None = scheduler.inflight_reservation
+        twins = Twins(reservation.storage if reservation is not None else {})
         self._models = [
             ShadowedModel(role, runner, twins, on_write=self._note_write)
             for role, runner in scheduler.weight_updater._select_runners("all")
         ]
+        self._shadows = Shadows(self._models, twins)
         self._device = next(self._models[0].runner.model.parameters()).device
-        nbytes = sum(model.nbytes for model in self._models)
-        self.mode = choose_mode(settings.staging, nbytes, self._device)
+        if reservation is not None:
+            self.mode = reservation.mode
+        else:
+            nbytes = sum(model.nbytes for model in self._models)
+            self.mode = choose_mode(settings.staging, nbytes, self._device)
         # in place nothing decodes meanwhile
         in_place = self.mode is StagingMode.OFF
         bytes_per_s = 0 if in_place else choose_pace(settings.pace_bytes_per_s, self._device)
@@ -109,12 +126,13 @@ class Staging:
         self._worker: StagingWorker | InlineWorker = (
             InlineWorker(answers, boundary.drain)
             if in_place
-            else StagingWorker(answers, self._device, settings.stage_nice)
+            else StagingWorker(
+                answers, self._device, settings.stage_nice, functools.partial(streams_of, scheduler)
+            )
         )
         self._groups = Groups(settings.group_timeout_s)
         self._update: Update | None = None
         self._holds_previous = False
-        self._exchange: Exchange | None = None
         self._exchange_event: Any = None
         # Of the live weights, once it is known. The staging thread sets it while an update
         # is open, the scheduler's thread at a commit, when none is.
@@ -168,9 +186,12 @@ class Staging:
         return update
 
     def join_group(self, call: JoinGroupCall) -> None:
-        self._worker.submit(call, _nothing_to_tell(lambda: self._groups.join(call)))
+        """Answered by a thread of the rendezvous' own: no update waits behind it."""
+        self._groups.join(call, self._answers)
 
     def leave_group(self, call: LeaveGroupCall) -> None:
+        self._groups.stop_joining(call.group_name, "the group was left")
+        # after the job that may still be receiving in it
         self._worker.submit(call, _nothing_to_tell(lambda: self._groups.leave(call.group_name)))
 
     def give_up_transfer(self, call: GiveUpTransferCall) -> None:
@@ -185,10 +206,9 @@ class Staging:
         if self.mode is StagingMode.OFF:
             self.dirty = None
             return 0
-        assert self._exchange is not None
         swapped = 0
         for _, _, live, shadow in self._weights(roles):
-            self._exchange.swap(live, shadow)
+            self._shadows.exchange.swap(live, shadow)
             swapped += live.nbytes
         self._holds_previous = True
         return swapped
@@ -237,12 +257,19 @@ class Staging:
             "can_roll_back": self.why_no_rollback() is None,
             "dirty": self.dirty,
             "refusal": self.refusal,
+            "groups": self._groups.describe(),
         }
 
     def _why_refused(self) -> str | None:
         """Why no update can be taken in, or None where it can."""
-        if self.mode is StagingMode.OFF and (reason := why_no_pause()) is not None:
+        in_place = self.mode is StagingMode.OFF
+        if in_place and (reason := why_no_pause()) is not None:
             return f"weights cannot be written in place, between two steps: {reason}"
+        if (reason := why_no_update(in_place=in_place)) is not None:
+            return reason
+        return self._why_not_shadowed()
+
+    def _why_not_shadowed(self) -> str | None:
         for model in self._models:
             if (reason := why_not_shadowed(model.runner.model)) is not None:
                 return f"weights of the {model.role} model cannot be staged: {reason}"
@@ -257,8 +284,8 @@ class Staging:
     def _submit(self, update: Update, call: UpdateCall, job: Job) -> None:
         def one_failure_fails_the_update() -> dict[str, Any]:
             try:
-                update.check()
                 update.allow(call.timeout_s)
+                update.check()
                 return job()
             except Exception as error:
                 update.failed = update.failed or str(error)
@@ -277,18 +304,20 @@ class Staging:
         models = self._select(self._models, call.selector)
         if not models:
             raise Refused(f"selector {call.selector!r} selects no model of this server")
+        # looked at again, because serving may have made copies of weights since
+        if (reason := self._why_not_shadowed()) is not None:
+            raise Refused(reason)
         update.roles = {model.role for model in models}
         for model in self._models:
-            model.build_shadow(self.mode, self._device)
+            model.read_served(update.check)
+        self._shadows.build(self.mode, self._device)
         if self._exchange_event is not None:
             self._exchange_event.synchronize()
         if self.mode is StagingMode.OFF:
             return {}
-        if self._exchange is None:
-            self._exchange = exchange_for(self._device)
         for model, name, live, shadow in self._weights(update.roles):
             update.check()
-            self._exchange.check(name, live, shadow)
+            self._shadows.exchange.check(name, live, shadow)
             if self._is_partial(update, model) or not can_mark(shadow):
                 for to, of in self._pace.cut(shadow, live):
                     to.copy_(of)
@@ -336,7 +365,14 @@ class Staging:
         source = call.source
         if isinstance(source, DiskSource):
             for model in models:
-                yield model, read_disk(source, model.runner, of_draft=model.role != "target")
+                weights = read_disk(
+                    source,
+                    model.runner,
+                    of_draft=model.role != "target",
+                    check=update.check,
+                    pace=self._pace,
+                )
+                yield model, weights
         elif len(models) == 1:
             yield models[0], self._read_once(source, update)
         else:
@@ -353,7 +389,7 @@ class Staging:
         self, source: TensorSource | DistributedSource | IPCSource, update: Update
     ) -> Weights:
         if isinstance(source, TensorSource):
-            return read_tensors(source, self._device)
+            return read_tensors(source, self._device, update.check)
         if isinstance(source, DistributedSource):
             return receive(source, self._groups, self._device, update.check)
         return receive_ipc(source, self._device, update.check)
@@ -388,6 +424,10 @@ class Staging:
         if self.mode is StagingMode.OFF:
             self._check_all_sent(update, whole)
             whole = set()
+        else:
+            for model in self._models:
+                if model.role in update.roles:
+                    model.refuse_if_derived()
         update.digest = self._read_through(update, update.roles, whole)
         update.check()
         update.sealed = True

@@ -1,0 +1,102 @@
+"""The fields of a body as arguments of a Python method.
+
+So a Python caller can say what an HTTP caller can, under the same names and defaults, and
+is checked by the same types.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from sglang_inflight.frontend.bodies import Body, convert
+
+B = TypeVar("B", bound=Body)
+
+Given = dict[str, Any]
+
+
+class Arguments(Generic[B]):
+    """Of one method: its signature, and how what it is given becomes a ``shape``."""
+
+    def __init__(
+        self,
+        name: str,
+        shape: type[B],
+        positional: tuple[str, ...] = (),
+        prepare: Callable[[Any, Given], Given] | None = None,
+    ) -> None:
+        """``positional`` may be given by place; the other fields by name only.
+
+        ``prepare`` makes fields of what Python has other types for. A required argument
+        that is no field is one of its own.
+        """
+        self._name = name
+        self._shape = shape
+        self._prepare = prepare
+        self.signature = inspect.Signature(
+            [
+                inspect.Parameter("engine", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+                *_describe(shape, positional),
+            ]
+        )
+
+    def read(self, engine: Any, args: tuple[Any, ...], named: Given) -> B:
+        """Raises ``TypeError`` as Python does, ``Refused`` for a value that cannot be."""
+        bound = self.signature.bind(engine, *args, **named).arguments
+        del bound["engine"]
+        # None is what callers write for "nothing in particular"
+        given = {
+            name: value
+            for name, value in bound.items()
+            if value is not None or self._is_required(name)
+        }
+        if self._prepare is not None:
+            given = self._prepare(engine, given)
+        return convert(given, self._shape, f"argument of {self._name}")
+
+    def _is_required(self, name: str) -> bool:
+        return self.signature.parameters[name].default is inspect.Parameter.empty
+
+
+def _describe(shape: type[Body], positional: tuple[str, ...]) -> list[inspect.Parameter]:
+    fields = {field.name: field for field in msgspec.structs.fields(shape)}
+    annotations = {
+        name: annotation
+        for ancestor in reversed(shape.__mro__)
+        for name, annotation in getattr(ancestor, "__annotations__", {}).items()
+    }
+    by_place, by_name = [], []
+    for name in positional:
+        field = fields.pop(name, None)
+        by_place.append(
+            inspect.Parameter(
+                name,
+                inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=_default(field) if field is not None else inspect.Parameter.empty,
+                annotation=annotations.get(name, inspect.Parameter.empty),
+            )
+        )
+    for name, field in fields.items():
+        # what is required and has no place is made by ``prepare``
+        if (default := _default(field)) is not inspect.Parameter.empty:
+            by_name.append(
+                inspect.Parameter(
+                    name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=annotations[name],
+                )
+            )
+    return [*by_place, *by_name]
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.required:
+        return inspect.Parameter.empty
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return None if field.default is msgspec.UNSET else field.default

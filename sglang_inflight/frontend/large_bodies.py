@@ -1,0 +1,211 @@
+"""Bodies that hold whole tensors, taken in while they arrive.
+
+A body of 500 MB of base64 would hold the event loop for seconds if it were decoded in one go,
+and every stream with it, and again the scheduler's loop when that takes it from its socket. So
+what is large is decoded a chunk at a time, as it comes from the caller, into a file without a
+name. The rest, which is small, is decoded as every body is, and ranks read the file.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pybase64
+from fastapi import Request
+
+from sglang_inflight.errors import Refused, TooLarge
+from sglang_inflight.messages import Payload, PayloadFile
+
+# The interpreter is held for some milliseconds while so much JSON is decoded.
+LARGE_STRING_BYTES = 64 << 10
+# of all that is no large string; a tenth of a second
+MOST_REST_BYTES = 16 << 20
+# a file each
+MOST_LARGE_STRINGS = 1024
+
+_LONGEST_ESCAPE = len(rb"\u0000")
+
+
+@contextmanager
+def large_body() -> Iterator[LargeBody]:
+    """One body, and the files that it needs for as long as its call is not answered."""
+    body = LargeBody()
+    try:
+        yield body
+    finally:
+        body.close()
+
+
+class LargeBody:
+    """A JSON body in which large strings, which are base64, become files.
+
+    Where one was, a short one stands that nobody could guess, which is base64 too. So whatever
+    decodes the rest needs to know nothing of it, and a caller cannot name a file.
+
+    Belongs to one call, on the event loop. The files are this process's, and go with it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        # in ``_rest``, where the string begins that is being read
+        self._string: int | None = None
+        self._escapes = False
+        self._large: _LargeString | None = None
+        self._files: dict[bytes, _LargeString] = {}
+
+    async def read(self, request: Request) -> bytes:
+        """The body without its large strings. Raises ``Refused`` when all has arrived."""
+        chunks = request.stream()
+        try:
+            async for chunk in chunks:
+                self.feed(chunk)
+        except Refused:
+            # a caller that is still sending would not hear the answer
+            await _discard(chunks)
+            raise
+        return bytes(self._rest)
+
+    def feed(self, chunk: bytes) -> None:
+        at = 0
+        while at < len(chunk):
+            if self._large is not None:
+                at = self._feed_large(self._large, chunk, at)
+            elif self._string is not None:
+                at = self._feed_string(self._string, chunk, at)
+            else:
+                end = chunk.find(b'"', at) + 1
+                self._keep(chunk[at : end or len(chunk)])
+                at = end or len(chunk)
+                if end:
+                    self._string = len(self._rest)
+
+    def put_back(self, payloads: list[bytes]) -> list[Payload]:
+        """``payloads`` out of the decoded rest, with a file where one was large.
+
+        Raises ``Refused`` where something else of the body was.
+        """
+        found: list[Payload] = [
+            self._files[payload].as_payload() if payload in self._files else payload
+            for payload in payloads
+        ]
+        if len({p.path for p in found if isinstance(p, PayloadFile)}) != len(self._files):
+            raise Refused(
+                "bad request body: only serialized_named_tensors may hold strings of more than "
+                f"{LARGE_STRING_BYTES} bytes"
+            )
+        return found
+
+    def close(self) -> None:
+        for file in (*self._files.values(), *filter(None, [self._large])):
+            file.close()
+
+    def _keep(self, part: bytes) -> None:
+        self._rest += part
+        if len(self._rest) > MOST_REST_BYTES:
+            raise TooLarge(
+                f"the body is of more than {MOST_REST_BYTES} bytes, not counting tensors in base64"
+            )
+
+    def _feed_string(self, begin: int, chunk: bytes, at: int) -> int:
+        """Keep a string up to its end, or until it turns out to be a large one."""
+        end = at
+        if self._escapes:
+            end, self._escapes = end + 1, False
+        while True:
+            quote = chunk.find(b'"', end)
+            escape = chunk.find(b"\\", end, quote if quote >= 0 else len(chunk))
+            if escape < 0:
+                break
+            end = escape + 2
+            if end > len(chunk):
+                self._escapes = True
+                break
+        ends = quote >= 0 and not self._escapes
+        end = quote if ends else len(chunk)
+        if len(self._rest) - begin + end - at > LARGE_STRING_BYTES:
+            if len(self._files) == MOST_LARGE_STRINGS:
+                raise TooLarge(f"the body holds more than {MOST_LARGE_STRINGS} tensors in base64")
+            start = bytes(self._rest[begin:])
+            del self._rest[begin:]
+            self._string, self._escapes = None, False
+            self._large = _LargeString()
+            self._large.feed(start)
+            return at
+        self._keep(chunk[at:end])
+        if ends:
+            self._keep(b'"')
+            self._string = None
+            return end + 1
+        return end
+
+    def _feed_large(self, large: _LargeString, chunk: bytes, at: int) -> int:
+        quote = chunk.find(b'"', at)
+        end = quote if quote >= 0 else len(chunk)
+        large.feed(chunk[at:end], is_last=quote >= 0)
+        if quote < 0:
+            return end
+        token = secrets.token_bytes(24)
+        self._files[token] = large
+        self._large = None
+        self._keep(base64.b64encode(token) + b'"')
+        return end + 1
+
+
+class _LargeString:
+    """A file of what one string is, decoded."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("inflight-payload", os.MFD_CLOEXEC)
+        # what is not yet enough to be decoded
+        self._text = b""
+
+    def feed(self, text: bytes, *, is_last: bool = False) -> None:
+        text = self._text + text
+        text, self._text = _unescape(text, is_last) if b"\\" in text else (text, b"")
+        if not is_last:
+            # the last four may be padded, if nothing comes after them
+            whole = max(0, len(text) - 1) // 4 * 4
+            text, self._text = text[:whole], text[whole:] + self._text
+        try:
+            content = pybase64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise _no_base64(str(error)) from error
+        if not is_last and len(content) * 4 != len(text) * 3:
+            raise _no_base64("it goes on behind its end")
+        left = memoryview(content)
+        while left:
+            left = left[os.write(self._fd, left) :]
+
+    def as_payload(self) -> PayloadFile:
+        return PayloadFile(path=f"/proc/{os.getpid()}/fd/{self._fd}")
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def _unescape(text: bytes, is_last: bool) -> tuple[bytes, bytes]:
+    """``text`` as JSON means it, and what of it may be the beginning of an escape."""
+    last = text.rfind(b"\\")
+    cut = last if not is_last and len(text) - last < _LONGEST_ESCAPE else len(text)
+    try:
+        return msgspec.json.decode(b'"%b"' % text[:cut], type=str).encode(), text[cut:]
+    except msgspec.DecodeError as error:
+        raise _no_base64(str(error)) from error
+
+
+def _no_base64(why: str) -> Refused:
+    return Refused(
+        f"bad request body: a string of more than {LARGE_STRING_BYTES} bytes must be base64, as "
+        f"serialized_named_tensors has it: {why}"
+    )
+
+
+async def _discard(chunks: AsyncIterator[bytes]) -> None:
+    async for _ in chunks:
+        pass

@@ -1,0 +1,74 @@
+"""What an update that blocks waits for: that no request runs.
+
+That is SGLang's own meaning of an update: it waits until running requests have ended, keeps
+new ones back meanwhile, and acts at once where somebody has paused generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from sglang_inflight.errors import Conflict
+from sglang_inflight.frontend.deadline import Deadline
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.unsupported import why_no_pause
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+# How often a call that waits for running requests looks whether somebody paused them.
+LOOK_S = 0.05
+
+
+class Quiet:
+    """Holds requests back for the time of a block. Lives on the front end's event loop.
+
+    It is asked for by who has the turn of the updates, and by nobody else. So nothing that
+    an update waits for can wait for an update that comes after it, and requests are held
+    back for the update that goes on, never for one that waits.
+    """
+
+    def __init__(self, tokenizer_manager: TokenizerManager, pauses: Pauses) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._pauses = pauses
+
+    @asynccontextmanager
+    async def held(self, update_id: str, deadline: Deadline) -> AsyncIterator[None]:
+        """No request runs in the block, unless somebody continues generation meanwhile.
+
+        Raises ``Conflict`` where requests still run when ``deadline`` is over.
+        """
+        if why_no_pause() is None:
+            block = self._pauses.held_while_nothing_runs(f"update-{update_id}", deadline)
+        else:
+            block = self._locked(deadline)
+        async with block:
+            yield
+
+    @asynccontextmanager
+    async def _locked(self, deadline: Deadline) -> AsyncIterator[None]:
+        """By upstream's lock of requests and updates, on servers that have no pauses.
+
+        The lock is either never taken or given back, wherever a cancellation comes: taking
+        it is a task of its own, which is over before this is.
+        """
+        lock = self._tokenizer_manager.model_update_lock
+        acquiring = asyncio.ensure_future(lock.acquire_writer())
+        try:
+            while not acquiring.done() and not self._tokenizer_manager.is_pause:
+                if deadline.is_over:
+                    raise Conflict("requests still ran when the update's time was over")
+                await asyncio.wait({acquiring}, timeout=LOOK_S)
+            yield
+        finally:
+            acquiring.cancel()
+            await asyncio.shield(asyncio.ensure_future(_give_back(lock, acquiring)))
+
+
+async def _give_back(lock: object, acquiring: asyncio.Future[None]) -> None:
+    await asyncio.wait({acquiring})
+    if not acquiring.cancelled() and acquiring.exception() is None:
+        await lock.release_writer()  # type: ignore[attr-defined]

@@ -1,0 +1,103 @@
+"""What may never return is done aside, and given up when its time has run out."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+# how often it is asked whether to go on waiting
+_POLL_S = 0.1
+
+_Call = Callable[[], Any]
+
+
+class Aside:
+    """A thread that makes calls for the one which waits for them, and can be left behind.
+
+    A read from a mount whose server is gone, and a connection to a process that was stopped,
+    cannot be interrupted. Whoever makes such a call may be lost to it, and the staging thread
+    is needed for the next update. So the call is made here, and the staging thread only waits,
+    as long as ``check`` does not raise. A thread that is left behind ends when its call does,
+    if ever. What the call returns then is let go of, and it reaches nobody.
+
+    Only one of the two threads is at work at any time, so what a call touches needs no lock.
+    After ``check`` has raised that is no longer so: then a call may still be writing to what
+    it was given, which therefore must not be used again. A call is one read, not a loop of
+    them, where it could meanwhile come to work on another file of the same number.
+
+    On a device with streams the calls are made on the stream of the thread that waits, because
+    what they enqueue must come before what that thread enqueues after them.
+    """
+
+    def __init__(self, check: Callable[[], None], device: torch.device | None = None) -> None:
+        """``check`` raises when it is time to give up."""
+        self._check = check
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        stream = None
+        if device is not None and device.type != "cpu":
+            stream = torch.get_device_module(device).current_stream(device)
+        threading.Thread(
+            target=_work,
+            args=(self._calls, self._answers, stream),
+            name="inflight-aside",
+            daemon=True,
+        ).start()
+
+    def do(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns, or raises. Raises what ``check`` does if that comes first."""
+        self._calls.put(call)
+        while True:
+            try:
+                value, error = self._answers.get(timeout=_POLL_S)
+            except queue.Empty:
+                self._check()
+            else:
+                break
+        if error is None:
+            answer: T = value
+            return answer
+        try:
+            raise error
+        finally:
+            # or it would be a cycle, which keeps the tensors of its frames
+            del error
+
+    def __enter__(self) -> Aside:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._calls.put(None)
+
+
+def _work(
+    calls: queue.SimpleQueue[_Call | None],
+    answers: queue.SimpleQueue[tuple[Any, BaseException | None]],
+    stream: Any,
+) -> None:
+    context: AbstractContextManager[Any] = nullcontext()
+    if stream is not None:
+        module = torch.get_device_module(stream.device)
+        module.set_device(stream.device)
+        context = module.stream(stream)
+    with torch.no_grad(), context:
+        while (call := calls.get()) is not None:
+            try:
+                answers.put((call(), None))
+            except BaseException as error:
+                answers.put((None, error))
+            # it may hold what is large
+            del call

@@ -1,0 +1,89 @@
+"""Models in which something is made out of the weights that no loader writes.
+
+A shadow holds what a loader writes. What is made of it afterwards, another layout, a product
+of two weights, a copy in another precision, it would lack, and the commit would leave the live
+one as it was: old, or wrong. Such models are refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    _unsupported_derived_weight_cache_error,
+)
+from sglang.srt.utils import is_npu
+from torch import nn
+
+# What these do after loading, which the flags that are looked at below tell.
+_KNOWN_FINISHES = {
+    QuantizeMethodBase.process_weights_after_loading,
+    UnquantizedLinearMethod.process_weights_after_loading,
+    UnquantizedFusedMoEMethod.process_weights_after_loading,
+}
+_UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
+
+# Copies of weights that upstream's modules make when they first need them, in the attribute that
+# is set then: nothing tells them that the weight has changed.
+_COPIES = {
+    # Hunyuan V3: norms in float32 beside attention in FP8
+    "_hpc_q_norm_w_fp32",
+    "_hpc_k_norm_w_fp32",
+    # Muse Spark: a router's weight in two parts, a norm in bfloat16
+    "_split2_hi",
+    "_post_expert_norm_weight",
+    # the vision tower of dots: experts stacked, in FP8
+    "_fused_w13_fp8",
+}
+
+
+def why_not_shadowed(model: nn.Module) -> str | None:
+    """The reason why ``model`` cannot be staged, or None where it can."""
+    if torch.version.hip is not None:
+        return "ROCm kernels may shuffle weights after loading"
+    if is_npu():
+        return "NPU kernels may change the layout of weights after loading"
+    for name, module in model.named_modules():
+        if (reason := _why_not_module(module)) is not None:
+            return f"{name or 'the model'} ({type(module).__name__}) {reason}"
+    cached: str | None = _unsupported_derived_weight_cache_error(model)
+    return cached
+
+
+def _why_not_module(module: nn.Module) -> str | None:
+    # of a wrapper's inner model too: the wrapper's loader calls it
+    if hasattr(module, "post_load_weights"):
+        return "derives further weights after loading"
+    own = module.__dict__
+    if "load_weights" in own:
+        return "has had its loader replaced by one that may write the live weights"
+    if own.get("use_intel_amx_backend", False):
+        return "is packed for AMX after loading"
+    for attribute in _COPIES & own.keys():
+        if own[attribute] is not None:
+            return f"keeps a copy of a weight ({attribute})"
+    method = getattr(module, "quant_method", None)
+    return None if method is None else _why_not_method(method)
+
+
+def _why_not_method(method: object) -> str | None:
+    kind = type(method).__name__
+    if not isinstance(method, _UNQUANTIZED):
+        return f"is quantized by {kind}"
+    if type(method).process_weights_after_loading not in _KNOWN_FINISHES:
+        return f"changes its weights after loading ({kind})"
+    if getattr(method, "use_flashinfer_trtllm_moe", False):
+        return (
+            "holds its experts in the layout of --moe-runner-backend flashinfer_trtllm: choose "
+            "another backend"
+        )
+    if getattr(method, "w13_swiglu_interleaved", False):
+        return (
+            "holds its experts' gate and up interleaved: unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"
+        )
+    return None

@@ -1,0 +1,137 @@
+"""Asking a zygote for processes: the askers' end of ``tests/support/zygote.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LENGTH = struct.Struct("!Q")
+_MOST_FDS = 253  # of one message, in Linux
+_LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
+
+
+def limits_of_this_process() -> dict[int, tuple[int, int]]:
+    return {limit: resource.getrlimit(limit) for limit in _LIMITS}
+
+
+@dataclass(frozen=True)
+class Command:
+    """What is run, and all that a started process gets from whoever starts it."""
+
+    arguments: Sequence[str]  # those of ``python``, from its ``-m`` or ``-c`` on
+    env: Mapping[str, str]
+    fds: Sequence[int]  # the numbers, the same here and there, or where they go
+    own_group: bool = False  # and an end with that of its parent
+    cwd: str = field(default_factory=os.getcwd)
+    cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    limits: Mapping[int, tuple[int, int]] = field(default_factory=limits_of_this_process)
+
+
+class Zygote:
+    """A connection to a zygote. One command at a time, from any thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def fork(self, command: Command, fds: Sequence[int] | None = None) -> int:
+        """The process id of a child of this process, which must be a subreaper."""
+        with self._lock:
+            send(self._connection, command, command.fds if fds is None else fds)
+            return int(self.hear())
+
+    def hear(self) -> Any:
+        received = receive(self._connection)
+        if received is None:
+            raise EOFError("the zygote has ended")
+        return received[0]
+
+
+def send(connection: socket.socket, content: Any, fds: Sequence[int] = ()) -> None:
+    body = pickle.dumps(content)
+    socket.send_fds(connection, [_LENGTH.pack(len(body))], list(fds))
+    connection.sendall(body)
+
+
+def receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
+    """What was sent, with its file descriptors; None after the other side has ended."""
+    with contextlib.suppress(ConnectionResetError):
+        head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_FDS)
+        if head:
+            (length,) = _LENGTH.unpack(head)
+            body = b"".join(_read(connection, length))
+            return pickle.loads(body), fds
+    return None
+
+
+def _read(connection: socket.socket, length: int) -> Iterator[bytes]:
+    while length:
+        part = connection.recv(length)
+        if not part:
+            raise EOFError("half a message")
+        length -= len(part)
+        yield part
+
+
+def become_subreaper() -> None:
+    """Let the kernel give us the orphans among our descendants, instead of process 1."""
+    _set(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    _set(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _set(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl {option}")
+
+
+class Forked:
+    """A child that a zygote made for us, as ``subprocess.Popen`` shows a child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._ended = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        return self._reap(os.WNOHANG)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._ended], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+            self._reap(0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def _reap(self, options: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, options)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+                os.close(self._ended)
+        return self.returncode

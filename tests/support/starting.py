@@ -1,0 +1,125 @@
+"""Python processes for tests: forked from one that has imported SGLang, or started fresh."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from tests.support.forking import Command, Forked, Zygote, become_subreaper
+
+ROOT = Path(__file__).parents[2]
+
+Process = subprocess.Popen[Any] | Forked
+
+# Run against SGLang as it is released, without our plugin, to see that the tests which guard
+# a fix of ours fail there.
+UPSTREAM = os.environ.get("INFLIGHT_TEST_UPSTREAM") == "1"
+
+ENV = {
+    # One thread a process: more of them wait for each other where the cores are shared.
+    "OMP_NUM_THREADS": "1",
+    # how often, in seconds, the front end looks whether a waiting client has left
+    "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+}
+if UPSTREAM:
+    # the names of plugins to load: this one makes SGLang run on a CPU, and changes nothing
+    ENV["SGLANG_PLUGINS"] = "inflight_reference"
+
+
+def start(
+    arguments: Sequence[str],
+    *,
+    output: IO[bytes],
+    env: Mapping[str, str],
+    cwd: Path | None = None,
+    fresh: bool = False,
+) -> Process:
+    """Run ``python`` with these arguments, in a process group of its own.
+
+    Both outputs go to ``output``; ``env`` is what differs from our environment. A process that
+    is not ``fresh`` skips the imports, and is refused where ``env`` would have changed them.
+    """
+    env = _environment() | dict(env)
+    # the orphans of a process that has been ended are ours to wait for
+    become_subreaper()
+    folder = cwd or Path.cwd()
+    if fresh or _has_accelerator():
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=folder,
+            # no session of its own: Linux shares cores out among sessions, and lets those that
+            # want little wait, for seconds, while a server keeps all cores busy
+            process_group=0,
+        )
+    zygote, seen = zygote_of_this_session()
+    differing = {name for name, value in seen.items() if env.get(name) != value}
+    if differing:
+        raise ValueError(
+            f"imports look at {sorted(differing)}, which these tests' zygote has otherwise: "
+            "start this process fresh"
+        )
+    command = Command(arguments, env, (0, 1, 2), own_group=True, cwd=str(folder))
+    with open(os.devnull, "rb") as nothing:
+        fds = (nothing.fileno(), output.fileno(), output.fileno())
+        return Forked(zygote.fork(command, fds))
+
+
+def end(process: Process) -> None:
+    """End a process and its group. None of them is left when this returns."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.waitpid(-process.pid, 0)
+
+
+def _environment() -> dict[str, str]:
+    # the name of a test is not what makes its server start anew
+    return {
+        name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
+    } | ENV
+
+
+def _has_accelerator() -> bool:
+    """What is initialised on an accelerator as SGLang is imported does not survive a fork."""
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+@functools.cache
+def zygote_of_this_session() -> tuple[Zygote, dict[str, str | None]]:
+    """The zygote, started once, and what its imports saw. It ends as our connection closes."""
+    ours, theirs = socket.socketpair()
+    with tempfile.TemporaryFile() as output:
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            cwd=ROOT,
+            process_group=0,
+        )
+        theirs.close()
+        zygote = Zygote(ours)
+        try:
+            return zygote, zygote.hear()
+        except EOFError as error:
+            output.seek(0)
+            raise RuntimeError(f"no zygote:\n{output.read().decode()[-4000:]}") from error

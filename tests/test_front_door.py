@@ -1,0 +1,316 @@
+"""Callers that wait for each other, leave, ask twice, or come at once: one server for all."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import marker
+from tests.support.load import expect_spans, pause, resume, start, start_running, status, until
+from tests.support.server import Server
+from tests.support.updates import (
+    ENDLESS,
+    Call,
+    drop_session,
+    expect_to_run_on,
+    refuse,
+    says,
+    serving,
+    staging,
+    succeed,
+    tensor_body,
+    until_idle,
+    until_staging,
+)
+
+DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
+BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
+SHORT_S = 0.5
+
+
+@pytest.fixture(autouse=True)
+def no_session(server: Server) -> Iterator[None]:
+    yield
+    drop_session(server)
+
+
+@pytest.fixture
+def v2(checkpoints: Path) -> dict[str, Any]:
+    """The body of an update from disk in SGLang's own form, which blocks."""
+    return {"model_path": str(checkpoints / "v2"), "weight_version": "v2"}
+
+
+def begin(server: Server, **fields: Any) -> dict[str, Any]:
+    answer = succeed(server.post(BEGIN, {"non_blocking": True, **fields}))
+    return {"session_id": answer["session_id"]}
+
+
+def send_v1(server: Server, **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = server.post(TENSOR, tensor_body(marker.tensors(1), **V1, **fields))
+    return answer
+
+
+# ---- an update that blocks, and others -----------------------------------------------------
+
+
+def test_a_blocking_update_that_waits_for_its_turn_holds_nobody_up(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    named = begin(server)
+    succeed(send_v1(server, **named))
+    blocking = Call(server, DISK, v2)
+    says(server, 0)
+    assert server.get("/health")["status_code"] == 200
+    assert not blocking.is_answered
+    # what SGLang's clients call, which waits for running requests in its turn
+    succeed(server.post(END, named))
+    assert succeed(blocking.answer())["base_version"] == "v1"
+    says(server, 2)
+
+
+def test_a_blocking_update_waits_for_its_turn_as_long_as_it_may(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    named = begin(server)
+    late = server.post(DISK, {**v2, "timeout_s": SHORT_S})
+    refuse(late, "another weight update", status_code=409)
+    succeed(send_v1(server, **named))
+    succeed(server.post(END, {**named, "non_blocking": True}))
+    says(server, 1)
+
+
+def test_a_blocking_update_waits_for_requests_as_long_as_it_may(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    before = serving(server)
+    running = start_running(server, 1, tokens=ENDLESS)
+    late = server.post(DISK, {**v2, "timeout_s": SHORT_S})
+    refuse(late, "requests still ran", status_code=409)
+    until("nobody holds requests back", lambda: not status(server)["holders"])
+    says(server, 0)
+    assert serving(server) == before
+    expect_to_run_on(server, running, [0])
+
+
+def test_requests_that_come_amid_a_blocking_update_run_after_it(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    (first,) = start_running(server, 1, tokens=ENDLESS)
+    blocking = Call(server, DISK, v2)
+    until("it waits for requests", lambda: status(server)["holders"])
+    (second,) = start(server, 1, tokens=3)
+    until("the second is queued", lambda: status(server)["waiting"] == 1)
+    assert server.get("/health")["status_code"] == 200
+    assert not blocking.is_answered
+    first.abort()
+    succeed(blocking.answer())
+    assert set(first.output().tokens) == {marker.token(0)}
+    assert second.output().tokens == [marker.token(2)] * 3
+    assert not status(server)["paused"]
+
+
+def test_a_blocking_update_that_is_replaced_lets_requests_in(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    running = start_running(server, 1, tokens=ENDLESS)
+    blocking = Call(server, DISK, v2)
+    until("it waits for requests", lambda: status(server)["holders"])
+    replacing = {**tensor_body(marker.tensors(1), **V1), "on_busy": "replace"}
+    succeed(server.post(TENSOR, replacing))
+    refuse(blocking.answer(), "dropped")
+    expect_to_run_on(server, running, [0, 1])
+
+
+def test_a_lease_that_ran_out_is_no_pause_for_a_blocking_update(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    """It waits for running requests again."""
+    running = start_running(server, 1, tokens=ENDLESS)
+    pause(server, "in_place", lease_s=0.2)
+    until("the lease has run out", lambda: "The lease of pause" in server.log_text())
+    late = server.post(DISK, {**v2, "timeout_s": SHORT_S})
+    refuse(late, "requests still ran", status_code=409)
+    expect_to_run_on(server, running, [0])
+
+
+# ---- callers that leave ----------------------------------------------------------------------
+
+
+def leave(server: Server, path: str, body: dict[str, Any]) -> None:
+    """Call, and close the connection before the answer."""
+    with pytest.raises(httpx.ReadTimeout):
+        server.post(path, body, timeout=SHORT_S)
+
+
+def until_noticed(server: Server, path: str) -> None:
+    until("the server has noticed", lambda: f"{path}: its caller has left" in server.log_text())
+
+
+def test_an_update_whose_caller_left_its_queue_is_not_done(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    named = begin(server)
+    leave(server, DISK, {**v2, **LIVE})
+    until_noticed(server, DISK)
+    succeed(send_v1(server, **named))
+    succeed(server.post(END, {**named, "non_blocking": True}))
+    # the turn is free: there is nobody before this one
+    succeed(server.post(DISK, {**v2, **LIVE, "on_busy": "refuse", "expected_version": "v1"}))
+
+
+def test_a_rollback_whose_caller_left_its_queue_is_not_done(server: Server) -> None:
+    succeed(send_v1(server))
+    named = begin(server)
+    leave(server, "/inflight/rollback", {})
+    until_noticed(server, "/inflight/rollback")
+    succeed(server.post("/abort_weight_update", named))
+    says(server, 1)
+
+
+def test_a_pause_whose_caller_left_is_let_go(server: Server) -> None:
+    running = start_running(server, 1, tokens=ENDLESS)
+    leave(server, "/pause_generation", {"mode": "wait"})
+    until("nobody holds a pause", lambda: not status(server)["holders"])
+    says(server, 0)
+    expect_to_run_on(server, running, [0])
+
+
+def test_a_blocking_update_whose_caller_left_lets_requests_in(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    running = start_running(server, 1, tokens=ENDLESS)
+    leave(server, DISK, v2)
+    until("nobody holds requests back", lambda: not status(server)["holders"])
+    until_idle(server)
+    says(server, 0)
+    expect_to_run_on(server, running, [0])
+
+
+# ---- calls that are made twice ----------------------------------------------------------------
+
+
+def test_a_rollback_that_is_tried_again_is_done_once(server: Server) -> None:
+    succeed(send_v1(server))
+    body = {"expected_version": "v1"}
+    assert succeed(server.post("/inflight/rollback", body))["weight_version"] == "v0"
+    refuse(server.post("/inflight/rollback", body), "'v1'", "'v0'", status_code=409)
+    says(server, 0)
+
+
+def test_five_ends_at_once_are_one(server: Server) -> None:
+    running = start_running(server, 2, tokens=ENDLESS)
+    epoch = status(server)["epoch"]
+    named = begin(server)
+    succeed(send_v1(server, **named))
+    body = {**named, "non_blocking": True}
+    with ThreadPoolExecutor(5) as pool:
+        answers = list(pool.map(lambda _: server.post(END, body), range(5)))
+    ended = [answer for answer in answers if answer["status_code"] == 200]
+    assert ended
+    # who came after it was over hears that there is none; nobody hears anything else
+    for answer in answers:
+        if answer not in ended:
+            refuse(answer, "is not open", status_code=409)
+    assert {answer["epoch"] for answer in ended} == {epoch + 1}
+    assert status(server)["epoch"] == epoch + 1
+    # the turn was given away once: one that is taken keeps others out
+    begin(server)
+    refuse(send_v1(server, on_busy="refuse"), "another weight update", status_code=409)
+    expect_to_run_on(server, running, [0, 1])
+
+
+def test_a_pause_that_is_taken_again_is_one(server: Server) -> None:
+    body = {"mode": "in_place", "new_id": uuid.uuid4().hex, "lease_s": 300}
+    for _ in range(2):
+        answer = server.post("/pause_generation", body)
+        assert (answer["status_code"], answer["pause_id"]) == (200, body["new_id"])
+        assert [holder["pause_id"] for holder in status(server)["holders"]] == [body["new_id"]]
+    resume(server, pause_id=body["new_id"])
+    assert not status(server)["paused"]
+
+
+def test_a_session_that_is_begun_again_is_one(server: Server) -> None:
+    body = {"new_id": uuid.uuid4().hex}
+    named = begin(server, **body)
+    succeed(send_v1(server, **named))
+    assert begin(server, **body) == named == {"session_id": body["new_id"]}
+    succeed(server.post(END, {**named, "non_blocking": True}))
+    says(server, 1)
+
+
+def test_a_name_for_a_new_pause_and_of_an_old_one(server: Server) -> None:
+    body = {"pause_id": "a", "new_id": "b", "mode": "in_place"}
+    answer = server.post("/pause_generation", body)
+    refuse(answer, "pause_id", "new_id")
+
+
+# ---- sessions ------------------------------------------------------------------------------------
+
+
+def test_a_session_may_rest_between_its_pieces(server: Server) -> None:
+    """``timeout_s`` bounds the call that has it, and nothing after it."""
+    named = begin(server)
+    items = list(marker.tensors(1).items())
+    for part in (dict(items[:5]), dict(items[5:])):
+        succeed(server.post(TENSOR, tensor_body(part, **V1, **named, timeout_s=SHORT_S)))
+        time.sleep(2 * SHORT_S)
+    succeed(server.post(END, {**named, "non_blocking": True}))
+    says(server, 1)
+
+
+def test_a_session_takes_only_pieces_that_name_it(server: Server, v2: dict[str, Any]) -> None:
+    """A session that was begun in flight: what does not name it is somebody else's."""
+    named = begin(server)
+    whole = {**v2, **LIVE, "on_busy": "refuse"}
+    refuse(server.post(DISK, whole), "another weight update is going on", status_code=409)
+    piece = tensor_body(marker.tensors(2))
+    refuse(server.post(TENSOR, piece), "session_id", status_code=409)
+    refuse(server.post(END, {}), "session_id", status_code=409)
+    refuse(server.post(SEAL, {}), "session_id", status_code=409)
+    assert staging(server)[0]["tensors"] == 0
+    succeed(send_v1(server, **named))
+    succeed(server.post(END, {**named, "non_blocking": True}))
+    says(server, 1)
+
+
+def test_a_whole_update_that_says_what_to_do_is_no_piece(
+    server: Server, v2: dict[str, Any]
+) -> None:
+    """Not of a session of SGLang's own form either, which takes what does not name it."""
+    succeed(server.post(BEGIN, {}))
+    succeed(send_v1(server))
+    until_staging(server, tensors=1)
+    receipt = succeed(server.post(DISK, {**v2, **LIVE, "on_busy": "replace"}))
+    assert receipt["weight_version"] == "v2"
+    refuse(server.post(END, {}), "no weight-update session is open")
+    says(server, 2)
+
+
+# ---- abort_all_requests -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["live", "blocking"])
+def test_requests_are_aborted_at_the_commit_alone(
+    server: Server, v2: dict[str, Any], checkpoints: Path, blocks: bool
+) -> None:
+    fields = {"abort_all_requests": True, **({} if blocks else LIVE)}
+    running = start_running(server, 2, tokens=ENDLESS)
+    missing = str(checkpoints / "none")
+    refuse(server.post(DISK, {**v2, **fields, "model_path": missing}), "none")
+    for generation in running:
+        generation.wait_for_tokens(generation.count + 3)
+    succeed(server.post(DISK, {**v2, **fields}))
+    for generation in running:
+        output = generation.output()
+        assert output.finish_reason == "abort"
+        expect_spans(output)
+    says(server, 2)

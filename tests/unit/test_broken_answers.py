@@ -1,0 +1,320 @@
+"""What the client makes of answers that are late, lost or no answers. No server is needed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from sglang_inflight import errors
+from sglang_inflight.cli import app
+from sglang_inflight.client import (
+    Client,
+    Fleet,
+    FleetRefused,
+    FleetSplit,
+    NoAnswer,
+    PauseLost,
+    WrongAnswer,
+)
+from tests.support.broken import BrokenServer
+from tests.support.load import until
+
+STATUS, PAUSE, CONTINUE = "/inflight/status", "/pause_generation", "/continue_generation"
+BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
+ABORT, ROLLBACK = "/abort_weight_update", "/inflight/rollback"
+DISK = "/update_weights_from_disk"
+
+# as long as a test waits for what does not come
+SHORT_S = 0.3
+
+
+@pytest.fixture
+def server() -> Iterator[BrokenServer]:
+    with BrokenServer().serving() as server:
+        yield server
+
+
+@pytest.fixture
+def beside() -> Iterator[BrokenServer]:
+    with BrokenServer().serving() as server:
+        yield server
+
+
+@pytest.fixture
+def fleet(server: BrokenServer, beside: BrokenServer) -> Iterator[Fleet]:
+    with Fleet([server.url, beside.url], timeout_s=SHORT_S) as fleet:
+        yield fleet
+
+
+def refusal(kind: type[errors.InflightError]) -> bytes:
+    inner = {"message": "no", "type": kind.__name__, "code": kind.status}
+    return json.dumps({"success": False, "message": "no", "error": inner}).encode()
+
+
+@pytest.mark.parametrize("kind", errors.ERRORS.values(), ids=lambda kind: kind.__name__)
+def test_errors_come_as_they_were_raised(
+    server: BrokenServer, kind: type[errors.InflightError]
+) -> None:
+    server.answers[ROLLBACK] = (kind.status, refusal(kind))
+    with Client(server.url) as client, pytest.raises(errors.InflightError, match="no") as raised:
+        client.roll_back()
+    assert type(raised.value) is kind
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "sentence"),
+    [
+        (400, b'{"message": "bad"}', errors.Refused, "bad"),
+        (401, b'{"error": "Unauthorized"}', errors.Refused, "Unauthorized"),
+        (404, b'{"detail": "Not Found"}', errors.Refused, "Not Found"),
+        (409, b"", errors.Conflict, "Conflict"),
+        (413, b"<html>too large</html>", errors.TooLarge, "too large"),
+        (422, b'{"error": {"type": "BadRequestError", "message": "bad"}}', errors.Refused, "bad"),
+        (501, b'["no"]', errors.NotOffered, "no"),
+        (504, b"<html>gateway</html>", errors.OutcomeUnknown, "gateway"),
+        (500, b"<html>oops</html>", httpx.HTTPStatusError, "500"),
+        (502, b"", httpx.HTTPStatusError, "502"),
+    ],
+)
+def test_errors_that_have_no_name(
+    server: BrokenServer, status: int, content: bytes, kind: type[Exception], sentence: str
+) -> None:
+    server.answers[ROLLBACK] = (status, content)
+    with Client(server.url) as client, pytest.raises(kind, match=sentence) as raised:
+        client.roll_back()
+    assert type(raised.value) is kind
+
+
+GARBLED = [b"", b"<html>hello</html>", b'{"success": tr', b"\xff\xfe{}", b"[1]", b"[" * 100_000]
+
+
+@pytest.mark.parametrize("content", GARBLED, ids=["none", "page", "cut", "bytes", "list", "deep"])
+def test_answer_that_is_none(server: BrokenServer, content: bytes) -> None:
+    server.answers[DISK] = (200, content)
+    with Client(server.url) as client, pytest.raises(WrongAnswer, match="no JSON object"):
+        client.update_from_disk("/x")
+
+
+def test_one_of_a_fleet_answers_wrongly(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet
+) -> None:
+    for path in (STATUS, ROLLBACK):
+        beside.answers[path] = (200, b"<html>hello</html>")
+    report = fleet.status()
+    assert (list(report.answers), report.uncertain) == ([server.url], [beside.url])
+    with pytest.raises(FleetSplit, match="may be split") as split:
+        fleet.roll_back()
+    assert split.value.report.uncertain == [beside.url]
+    assert isinstance(split.value.report.failures[beside.url], WrongAnswer)
+
+
+def test_a_garbled_renewal_does_not_end_the_renewing(server: BrokenServer) -> None:
+    with Client(server.url) as client, client.paused(lease_s=SHORT_S):
+        server.answers[PAUSE] = (200, b"<html>hello</html>")
+        server.wait_for(PAUSE, 4)
+
+
+def test_a_refused_renewal_ends_it(server: BrokenServer, caplog: pytest.LogCaptureFixture) -> None:
+    """And one that is not answered does not keep the next one from coming in time."""
+    with Client(server.url) as client, client.paused(lease_s=SHORT_S):
+        server.fall_silent(PAUSE)
+        server.wait_for(PAUSE, 3)
+        server.answers[PAUSE] = (409, refusal(errors.Conflict))
+        server.speak()
+        until("the renewing is over", lambda: "is over: no" in caplog.text)
+
+
+# ---- what the commands make of it ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.Refused, 1),
+        (errors.RankSilent, 1),
+        (errors.Conflict, 3),
+        (errors.OutcomeUnknown, 4),
+        (errors.HalfDone, 4),
+    ],
+)
+def test_exit_code(server: BrokenServer, kind: type[errors.InflightError], code: int) -> None:
+    server.answers[ROLLBACK] = (kind.status, refusal(kind))
+    result = CliRunner().invoke(app, ["rollback", "--url", server.url])
+    assert (result.exit_code, result.stderr) == (code, "no\n")
+
+
+@pytest.mark.parametrize("answer", [(200, b"<html>hello</html>"), (500, b"")])
+def test_exit_code_of_a_wrong_answer(server: BrokenServer, answer: tuple[int, bytes]) -> None:
+    server.answers[ROLLBACK] = answer
+    result = CliRunner().invoke(app, ["rollback", "--url", server.url])
+    assert (result.exit_code, server.url in result.stderr) == (4, True)
+
+
+# ---- silence -----------------------------------------------------------------------------
+
+CALLS: list[tuple[str, Callable[[Client], object]]] = [
+    (STATUS, Client.status),
+    (PAUSE, Client.pause),
+    (CONTINUE, Client.resume),
+    (DISK, lambda client: client.update_from_disk("/x", timeout_s=SHORT_S)),
+    (ROLLBACK, Client.roll_back),
+]
+
+
+@pytest.mark.parametrize(("path", "call"), CALLS, ids=[path for path, _ in CALLS])
+def test_no_call_waits_for_ever(
+    server: BrokenServer, path: str, call: Callable[[Client], object]
+) -> None:
+    server.fall_silent(path)
+    with (
+        Client(server.url, timeout_s=SHORT_S) as client,
+        pytest.raises(NoAnswer, match="did not answer within") as raised,
+    ):
+        call(client)
+    assert isinstance(raised.value, errors.OutcomeUnknown)
+
+
+@pytest.mark.parametrize(("silent", "let_go"), [(PAUSE, CONTINUE), (BEGIN, ABORT)])
+def test_what_was_perhaps_taken_is_let_go_of(
+    server: BrokenServer, silent: str, let_go: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer was lost, and with it would be the id, if the server chose it."""
+    monkeypatch.setattr("sglang_inflight.client.async_client.UPDATE_S", SHORT_S)
+    server.fall_silent(silent)
+    with Client(server.url, timeout_s=SHORT_S) as client:
+        block: Any = client.paused() if silent == PAUSE else client.session()
+        with pytest.raises(NoAnswer), block:
+            raise AssertionError("nothing was taken")
+    assert server.arrivals == [silent, let_go]
+
+
+def test_fleet_does_not_wait_for_the_silent_one(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet
+) -> None:
+    beside.fall_silent(PAUSE, CONTINUE)
+    with pytest.raises(FleetRefused) as refused, fleet.paused():
+        raise AssertionError("not all are paused")
+    report = refused.value.report
+    assert (report.phase, report.uncertain) == ("pause", [beside.url])
+    assert server.arrivals[-1] == CONTINUE
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+@pytest.mark.parametrize("turn", [1, -1], ids=["first", "last"])
+def test_fleet_lets_go_of_all_at_once(
+    server: BrokenServer, beside: BrokenServer, turn: int, error: type[Exception] | None
+) -> None:
+    """Whichever of them is silent, the other one does not wait behind it."""
+
+    def leave() -> None:
+        with Fleet([beside.url, server.url][::turn]) as fleet, fleet.paused():
+            beside.fall_silent(CONTINUE)
+            if error is not None:
+                raise error
+
+    with ThreadPoolExecutor() as threads:
+        left = threads.submit(leave)
+        beside.wait_for(CONTINUE)
+        server.wait_for(CONTINUE)
+        beside.speak()
+        assert isinstance(left.exception(), error or type(None))
+
+
+def test_fleet_where_one_was_not_paused_until_the_end(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet
+) -> None:
+    def hold() -> None:
+        with fleet.paused():
+            server.answers[CONTINUE] = (409, refusal(errors.Conflict))
+            beside.fall_silent(CONTINUE)
+
+    with pytest.raises(PauseLost) as lost:
+        hold()
+    report = lost.value.report
+    assert (report.phase, report.uncertain) == ("resume", [beside.url])
+    assert isinstance(report.failures[server.url], errors.Conflict)
+
+
+def test_one_is_silent_at_the_commit(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet
+) -> None:
+    beside.fall_silent(END)
+    with pytest.raises(FleetSplit, match="may have failed") as split:
+        fleet.update_from_disk("/x")
+    report = split.value.report
+    assert (report.phase, list(report.answers)) == ("commit", [server.url])
+    assert report.uncertain == [beside.url]
+
+
+@pytest.mark.parametrize("kind", [errors.OutcomeUnknown, errors.HalfDone, errors.RankSilent])
+def test_what_a_server_says_of_its_commit(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet, kind: type[errors.InflightError]
+) -> None:
+    beside.answers[END] = (kind.status, refusal(kind))
+    with pytest.raises(FleetSplit) as split:
+        fleet.update_from_disk("/x")
+    is_certain = kind is errors.RankSilent
+    assert split.value.report.uncertain == ([] if is_certain else [beside.url])
+    assert ("may be" in str(split.value)) is not is_certain
+
+
+# ---- Ctrl-C ------------------------------------------------------------------------------
+
+
+def interrupt_when(arrived: Callable[[], None]) -> threading.Thread:
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        arrived()
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    return thread
+
+
+def test_ctrl_c_ends_a_pause_that_is_not_answered(
+    server: BrokenServer, beside: BrokenServer
+) -> None:
+    beside.fall_silent(PAUSE)
+
+    def both_have_arrived() -> None:
+        server.wait_for(PAUSE)
+        beside.wait_for(PAUSE)
+
+    thread = interrupt_when(both_have_arrived)
+    with (
+        Fleet([server.url, beside.url]) as fleet,
+        pytest.raises(KeyboardInterrupt),
+        fleet.paused(),
+    ):
+        raise AssertionError("not all are paused")
+    thread.join()
+    # of the silent one, too: it may be paused
+    assert server.arrivals[-1] == beside.arrivals[-1] == CONTINUE
+
+
+def test_ctrl_c_ends_a_commit_that_is_not_answered(
+    server: BrokenServer,
+    beside: BrokenServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The others' is finished first, and the log says whose is not known of."""
+    monkeypatch.setattr("sglang_inflight.client.async_fleet.INTERRUPTED_S", SHORT_S)
+    beside.fall_silent(END)
+    thread = interrupt_when(lambda: beside.wait_for(END))
+    with Fleet([server.url, beside.url]) as fleet, pytest.raises(KeyboardInterrupt):
+        fleet.update_from_disk("/x")
+    thread.join()
+    assert f"{beside.url} may have failed" in caplog.text
+    assert f"done on {server.url}" in caplog.text

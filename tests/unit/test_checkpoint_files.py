@@ -1,0 +1,213 @@
+"""What is read of a checkpoint is what one checkpoint held."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.staging import checkpoint_files
+from sglang_inflight.scheduler.staging.aside import Aside
+from sglang_inflight.scheduler.staging.checkpoint_files import read_pickled, read_safetensors
+from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.read_buffers import ReadBuffers
+
+Weights = dict[str, torch.Tensor]
+PAIRS = Iterator[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a file of the test is read in as many pieces as a large one."""
+    monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 4096)
+
+
+def weights(start: int = 0) -> Weights:
+    """Small ones, which are read together, and large ones, which are read in pieces."""
+    shapes = [(3,), (40, 40), (7, 5), (200, 30), (1,), (0, 4), (11,)]
+    return {
+        f"layer{start + i}": torch.randn(shape, dtype=torch.float32)
+        for i, shape in enumerate(shapes)
+    }
+
+
+def reading(*paths: Path) -> PAIRS:
+    kind = read_safetensors if paths[0].suffix == ".safetensors" else read_pickled
+    with Aside(lambda: None) as aside:
+        yield from kind([str(path) for path in paths], aside, Pace(0, lambda: False))
+
+
+def same(found: Weights, expected: Weights) -> bool:
+    return found.keys() == expected.keys() and all(
+        torch.equal(tensor, expected[name]) for name, tensor in found.items()
+    )
+
+
+def save_zipped(tensors: Weights, path: Path) -> None:
+    torch.save(tensors, path)
+
+
+def save_as_of_old(tensors: Weights, path: Path) -> None:
+    torch.save(tensors, path, _use_new_zipfile_serialization=False)
+
+
+FORMATS: dict[str, tuple[str, Callable[[Weights, Path], None]]] = {
+    "safetensors": ("model.safetensors", save_file),
+    "bin": ("model.bin", save_zipped),
+    "old bin": ("model.bin", save_as_of_old),
+}
+formats = pytest.mark.parametrize(("file", "save"), FORMATS.values(), ids=FORMATS)
+
+
+@formats
+def test_all_tensors_of_all_files(
+    tmp_path: Path, file: str, save: Callable[[Weights, Path], None]
+) -> None:
+    parts = [weights(0), weights(10)]
+    paths = [tmp_path / f"{i}-{file}" for i in range(2)]
+    for part, path in zip(parts, paths, strict=True):
+        save(part, path)
+    assert same({name: tensor.clone() for name, tensor in reading(*paths)}, parts[0] | parts[1])
+
+
+@formats
+def test_who_keeps_tensors_keeps_what_is_in_them(
+    tmp_path: Path, file: str, save: Callable[[Weights, Path], None]
+) -> None:
+    save(weights(), tmp_path / file)
+    assert same(dict(reading(tmp_path / file)), dict(reading(tmp_path / file)))
+    expected = {name: tensor.clone() for name, tensor in reading(tmp_path / file)}
+    assert same(dict(reading(tmp_path / file)), expected)
+
+
+def rewrite(path: Path) -> None:
+    """In place, of the same size, as a trainer does that writes the next step over this one."""
+    status = path.stat()
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+def replace(path: Path) -> None:
+    draft = path.with_suffix(".draft")
+    draft.write_bytes(path.read_bytes())
+    os.utime(draft, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    draft.replace(path)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+CHANGES = [rewrite, replace, cut, Path.unlink]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["in it", "before it", "behind it"])
+@formats
+def test_a_file_that_changes_while_the_checkpoint_is_read(
+    tmp_path: Path,
+    file: str,
+    save: Callable[[Weights, Path], None],
+    when: str,
+    change: Callable[[Path], None],
+) -> None:
+    paths = [tmp_path / f"{i}-{file}" for i in range(3)]
+    for i, path in enumerate(paths):
+        save(weights(10 * i), path)
+    read = reading(*paths)
+    # into the file in the middle
+    for name, _ in read:
+        if name == "layer11":
+            break
+    changed = paths[{"before it": 0, "in it": 1, "behind it": 2}[when]]
+    change(changed)
+    with pytest.raises(Refused, match=f"{changed.name} (changed|ends|cannot be)"):
+        list(read)
+
+
+@formats
+def test_a_name_that_comes_twice(
+    tmp_path: Path, file: str, save: Callable[[Weights, Path], None]
+) -> None:
+    paths = [tmp_path / f"{i}-{file}" for i in range(2)]
+    save({"a": torch.ones(2), "b": torch.ones(2)}, paths[0])
+    save({"c": torch.ones(2), "b": torch.zeros(2)}, paths[1])
+    with pytest.raises(Refused, match=f"'b' is in {paths[0].name} and in {paths[1].name}"):
+        list(reading(*paths))
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"PK\3\4" + bytes(100)])
+def test_what_torch_cannot_load(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.bin"
+    path.write_bytes(content)
+    with pytest.raises(Refused, match=r"model\.bin cannot be read"):
+        list(reading(path))
+    torch.save([1, 2], path)
+    with pytest.raises(Refused, match=r"model\.bin must hold tensors by name, not a list"):
+        list(reading(path))
+
+
+def test_nothing_is_left_open(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(weights(), path)
+    before = set(os.listdir("/proc/self/fd"))
+    read = reading(path)
+    next(read)
+    read.close()  # type: ignore[attr-defined]
+    list(reading(path))
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+# ---- memory ------------------------------------------------------------------------------
+
+
+def test_memory_is_used_again_when_nobody_holds_it() -> None:
+    buffers = ReadBuffers(1 << 20)
+    places = set()
+    held = None
+    for _ in range(10):
+        # as whoever takes tensors one by one: the last is held while the next is read
+        taken = buffers.take(1000)
+        places.add(taken.data_ptr())
+        held = taken
+        del taken
+    assert held is not None
+    assert len(places) == 2
+
+
+def test_memory_that_is_held_is_left_alone() -> None:
+    buffers = ReadBuffers(1 << 20)
+    kept = []
+    for i in range(10):
+        taken = buffers.take(100_000)
+        taken.fill_(i)
+        # a part of it is enough
+        kept.append(taken[5_000:6_000].view(torch.int16))
+        del taken
+    buffers.give_back()
+    for i, tensor in enumerate(kept):
+        assert set(tensor.view(torch.uint8).tolist()) == {i}
+
+
+def test_memory_is_given_back() -> None:
+    buffers = ReadBuffers(64 << 20)
+    for _ in range(2):
+        last = buffers.take(64 << 20)
+        last.fill_(1)
+    last = buffers.take(1000)
+    used = resident()
+    buffers.give_back()
+    # both but for a few pages of the one that is held
+    assert used - resident() > 120 << 20
+    assert last.sum() == 1000
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,68 @@
+"""What a caller is told of a commit, by what its ranks said: never that nothing changed when
+something has."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from sglang_inflight.errors import (
+    Conflict,
+    HalfDone,
+    InflightError,
+    OutcomeUnknown,
+    RankSilent,
+    Refused,
+)
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.updates import Updates
+from sglang_inflight.messages import CommitCall, RankAnswer
+
+CALL = CommitCall(call_id="", update_id="u", weight_version="v1", kv_cache="fence")
+
+
+class TwoRanks(Ranks):
+    """Their answers are given."""
+
+    def __init__(self, *errors: str) -> None:
+        self._errors = errors
+
+    async def call(self, call: Any, timeout_s: float) -> list[RankAnswer]:
+        if "silent" in self._errors:
+            raise RankSilent("rank dp0 pp0 tp1 did not answer within 120 s")
+        return [
+            RankAnswer(
+                call_id="",
+                dp_rank=0,
+                pp_rank=0,
+                tp_rank=tp_rank,
+                success=not error,
+                message=f"{error} said so",
+                error=error,
+            )
+            for tp_rank, error in enumerate(self._errors)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("errors", "raised"),
+    [
+        (("", "silent"), OutcomeUnknown),
+        (("", "Conflict"), HalfDone),
+        (("HalfDone", ""), HalfDone),
+        (("Conflict", "HalfDone"), HalfDone),
+        (("HalfDone", "HalfDone"), HalfDone),
+        (("Conflict", "Conflict"), Conflict),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "+".join(value),
+)
+def test_what_is_said_is_so(errors: tuple[str, ...], raised: type[InflightError]) -> None:
+    updates = Updates.__new__(Updates)
+    updates._ranks = TwoRanks(*errors)
+    with pytest.raises(InflightError) as caught:
+        asyncio.run(updates._commit_everywhere(CALL, "commit"))
+    assert type(caught.value) is raised
+    nothing_changed = set(errors) == {"Conflict"}
+    assert isinstance(caught.value, Refused) is nothing_changed

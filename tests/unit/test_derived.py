@@ -1,0 +1,153 @@
+"""Models and servers whose weights cannot be staged, told by upstream's own classes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
+from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
+from sglang.srt.models.inkling_common.dense_mlp import _InklingUnquantizedFusedMoEMethod
+from sglang.srt.models.kimi_vl import KimiVLForConditionalGeneration
+from torch import nn
+
+from sglang_inflight import unsupported
+from sglang_inflight.scheduler.staging.derived import why_not_shadowed
+from sglang_inflight.unsupported import why_no_update
+
+
+def bare(kind: type, **attributes: Any) -> Any:
+    """An object of ``kind`` as it is after loading, as far as that can be without a server."""
+    made: Any = object.__new__(kind)
+    if issubclass(kind, nn.Module):
+        nn.Module.__init__(made)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def model_with(**attributes: Any) -> nn.Module:
+    return nn.Sequential(bare(nn.Linear, **attributes))
+
+
+def moe_method(kind: type = UnquantizedFusedMoEMethod, **flags: bool) -> Any:
+    flags = {"use_flashinfer_trtllm_moe": False, "w13_swiglu_interleaved": False} | flags
+    return bare(kind, **flags)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        None,
+        bare(UnquantizedLinearMethod),
+        bare(UnquantizedEmbeddingMethod),
+        moe_method(),
+        moe_method(BeamUnquantizedFusedMoEMethod),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_weights_that_stay_as_they_are_loaded(method: Any) -> None:
+    assert why_not_shadowed(model_with(quant_method=method)) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (bare(Fp8LinearMethod), "0 (Linear) is quantized by Fp8LinearMethod"),
+        (moe_method(use_flashinfer_trtllm_moe=True), "--moe-runner-backend flashinfer_trtllm"),
+        (moe_method(w13_swiglu_interleaved=True), "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
+        (
+            moe_method(_InklingUnquantizedFusedMoEMethod),
+            "changes its weights after loading (_InklingUnquantizedFusedMoEMethod)",
+        ),
+    ],
+    ids=["fp8", "trtllm", "interleaved", "inkling"],
+)
+def test_weights_that_are_laid_out_anew(method: Any, reason: str) -> None:
+    assert reason in (why_not_shadowed(model_with(quant_method=method)) or "")
+
+
+def test_a_wrapper_around_a_model_that_derives_weights() -> None:
+    wrapper = bare(KimiVLForConditionalGeneration)
+    assert why_not_shadowed(wrapper) is None
+    wrapper.language_model = bare(DeepseekV2ForCausalLM)
+    assert why_not_shadowed(wrapper) == (
+        "language_model (DeepseekV2ForCausalLM) derives further weights after loading"
+    )
+
+
+def test_a_copy_of_a_weight_that_is_made_while_serving() -> None:
+    model = model_with(_split2_hi=None)
+    assert why_not_shadowed(model) is None
+    model[0]._split2_hi = torch.ones(1)  # type: ignore[index]
+    assert "keeps a copy of a weight (_split2_hi)" in (why_not_shadowed(model) or "")
+
+
+def test_a_loader_that_was_replaced() -> None:
+    model = nn.Sequential()
+    assert why_not_shadowed(model) is None
+    model.load_weights = lambda weights: None  # type: ignore[assignment]
+    assert "has had its loader replaced" in (why_not_shadowed(model) or "")
+
+
+def test_upstream_is_asked_for_caches_of_its_own() -> None:
+    reason = "Online weight updates are not supported with a cache of mine."
+    assert why_not_shadowed(model_with(_derived_weight_cache_error=reason)) == reason
+    split = why_not_shadowed(model_with(_hc_attn_tf32_parts=(1,))) or ""
+    assert "SGLANG_OPT_DEEPGEMM_HC_PRENORM=0" in split
+
+
+class Server:
+    """The settings that are asked for, as SGLang's defaults are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = SimpleNamespace(weight_cache_mode="off")
+        self.disagg = SimpleNamespace(enable_pdmux=False)
+        self.moe = SimpleNamespace(enable_eplb=False, elastic_ep_backend=None)
+        monkeypatch.setattr(unsupported, "get_model", lambda: self.model)
+        monkeypatch.setattr(unsupported, "get_disagg", lambda: self.disagg)
+        monkeypatch.setattr(unsupported, "get_exec", lambda: SimpleNamespace(moe=self.moe))
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_plain_server_can_be_updated(server: Server, in_place: bool) -> None:
+    assert why_no_update(in_place=in_place) is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("mode", ["daemon", "client"])
+def test_weights_that_engines_share(server: Server, mode: str, in_place: bool) -> None:
+    server.model.weight_cache_mode = mode
+    assert f"--weight-cache-mode {mode}" in (why_no_update(in_place=in_place) or "")
+
+
+def test_forwards_on_several_streams(server: Server) -> None:
+    server.disagg.enable_pdmux = True
+    assert "--enable-pdmux" in (why_no_update(in_place=False) or "")
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--enable-eplb", "enable_eplb", True),
+        ("--elastic-ep-backend", "elastic_ep_backend", "mooncake"),
+    ],
+)
+def test_experts_that_move(server: Server, flag: str, field: str, value: Any) -> None:
+    setattr(server.moe, field, value)
+    assert flag in (why_no_update(in_place=False) or "")
+    # no step comes between the first write and the last
+    assert why_no_update(in_place=True) is None

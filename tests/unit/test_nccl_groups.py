@@ -1,0 +1,148 @@
+"""What is asked of NCCL, which needs a GPU: a stalled trainer costs its update, not the server."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from sglang.srt.utils.network import get_free_port
+
+from sglang_inflight.errors import Dropped, Refused
+from sglang_inflight.scheduler.staging import groups, process_group
+from sglang_inflight.scheduler.staging.groups import Group
+from sglang_inflight.scheduler.staging.process_group import NEVER, form_group
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+RENDEZVOUS = datetime.timedelta(seconds=5)
+
+
+class Made(dict[str, Any]):
+    """What a group was made with."""
+
+
+def form(monkeypatch: pytest.MonkeyPatch, backend: str) -> Made:
+    """Up to torch's constructor, which finds no GPU here; the rendezvous is real."""
+    made = Made()
+
+    def construct(**arguments: Any) -> str:
+        made.update(arguments, handling=os.environ.get(HANDLING))
+        return "a group"
+
+    def set_timeout(timeout: datetime.timedelta, group: Any) -> None:
+        made["set to"] = timeout
+
+    monkeypatch.setattr(process_group, "init_custom_process_group", construct)
+    monkeypatch.setattr(dist, "set_timeout", set_timeout)
+    address = f"tcp://127.0.0.1:{get_free_port()}"
+    form_group(backend, address, name="g", rank=0, world_size=1, timeout=RENDEZVOUS)
+    return made
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_no_watchdog_ends_a_broadcast_or_the_process(
+    monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    made = form(monkeypatch, backend)
+    assert made["set to"] == NEVER
+    assert made["handling"] == "2"
+    # whoever meets nobody gives up in time
+    assert made["timeout"] == made["store"].timeout == RENDEZVOUS
+
+
+def test_gloo_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = form(monkeypatch, "gloo")
+    assert made["timeout"] == RENDEZVOUS
+    assert "set to" not in made
+
+
+@pytest.mark.parametrize("before", [None, "1"])
+def test_other_groups_keep_their_watchdogs(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    monkeypatch.delenv(HANDLING, raising=False)
+    if before is not None:
+        monkeypatch.setenv(HANDLING, before)
+    form(monkeypatch, "nccl")
+    assert os.environ.get(HANDLING) == before
+
+
+def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
+    address = f"tcp://127.0.0.1:{get_free_port()}"
+    group = form_group("gloo", address, name="one", rank=0, world_size=1, timeout=RENDEZVOUS)
+    try:
+        tensor = torch.ones(3)
+        Group("one", group).receive(tensor, check=lambda: None)
+        assert tensor.tolist() == [1, 1, 1]
+    finally:
+        dist.destroy_process_group(group)
+
+
+class Broadcast:
+    """One that does not end, or ends with ``failure``, as NCCL's do: ``wait`` says nothing."""
+
+    def __init__(self, failure: Exception | None = None) -> None:
+        self._failure = failure
+
+    def is_completed(self) -> bool:
+        return self._failure is not None
+
+    def exception(self) -> Exception | None:
+        return self._failure
+
+    def wait(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The groups whose communicator was ended."""
+    ended: list[Any] = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(groups, "_abort_process_group", ended.append)
+    return ended
+
+
+def broadcast(monkeypatch: pytest.MonkeyPatch, work: Broadcast) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: work)
+
+
+def out_of_time() -> Callable[[], None]:
+    asked = iter(range(3))
+
+    def check() -> None:
+        if next(asked) == 2:
+            raise Dropped("the update's time ran out")
+
+    return check
+
+
+def test_a_broadcast_that_is_given_up_is_ended(
+    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
+) -> None:
+    pg: Any = object()
+    group = Group("g", pg)
+    broadcast(monkeypatch, Broadcast())
+    with pytest.raises(Dropped, match="time ran out"):
+        group.receive(torch.empty(1), out_of_time())
+    assert aborted == [pg]
+    assert not group.is_waiting
+    with pytest.raises(Refused, match="is broken"):
+        group.receive(torch.empty(1), out_of_time())
+    # it is gone already
+    group.leave()
+    assert aborted == [pg]
+
+
+def test_a_broadcast_that_failed_is_not_taken_for_one_that_came(
+    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
+) -> None:
+    pg: Any = object()
+    broadcast(monkeypatch, Broadcast(RuntimeError("remote process exited\nmore")))
+    with pytest.raises(Refused, match=r"'g' failed: remote process exited$"):
+        Group("g", pg).receive(torch.empty(1), check=lambda: None)
+    assert aborted == [pg]

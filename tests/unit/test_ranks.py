@@ -1,0 +1,45 @@
+"""Which ranks answer, of an engine beside others in its process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_inflight.frontend.ranks import Ranks
+
+SIZES = ("pp_size", "tp_size", "dp_size", "attn_dp_enabled", "attn_dp_size")
+
+
+def sized(*sizes: int) -> Any:
+    """As a process is while an engine of these ``SIZES`` is the last that was made."""
+    return get_parallel().override(**dict(zip(SIZES, sizes, strict=True)))
+
+
+def ranks() -> Ranks:
+    manager: Any = SimpleNamespace()
+    return Ranks(manager)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ((1, 1, 1, False, 1), {(0, 0, 0)}),
+        ((1, 2, 1, False, 1), {(0, 0, 0), (0, 0, 1)}),
+        ((2, 1, 1, False, 1), {(0, 0, 0), (0, 1, 0)}),
+        ((1, 1, 2, False, 1), {(0, 0, 0), (1, 0, 0)}),
+        ((1, 4, 1, True, 2), {(0, 0, 0), (0, 0, 1), (1, 0, 2), (1, 0, 3)}),
+    ],
+)
+def test_all(sizes: tuple[int, ...], expected: set[tuple[int, int, int]]) -> None:
+    with sized(*sizes):
+        assert ranks().all == expected
+
+
+def test_another_engine_is_made() -> None:
+    with sized(1, 1, 1, False, 1):
+        first = ranks()
+    with sized(1, 2, 2, False, 1):
+        assert (first.count, ranks().count) == (1, 4)

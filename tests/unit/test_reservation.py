@@ -1,0 +1,139 @@
+"""Where the shadow goes, and that its memory is taken before the KV cache's."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from sglang.srt.managers.scheduler import Scheduler
+from torch import nn
+
+from sglang_inflight.errors import BadSetting
+from sglang_inflight.scheduler.staging import mode, reservation
+from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.staging.reservation import reserve
+
+GB = 1 << 30
+CPU = torch.device("cpu")
+# holds nothing, and is no CPU
+DEVICE = torch.device("meta")
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A host with 80 GiB free and one rank."""
+    memory = SimpleNamespace(available=80 * GB)
+    parallel = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, attn_dp_enabled=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(mode, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(mode, "smallest", lambda here: here)
+    monkeypatch.setattr(reservation, "smallest", lambda here: here)
+    return parallel
+
+
+def test_the_kv_cache_keeps_half_of_its_room(host: Any) -> None:
+    assert choose_mode("auto", 16 * GB, DEVICE, room=40 * GB) is StagingMode.DEVICE
+    assert choose_mode("auto", 16 * GB, DEVICE, room=32 * GB) is StagingMode.HOST
+    assert choose_mode("device", 16 * GB, DEVICE, room=1 * GB) is StagingMode.DEVICE
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{"tp_size": 8}, {"tp_size": 2, "pp_size": 4}, {"tp_size": 4, "dp_size": 2}],
+    ids=str,
+)
+def test_ranks_share_the_memory_of_their_host(host: Any, ranks: dict[str, int]) -> None:
+    assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
+    vars(host).update(ranks)
+    assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.OFF
+    assert choose_mode("auto", 16 * GB, CPU) is StagingMode.OFF
+    assert choose_mode("auto", 9 * GB, DEVICE, room=0) is StagingMode.HOST
+
+
+def test_replicas_within_attention_are_no_further_ranks(host: Any) -> None:
+    vars(host).update(tp_size=4, dp_size=4, attn_dp_enabled=True)
+    assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
+
+
+class Worker:
+    def __init__(self, role: str, model: nn.Module) -> None:
+        self.model_runner = SimpleNamespace(
+            model=model, device="cuda", gpu_id=0, pre_model_load_memory=80
+        )
+        self._role = role
+
+    def weight_update_runners(self) -> list[tuple[str, Any]]:
+        return [(self._role, self.model_runner)]
+
+
+def server(monkeypatch: pytest.MonkeyPatch, *, free_gb: float) -> Any:
+    """A target of 16 GiB, and a draft that shares it and has 1 GiB of its own."""
+    target = nn.Sequential(nn.Linear(2 * GB, 4, bias=False, device=DEVICE, dtype=torch.bfloat16))
+    draft = nn.Sequential(
+        target[0], nn.Linear(GB // 8, 4, bias=False, device=DEVICE, dtype=torch.bfloat16)
+    )
+    monkeypatch.setattr(
+        reservation, "get_schedule", lambda: SimpleNamespace(mem_fraction_static=0.9)
+    )
+    monkeypatch.setattr(reservation, "get_available_gpu_memory", lambda device, gpu_id: free_gb)
+    return SimpleNamespace(tp_worker=Worker("target", target), draft_worker=Worker("draft", draft))
+
+
+def test_each_weight_has_storage_once(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+    scheduler = server(monkeypatch, free_gb=60)
+    reserved = reserve(scheduler, "auto")
+    assert reserved is not None
+    assert reserved.mode is StagingMode.DEVICE
+    sizes = sorted(kept.storage.nbytes for kept in reserved.storage.values())
+    assert sizes == [1 * GB, 16 * GB]
+
+
+def test_what_the_kv_cache_may_not_touch_is_no_room(
+    monkeypatch: pytest.MonkeyPatch, host: Any
+) -> None:
+    """Of 40 GiB free, SGLang leaves 8 alone: half of the rest is less than 17."""
+    reserved = reserve(server(monkeypatch, free_gb=40), "auto")
+    assert reserved is not None
+    assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
+
+
+@pytest.mark.parametrize("wanted", ["host", "off"])
+def test_nothing_is_taken_unasked(monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str) -> None:
+    reserved = reserve(server(monkeypatch, free_gb=60), wanted)
+    assert reserved is not None
+    assert (reserved.mode.name.lower(), reserved.storage) == (wanted, {})
+
+
+def test_no_memory_after_all(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+    monkeypatch.setattr(reservation, "set_aside", lambda models, device: None)
+    scheduler = server(monkeypatch, free_gb=60)
+    reserved = reserve(scheduler, "auto")
+    assert reserved is not None
+    assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
+    with pytest.raises(BadSetting, match="SGLANG_INFLIGHT_STAGING=device: there are no 17408 MiB"):
+        reserve(scheduler, "device")
+
+
+def test_on_a_cpu_nothing_is_taken_at_the_start() -> None:
+    scheduler: Any = SimpleNamespace(
+        tp_worker=Worker("target", nn.Sequential(nn.Linear(2, 2))), draft_worker=None
+    )
+    assert reserve(scheduler, "auto") is None
+
+
+def test_upstream_loads_all_models_before_it_sizes_the_cache() -> None:
+    """The order that the hook's place stands on."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(Scheduler.init_model_worker)))
+    calls = [
+        node.func.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    ]
+    order = ["init_tp_model_worker", "maybe_init_draft_worker", "init_memory_pools"]
+    assert sorted(order, key=calls.index) == order

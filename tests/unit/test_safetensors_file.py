@@ -1,0 +1,134 @@
+"""Our reader of the safetensors format takes what the format's library takes, and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.staging.safetensors_file import _DTYPES, SafetensorsFile
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    with closing(SafetensorsFile(str(path), path.name)) as file:
+        content = torch.frombuffer(bytearray(file.read(file.size, 0)), dtype=torch.uint8)
+        return {place.name: place.of(content, 0) for place in file.places}
+
+
+def write(path: Path, header: Any, content: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + content)
+    return path
+
+
+def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "U8") -> Any:
+    return {"dtype": dtype, "shape": shape or [end - start], "data_offsets": [start, end]}
+
+
+def test_every_dtype_as_the_library_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    raw = torch.arange(48, dtype=torch.uint8)
+    weights = {
+        # bools are 0 or 1
+        name: (raw % 2).view(dtype) if dtype is torch.bool else raw.view(dtype)
+        for name, dtype in _DTYPES.items()
+        if name != "F8_E8M0"
+    }
+    weights |= {
+        "scalar": torch.tensor(3.0),
+        "empty": torch.zeros(0, 5),
+        "matrix": torch.randn(7, 3),
+        'name with "quotes" and ü': torch.ones(1),
+    }
+    save_file({name: tensor.clone() for name, tensor in weights.items()}, path, {"format": "pt"})
+    found = read(path)
+    with safe_open(path, framework="pt") as library:  # type: ignore[no-untyped-call]
+        assert set(found) == set(library.keys())
+        for name, tensor in found.items():
+            expected = library.get_tensor(name)
+            assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
+            assert torch.equal(
+                tensor.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)
+            )
+
+
+def test_a_tensor_that_is_not_aligned(tmp_path: Path) -> None:
+    value = torch.randn(5)
+    header = {"a": entry(0, 1), "b": entry(1, 21, [5], "F32")}
+    path = write(tmp_path / "x", header, b"\1" + value.numpy().tobytes())
+    assert torch.equal(read(path)["b"], value)
+
+
+@pytest.mark.parametrize(
+    ("header", "content", "words"),
+    [
+        (b"", b"", "header"),
+        (b"{", b"", "header"),
+        (b"[]", b"", "header"),
+        (b'{"a": 1}', b"", "header"),
+        (b'{"a": {"dtype": "U8"}}', b"", "shape"),
+        (b"\xff" * 9, b"", "header"),
+        (b"[" * 100_000, b"", "header"),
+        ({"a": entry(0, 4, dtype="Q4")}, b"1234", "'Q4'"),
+        ({"a": entry(0, 4, [-4])}, b"1234", "shape"),
+        ({"a": entry(0, 4, [2**70])}, b"1234", "'a'"),
+        ({"a": entry(0, 4, [3])}, b"1234", "'a'"),
+        ({"a": entry(4, 0, [4])}, b"1234", "'a'"),
+        ({"a": entry(0, 4)}, b"123", "7"),
+        ({"a": entry(0, 4)}, b"12345", "bytes"),
+        ({"a": entry(1, 4)}, b"1234", "'a'"),
+        ({"a": entry(0, 3), "b": entry(2, 4)}, b"1234", "'b'"),
+        ({"a": entry(0, 2), "b": entry(3, 4)}, b"1234", "'b'"),
+    ],
+)
+def test_what_does_not_hold_together(
+    tmp_path: Path, header: Any, content: bytes, words: str
+) -> None:
+    path = write(tmp_path / "x.safetensors", header, content)
+    if words == "7":
+        words = str(path.stat().st_size)
+    with pytest.raises(Refused, match=r"x\.safetensors is no safetensors file") as refused:
+        SafetensorsFile(str(path), path.name)
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+@pytest.mark.parametrize("length", [9, 1 << 40, (1 << 64) - 1])
+def test_a_header_that_is_not_there(tmp_path: Path, length: int) -> None:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(Refused, match=f"{length} bytes"):
+        SafetensorsFile(str(path), path.name)
+
+
+def test_a_header_without_end(tmp_path: Path) -> None:
+    """It is not read: the file has no blocks, and is larger than memory."""
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 1 << 40))
+    os.truncate(path, 1 << 41)
+    with pytest.raises(Refused, match="at most"):
+        SafetensorsFile(str(path), path.name)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "nothing"])
+def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
+    """Opening a pipe would wait for somebody who writes to it."""
+    path = tmp_path / "x.safetensors"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    expected = "cannot be opened" if kind == "nothing" else "no regular file"
+    with pytest.raises(Refused, match=rf"x\.safetensors.*{expected}"):
+        SafetensorsFile(str(path), path.name)

@@ -1,0 +1,286 @@
+"""A shadow keeps a model's loader away from everything live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_loader.utils import should_async_load
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.staging.exchange import ContentExchange, PointerExchange
+from sglang_inflight.scheduler.staging.mode import StagingMode
+from sglang_inflight.scheduler.staging.reservation import set_aside
+from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
+from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel, _one_at_a_time
+from sglang_inflight.scheduler.staging.shadows import Shadows
+
+CPU = torch.device("cpu")
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Attention(nn.Module):
+    """With what upstream's have: weights, a table, a scale, and something derived."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        self.weight.weight_loader = self.load_weight  # type: ignore[attr-defined]
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("bias", torch.ones(4))
+        self.scale = 1.0
+        self.product: torch.Tensor | None = None
+        self.products = [torch.zeros(4)]
+        self.loaded = 0
+
+    def load_weight(self, parameter: nn.Parameter, loaded: torch.Tensor) -> None:
+        self.loaded += 1
+        parameter.data.copy_(loaded)
+
+
+class Model(nn.Module):
+    """A wrapper whose loader does as ``then`` does with the attention when all is loaded."""
+
+    def __init__(self, then: Callable[[Attention], object] = lambda attention: None) -> None:
+        super().__init__()
+        self.attention = Attention()
+        self._then = then
+        self.cached = dict(self.named_parameters())
+        self.parts = (self.attention,)
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            parameter = self.cached[name]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+        self._then(self.attention)
+        self._then(self.parts[0])
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    """As jobs run."""
+    with torch.no_grad():
+        yield
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Of the live model, everything that a loader could reach."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        for attribute, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}.{attribute}"] = value.clone()
+            elif isinstance(value, float | int):
+                found[f"{name}.{attribute}"] = torch.tensor(value)
+            elif isinstance(value, list):
+                found |= {f"{name}.{attribute}.{i}": v.clone() for i, v in enumerate(value)}
+    return found
+
+
+def stage(model: Model) -> Shadow:
+    shadow = Shadow(model, Twins(), CPU)
+    loader: Any = shadow.twin
+    loader.load_weights([("attention.weight", torch.full((4, 4), 2.0))])
+    return shadow
+
+
+def set_scale(attention: Attention) -> None:
+    attention.scale = 2.0
+
+
+def derive(attention: Attention) -> None:
+    attention.product = attention.weight @ attention.weight
+
+
+def derive_in_place(attention: Attention) -> None:
+    attention.products[0].copy_(attention.weight[0])
+
+
+def write_table(attention: Attention) -> None:
+    attention.get_buffer("table").data.copy_(attention.weight[0])
+
+
+def put_new_table(attention: Attention) -> None:
+    attention.table = attention.weight[0].clone()
+
+
+def put_new_weight(attention: Attention) -> None:
+    attention.weight = nn.Parameter(attention.weight * 2, requires_grad=False)
+
+
+DERIVING = {
+    "scale": set_scale,
+    "product": derive,
+    "products": derive_in_place,
+    "table": write_table,
+    "new table": put_new_table,
+    "weight": put_new_weight,
+}
+
+
+@pytest.mark.parametrize("then", DERIVING.values(), ids=DERIVING.keys())
+def test_nothing_live_is_written(then: Callable[[Attention], None]) -> None:
+    model = Model(then)
+    if then is derive:
+        # upstream's copy in place where there is one already
+        model.attention.product = torch.zeros(4, 4)
+    before = state(model)
+    stage(model)
+    after = state(model)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(("name", "then"), DERIVING.items(), ids=DERIVING.keys())
+def test_what_loading_derives_is_found(name: str, then: Callable[[Attention], None]) -> None:
+    found = stage(Model(then)).find_derived()
+    assert found == f"attention.{name.removeprefix('new ')}"
+
+
+def test_weights_alone_are_no_such_thing() -> None:
+    shadow = stage(Model())
+    assert shadow.find_derived() is None
+    (weight, bias) = shadow.pairs
+    assert weight[0] == "attention.weight"
+    assert weight[2].tolist() == torch.full((4, 4), 2.0).tolist()
+    assert bias[2].tolist() == [1, 1, 1, 1]
+
+
+def test_what_is_derived_and_the_same_is_no_change() -> None:
+    model = Model(lambda attention: setattr(attention, "product", torch.eye(4)))
+    model.attention.product = torch.eye(4)
+    assert stage(model).find_derived() is None
+
+
+def test_what_serving_changes_is_no_change_of_the_loader() -> None:
+    model = Model()
+    shadow = stage(model)
+    model.attention.scale = 3.0
+    model.attention.products[0].fill_(3.0)
+    model.attention.product = torch.eye(4)
+    assert shadow.find_derived() is None
+
+
+def test_what_two_modules_share_stays_shared() -> None:
+    model = Model()
+    model.attention.mine = model.attention.products[0]
+    twin = Shadow(model, Twins(), CPU).twin.get_submodule("attention")
+    assert isinstance(twin, Attention)
+    assert twin.mine is twin.products[0]
+
+
+def shadows_of(model: nn.Module, twins: Twins) -> Shadows:
+    class Runner:
+        class model_config:
+            model_path = ""
+
+    runner: Any = Runner()
+    runner.model = model
+    return Shadows([ShadowedModel("target", runner, twins, on_write=lambda: None)], twins)
+
+
+def test_a_weight_shown_as_a_view_keeps_its_memory() -> None:
+    """A packed tensor, or ``weight.view``, would show the old memory after a swap of pointers."""
+    model = Model()
+    packed = shadows_of(model, Twins())
+    packed.build(StagingMode.DEVICE, CPU)
+    assert isinstance(packed.exchange, PointerExchange)
+
+    model.attention.product = model.attention.weight.view(16)
+    packed = shadows_of(model, Twins())
+    packed.build(StagingMode.DEVICE, CPU)
+    assert isinstance(packed.exchange, ContentExchange)
+    weight = model.attention.weight
+    packed.exchange.swap(weight, torch.full((4, 4), 2.0))
+    assert model.attention.product.tolist() == [2.0] * 16
+
+
+def test_a_swap_of_contents_shows_in_the_version() -> None:
+    live, shadow = torch.ones(3), torch.zeros(3)
+    version = live._version
+    ContentExchange(CPU, 64).swap(live, shadow)
+    assert live._version > version
+
+
+def test_a_shadow_is_built_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twins = Model(), Twins()
+    made: list[torch.Tensor] = []
+    original = Twins.storage_for
+
+    def storage_for(self: Twins, of: torch.Tensor, storage: torch.device) -> torch.Tensor:
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB\nmore")
+        made.append(original(self, of, storage))
+        return made[-1]
+
+    monkeypatch.setattr(Twins, "storage_for", storage_for)
+    built = shadows_of(model, twins)
+    with pytest.raises(Refused, match=r"building it failed: CUDA out of memory.* 16 GiB$"):
+        built.build(StagingMode.DEVICE, CPU)
+    assert twins.weights() == []
+    assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
+    # with memory it works the next time
+    monkeypatch.setattr(Twins, "storage_for", original)
+    built.build(StagingMode.DEVICE, CPU)
+    assert len(twins.weights()) == 4
+
+
+def test_memory_of_a_failed_shadow_is_given_back() -> None:
+    twins = Twins()
+    shadow = Shadow(Model(), twins, CPU)
+    twins.forget()
+    assert all(twin.numel() == 0 for _, _, twin in shadow.pairs)
+    assert all(live.numel() for _, live, _ in shadow.pairs)
+
+
+def test_in_place_nothing_live_is_given_back() -> None:
+    twins, model = Twins(), Model()
+    Shadow(model, twins, None)
+    twins.forget()
+    assert model.attention.weight.numel() == 16
+    assert model.attention.get_buffer("bias").numel() == 4
+
+
+def test_a_shadow_takes_what_was_set_aside() -> None:
+    model = Model()
+    storage = set_aside([model, model], CPU)
+    assert storage is not None
+    kept = {id(k.original): k.storage.data_ptr() for k in storage.values()}
+    assert len(kept) == 4
+    # made after that: it gets memory of its own
+    model.attention.register_buffer("late", torch.ones(2))
+    shadow = Shadow(model, Twins(storage), CPU)
+    for name, live, twin in shadow.pairs:
+        assert (twin.data_ptr() == kept.get(id(live))) is not name.endswith("late")
+    assert storage == {}
+
+
+def test_nothing_is_set_aside_where_not_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    allocate, calls, emptied = torch.empty_like, iter(range(9)), []
+
+    def full(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if next(calls):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return allocate(*args, **kwargs)
+
+    class Module:
+        @staticmethod
+        def empty_cache() -> None:
+            emptied.append(True)
+
+    monkeypatch.setattr(torch, "empty_like", full)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    assert set_aside([model], CPU) is None
+    assert emptied == [True]
+
+
+def test_loaders_use_no_threads_while_staging() -> None:
+    """Upstream's own question, asked of what we hand to its loaders."""
+    assert should_async_load(torch.ones(1))
+    for _, tensor in _one_at_a_time(iter([("a", torch.ones(1))])):
+        assert not should_async_load(tensor)

@@ -1,0 +1,173 @@
+"""One event loop that many threads wait on, whoever runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+
+import pytest
+import uvloop
+
+from sglang_inflight.frontend.shared_loop import share
+
+WAIT_S = 60
+
+
+@pytest.fixture(
+    params=[asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
+    """Shared, and run by nobody yet."""
+    make: Callable[[], asyncio.AbstractEventLoop] = request.param
+    loop = make()
+    share(loop)
+    yield loop
+    if not loop.is_closed():
+        loop.close()
+
+
+class Call:
+    """Something to do on the loop, of which it is known how far it has come."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+        self.was_cancelled = False
+        self._may_end = asyncio.Event()
+
+    async def __call__(self) -> str:
+        self.begun.set()
+        try:
+            await self._may_end.wait()
+        except asyncio.CancelledError:
+            self.was_cancelled = True
+            raise
+        return "done"
+
+    async def let_end(self) -> None:
+        self._may_end.set()
+
+
+def test_many_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """One drives, until its own work is done; then another one does."""
+    first, second = Call(), Call()
+    with ThreadPoolExecutor() as threads:
+        results = [threads.submit(lambda: loop.run_until_complete(first()))]
+        assert first.begun.wait(WAIT_S)
+        results.append(threads.submit(lambda: loop.run_until_complete(second())))
+        assert second.begun.wait(WAIT_S)
+        loop.run_until_complete(first.let_end())
+        assert results[0].result(WAIT_S) == "done"
+        loop.run_until_complete(second.let_end())
+        assert results[1].result(WAIT_S) == "done"
+
+
+def test_error_of_the_work(loop: asyncio.AbstractEventLoop) -> None:
+    async def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop.run_until_complete(fail())
+
+
+def test_under_a_loop_that_its_owner_runs(loop: asyncio.AbstractEventLoop) -> None:
+    """As of an engine that was made under ``asyncio.run``, called by an executor's thread."""
+    call = Call()
+    owner = threading.Thread(target=loop.run_forever)
+    owner.start()
+    try:
+        with ThreadPoolExecutor() as threads:
+            result = threads.submit(lambda: loop.run_until_complete(call()))
+            assert call.begun.wait(WAIT_S)
+            assert loop.run_until_complete(asyncio.sleep(0, "beside")) == "beside"
+            loop.run_until_complete(call.let_end())
+            assert result.result(WAIT_S) == "done"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        owner.join()
+
+
+def test_owner_that_stops_running_it(loop: asyncio.AbstractEventLoop) -> None:
+    """A thread that still waits drives on."""
+    call = Call()
+
+    async def own(submit: Callable[[], None]) -> None:
+        submit()
+        await asyncio.to_thread(call.begun.wait, WAIT_S)
+
+    with ThreadPoolExecutor() as threads:
+        results = []
+        # not by the shared method: this is its owner
+        type(loop).run_until_complete(
+            loop, own(lambda: results.append(threads.submit(loop.run_until_complete, call())))
+        )
+        loop.run_until_complete(call.let_end())
+        assert results[0].result(WAIT_S) == "done"
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["the same", "another"])
+def test_in_a_thread_that_runs_a_loop(loop: asyncio.AbstractEventLoop, other: bool) -> None:
+    """Refused before anything is done, and what runs there runs on."""
+    call = Call()
+
+    async def wait_in_the_loop() -> str:
+        with pytest.raises(RuntimeError, match="runs an event loop"):
+            loop.run_until_complete(call())
+        await asyncio.sleep(0)
+        return "on"
+
+    running = asyncio.new_event_loop() if other else loop
+    assert running.run_until_complete(wait_in_the_loop()) == "on"
+    if other:
+        running.close()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert not call.begun.is_set()
+
+
+def test_closed_loop(loop: asyncio.AbstractEventLoop) -> None:
+    call = Call()
+    loop.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.run_until_complete(call())
+    assert not call.begun.is_set()
+
+
+def test_owner_that_cancels_all_of_it(loop: asyncio.AbstractEventLoop) -> None:
+    """As ``asyncio.run`` does at its end: nobody waits for what does not come."""
+    call = Call()
+
+    async def own(submit: Callable[[], None]) -> None:
+        submit()
+        await asyncio.to_thread(call.begun.wait, WAIT_S)
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    with ThreadPoolExecutor() as threads:
+        results = []
+        type(loop).run_until_complete(
+            loop, own(lambda: results.append(threads.submit(loop.run_until_complete, call())))
+        )
+        with pytest.raises(CancelledError):
+            results[0].result(WAIT_S)
+    assert call.was_cancelled
+
+
+def test_ctrl_c(loop: asyncio.AbstractEventLoop) -> None:
+    """What was interrupted does not happen later."""
+    call = Call()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def interrupt() -> None:
+        assert call.begun.wait(WAIT_S)
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(call())
+    thread.join()
+    loop.run_until_complete(asyncio.sleep(0))
+    assert call.was_cancelled

@@ -1,0 +1,119 @@
+"""Which work waits for which, on a device with streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.runtime_context import get_resources
+
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.commit import Commits
+from sglang_inflight.scheduler.staging import worker
+from tests.support.device import Device, Event, Stream
+
+
+class Loop:
+    """A scheduler's loop, as far as streams go: its own stream is current."""
+
+    device = "cuda"
+
+    def __init__(self, *, overlaps: bool) -> None:
+        self.device_module = Device()
+        self.schedule_stream = self.device_module.Stream()
+        self.forward_stream = self.device_module.Stream()
+        self._overlaps = overlaps
+
+    @property
+    def where_forwards_run(self) -> Stream:
+        return self.forward_stream if self._overlaps else self.schedule_stream
+
+    def forward(self, name: str) -> None:
+        """As ``Scheduler.run_batch`` launches one."""
+        if self._overlaps:
+            self.forward_stream.wait_stream(self.schedule_stream)
+        with self.device_module.stream(self.where_forwards_run):
+            self.device_module.launch(name)
+
+
+class Shadow:
+    """Notes the swap, and what the next update is to wait for."""
+
+    next_waits_for: Event
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def exchange(self, roles: Any) -> int:
+        self._device.launch("swap")
+        return 0
+
+    def wait_for(self, event: Event) -> None:
+        self.next_waits_for = event
+
+
+@pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
+def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
+    loop = Loop(overlaps=request.param)
+    with loop.device_module.stream(loop.schedule_stream):
+        yield loop
+
+
+def test_a_swap_comes_between_two_forwards(loop: Loop) -> None:
+    shadow = Shadow(loop.device_module)
+    scheduler: Any = loop
+    staging: Any = shadow
+    nothing: Any = None
+    commits = Commits(scheduler, nothing, staging, nothing, nothing, nothing, nothing)
+    loop.forward("old")
+    commits._exchange(["target"])
+    loop.forward("new")
+    assert loop.device_module.is_ordered("old", "swap")
+    assert loop.device_module.is_ordered("swap", "new")
+    assert "swap" in shadow.next_waits_for.done
+    # the host waited for nothing
+    assert loop.forward_stream.synchronized is None
+    assert loop.schedule_stream.synchronized is None
+
+
+def test_what_the_loop_itself_puts_on_the_device_comes_after_the_swap(loop: Loop) -> None:
+    shadow = Shadow(loop.device_module)
+    scheduler: Any = loop
+    staging: Any = shadow
+    nothing: Any = None
+    Commits(scheduler, nothing, staging, nothing, nothing, nothing, nothing)._exchange(["target"])
+    loop.device_module.launch("read of the loop")
+    assert loop.device_module.is_ordered("swap", "read of the loop")
+
+
+def test_a_drain_waits_for_the_last_forward(loop: Loop) -> None:
+    scheduler: Any = loop
+    metrics: Any = None
+    loop.forward("last")
+    Boundary(scheduler, metrics).drain()
+    assert "last" in (loop.where_forwards_run.synchronized or ())
+
+
+def test_staging_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(pool=4)
+    loop = SimpleNamespace(
+        schedule_stream=device.Stream(), forward_stream=device.Stream(), copy_stream=None
+    )
+    monkeypatch.setitem(get_resources().streams, "alt", device.Stream())
+    # the pool begins anew with the next but one
+    device.Stream()
+    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+    scheduler: Any = loop
+    in_use = worker.streams_of(scheduler)
+    assert len(in_use) == 3
+    own = worker.own_stream(torch.device("cuda"), in_use)
+    assert own.cuda_stream not in {stream.cuda_stream for stream in in_use}
+
+
+def test_a_stream_without_a_handle_comes_from_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(Stream=lambda: "a new one")
+    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+    assert worker.own_stream(torch.device("xpu"), [object()]) == "a new one"

@@ -1,0 +1,279 @@
+"""What senders of weights pickle is read as they meant it, and nothing else does anything."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import os
+import pickle
+import struct
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.resource_sharer import DupFd
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    LocalSerializedTensor,
+)
+from sglang.srt.utils import MultiprocessingSerializer
+from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+from torch.multiprocessing import reductions
+
+from sglang_inflight.scheduler.staging.unpickling import unpickle
+
+PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+# torch cannot load their storages, which have no type of their own
+ONLY_SHARED = (torch.float8_e4m3fn, torch.uint16)
+
+
+def pairs(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, torch.Tensor]]:
+    matrix = torch.arange(12).to(dtype).view(3, 4)
+    return [
+        ("matrix", matrix),
+        ("transposed", matrix.T),
+        ("part", matrix[1:, 2:]),
+        ("scalar", matrix[1, 1].clone()),
+        ("empty", torch.zeros(0, 3).to(dtype)),
+        ("wide", matrix[:1].expand(5, 4)),
+        ("parameter", torch.nn.Parameter(matrix.clone(), requires_grad=False)),
+    ]
+
+
+def expect(found: Any, expected: list[tuple[str, torch.Tensor]]) -> None:
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, tensor), (_, value) in zip(found, expected, strict=True):
+        assert (tensor.dtype, tensor.shape) == (value.dtype, value.shape), name
+        assert torch.equal(tensor.double(), value.double()), name
+
+
+# ---- what senders send -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["file_system", "file_descriptor"])
+def sharing(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy(request.param)  # type: ignore[no-untyped-call]
+    yield request.param
+    torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_by_value(dtype: torch.dtype, protocol: int) -> None:
+    expect(unpickle(pickle.dumps(pairs(dtype), protocol)), pairs(dtype))
+
+
+def test_tensors_by_value_from_a_file(tmp_path: Path) -> None:
+    weights = [("large", torch.randn(300, 1000)), *pairs()]
+    path = tmp_path / "payload"
+    path.write_bytes(pickle.dumps(weights))
+    with path.open("rb") as file:
+        expect(unpickle(file), weights)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_parameters_with_attributes(protocol: int) -> None:
+    """As Megatron marks its parameters."""
+    parameter = torch.nn.Parameter(torch.randn(3))
+    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+    tensor = torch.randn(2)
+    tensor.partition_dim = 0  # type: ignore[attr-defined]
+    weights = [("parameter", parameter), ("tensor", tensor)]
+    expect(unpickle(pickle.dumps(weights, protocol)), weights)
+
+
+@pytest.mark.parametrize("dtype", DTYPES + ONLY_SHARED, ids=str)
+def test_tensors_in_shared_memory(sharing: str, dtype: torch.dtype) -> None:
+    expect(unpickle(MultiprocessingSerializer.serialize(pairs(dtype))), pairs(dtype))
+
+
+def test_a_flattened_bucket(sharing: str) -> None:
+    weights = [pair for pair in pairs() if pair[0] != "empty"]
+    bucket = FlattenedTensorBucket(named_tensors=weights)
+    sent = {
+        "flattened_tensor": bucket.get_flattened_tensor(),
+        "metadata": bucket.get_metadata(),
+    }
+    found = unpickle(MultiprocessingSerializer.serialize(sent))
+    assert [type(item) for item in found["metadata"]] == [FlattenedTensorMetadata] * len(weights)
+    expect(FlattenedTensorBucket(**found).reconstruct_tensors(), weights)
+
+
+def test_a_payload_of_each_rank() -> None:
+    """As verl sends them: each tensor holds a payload for each rank."""
+    values = [MultiprocessingSerializer.serialize(torch.full((2,), rank)) for rank in (0.0, 1.0)]
+    ((name, tensor),) = unpickle(
+        MultiprocessingSerializer.serialize([("a", LocalSerializedTensor(values=values))])
+    )
+    assert (name, type(tensor)) == ("a", LocalSerializedTensor)
+    assert unpickle(tensor.values[1]).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("dumps", [pickle.dumps, ForkingPickler.dumps])
+def test_what_checkpoint_engine_sends(dumps: Callable[[Any], Any]) -> None:
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    handle = reductions.reduce_tensor(torch.arange(9, dtype=torch.uint8).share_memory_())  # type: ignore[no-untyped-call]
+    rebuild, arguments = unpickle(bytes(ForkingPickler.dumps(handle)))
+    assert rebuild(*arguments).tolist() == list(range(9))
+    listing = [{"name": "a", "shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "offset": 256}]
+    assert unpickle(bytes(dumps(listing))) == listing
+    assert unpickle(bytes(dumps(None))) is None
+
+
+@pytest.mark.parametrize("rebuild", [reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
+def test_handles_to_memory_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, rebuild: Callable[..., Any]
+) -> None:
+    """They are opened with what the sender says; there is no such memory here."""
+    arguments = (
+        torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.UntypedStorage, torch.bfloat16,
+        "GPU-c1a0b2", b"handle", 12, 0, False, b"counter", 0, b"event", True,
+    )  # fmt: skip
+
+    class Handle:
+        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            return rebuild, arguments
+
+    heard = []
+    payload = pickle.dumps([("a", Handle())])
+    module = importlib.import_module(rebuild.__module__)
+    monkeypatch.setattr(module, rebuild.__name__, lambda *args: heard.append(args))
+    assert unpickle(payload) == [("a", None)]
+    assert heard == [arguments]
+
+
+# ---- what others may send ----------------------------------------------------------------
+
+
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+class Writes:
+    """Pickled as ``target``, on which ``state`` is set."""
+
+    def __init__(self, target: Any, state: Any) -> None:
+        self._target, self._state = target, state
+
+    def pickled(self) -> bytes:
+        target = pickle.dumps(self._target, 2).removesuffix(pickle.STOP)
+        state = pickle.dumps(self._state, 2).removeprefix(pickle.PROTO + b"\2")
+        return target + state.removesuffix(pickle.STOP) + pickle.BUILD + pickle.STOP
+
+
+def deep_key() -> bytes:
+    """A dict whose key is a tuple of the same tuple twice, and so on: hashing it never ends."""
+    deeper = b"".join(
+        pickle.BINPUT + bytes([i]) + pickle.BINGET + bytes([i]) + pickle.TUPLE2 for i in range(100)
+    )
+    key = pickle.EMPTY_TUPLE + deeper
+    return pickle.PROTO + b"\4" + pickle.EMPTY_DICT + key + b"N" + pickle.SETITEM + pickle.STOP
+
+
+STORAGE = torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
+
+HOSTILE: dict[str, bytes] = {
+    "a command": pickle.dumps(Calls(os.system, "touch /tmp/inflight-test-was-here")),
+    "a loop": pickle.dumps(Calls(list, Calls(itertools.repeat, 0, 200_000_000))),
+    "much memory": pickle.dumps(Calls(bytearray, 1 << 40)),
+    "a storage of any size": pickle.dumps(Calls(torch.UntypedStorage, 1 << 40)),
+    "a tensor larger than its storage": pickle.dumps(
+        Calls(
+            torch._utils._rebuild_tensor_v2,
+            STORAGE,
+            0,
+            (1 << 40,),
+            (1,),
+            False,
+            {},
+        )
+    ),
+    "a tensor before its storage": pickle.dumps(
+        Calls(
+            torch._utils._rebuild_tensor_v2,
+            STORAGE,
+            0,
+            (2,),
+            (-1,),
+            False,
+            {},
+        )
+    ),
+    "a class that is written to": Writes(torch.Tensor, (None, {"shape": 5})).pickled(),
+    "a class of SGLang's": Writes(FlattenedTensorMetadata, (None, {"name": 5})).pickled(),
+    "a function that is written to": Writes(
+        torch._utils._rebuild_tensor_v2, {"__code__": None}
+    ).pickled(),
+    "a tensor that is written to": Writes(torch.ones(2), {"a": 1}).pickled(),
+    "slots": Writes(LocalSerializedTensor(values=[]), (None, {"values": 1})).pickled(),
+    "a type that rebuilds": pickle.dumps(
+        Calls(
+            torch._tensor._rebuild_from_type_v2, torch.UntypedStorage, torch.Tensor, (1 << 40,), {}
+        )
+    ),
+    "a key that is no name": pickle.dumps([{5: 1}]),
+    "a deep key": deep_key(),
+    "a set": pickle.dumps({1}),
+    "items of a tensor": pickle.dumps(torch.ones(2), 2).removesuffix(pickle.STOP)
+    + b"K\0K\1"
+    + pickle.SETITEM
+    + pickle.STOP,
+    "a partial": pickle.dumps(SimpleNamespace(a=1)),
+    "a request": pickle.dumps(Calls(DupFd, 1)),
+    "a codec": pickle.dumps(Calls(importlib.import_module("_codecs").encode, "a" * 9, "idna")),
+    "a named dict": pickle.dumps(OrderedDict([(((),), 1)])),
+    "a persistent id": pickle.PROTO + b"\4" + pickle.NONE + pickle.BINPERSID + pickle.STOP,
+    "a frame without end": pickle.PROTO + b"\4" + pickle.FRAME + struct.pack("<Q", 1 << 62),
+    "bytes without end": pickle.PROTO + b"\4" + pickle.BINBYTES8 + struct.pack("<Q", 1 << 62),
+    "nothing": b"",
+    "garbage": b"garbage",
+    "no end": pickle.dumps(pairs())[:-50],
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_what_no_sender_of_weights_pickles(kind: str) -> None:
+    before = {name: vars(kind).copy() for name, kind in classes().items()}
+    with pytest.raises(Exception) as refused:  # noqa: PT011 (whichever it is)
+        unpickle(HOSTILE[kind])
+    assert not isinstance(refused.value, AssertionError)
+    assert {name: vars(kind) for name, kind in classes().items()} == before
+    assert not Path("/tmp/inflight-test-was-here").exists()
+
+
+def classes() -> dict[str, type]:
+    return {
+        kind.__name__: kind
+        for kind in (
+            torch.Tensor,
+            torch.nn.Parameter,
+            torch.UntypedStorage,
+            torch.storage.TypedStorage,
+            FlattenedTensorMetadata,
+            LocalSerializedTensor,
+            DupFd,
+        )
+    }
+
+
+def test_a_storage_that_is_no_storage() -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": 1}, buffer)
+    loads = importlib.import_module("torch.storage")._load_from_bytes
+    with pytest.raises(pickle.UnpicklingError, match="expected a storage, got a dict"):
+        unpickle(pickle.dumps(Calls(loads, buffer.getvalue())))
