@@ -23,7 +23,7 @@ class Pacing:
     @classmethod
     def over(cls, tokens: int) -> Pacing:
         """Most of a story is left for the updates, which take time rather than tokens."""
-        return cls(tokens, reading=min(READING, tokens // 12))
+        return cls(tokens, reading=min(READING, tokens // 7))
 
     @classmethod
     def at(cls, step_s: float, longest: int) -> Pacing:

@@ -17,6 +17,8 @@ from sglang_inflight.demo.styles import Style
 from sglang_inflight.demo.updates import Receipt
 
 STATUS_EVERY_S = 0.5
+# tokens after which every story goes on for certain
+GOING = 3
 
 Pause = Callable[[], AbstractAsyncContextManager[Any]]
 
@@ -86,18 +88,25 @@ async def play(
         performances = []
         for act in acts:
             await shelf.reach(shelf.slowest + reading)
-            await _until_ready(act, pause, screen)
+            if await _until_ready(act, pause, screen):
+                # so that the pause is none of the gaps of the update
+                await shelf.reach(shelf.slowest + GOING)
             performances.append(await _perform(act, client, screen))
     return performances
 
 
-async def _until_ready(act: Act, pause: Pause, screen: Screen) -> None:
-    """The stories stand still meanwhile, where they are: they must not end before it comes."""
-    if not act.ready.done():
+async def _until_ready(act: Act, pause: Pause, screen: Screen) -> bool:
+    """The stories stand still meanwhile, where they are: they must not end before it comes.
+
+    Whether they had to.
+    """
+    must_wait = not act.ready.done()
+    if must_wait:
         screen.wait_for(act)
         async with pause():
             await asyncio.wait([act.ready])
     await act.ready
+    return must_wait
 
 
 async def _perform(act: Act, client: httpx.AsyncClient, screen: Screen) -> Performance:

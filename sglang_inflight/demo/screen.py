@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -64,10 +63,11 @@ class LiveScreen:
 
     def begin(self, act: Act) -> None:
         self.say(f"{act.version} comes {act.name}, while the stories go on")
-        self._show(act.version, f"{act.version} {act.name}", 0, self._update_bytes, "staged")
+        self.show_staged(act, 0)
 
     def show_staged(self, act: Act, nbytes: int) -> None:
-        self._show(act.version, "", nbytes, self._update_bytes, "staged")
+        title = f"{act.version} {act.name}"
+        self._show(act.version, title, nbytes, self._update_bytes, "staged")
 
     def end(self, performance: Performance) -> None:
         act, receipt = performance.act, performance.receipt
@@ -80,8 +80,7 @@ class LiveScreen:
     def _show(self, key: str, title: str, completed: int, total: int, unit: str) -> None:
         if key not in self._bars:
             self._bars[key] = self._progress.add_task(title, unit=unit)
-        changes: dict[str, Any] = {"description": title} if title else {}
-        self._progress.update(self._bars[key], completed=completed, total=total, **changes)
+        self._progress.update(self._bars[key], description=title, completed=completed, total=total)
 
     def _remove(self, key: str) -> None:
         if key in self._bars:
