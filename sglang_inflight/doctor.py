@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import io
+import pkgutil
 import platform
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -11,17 +16,39 @@ from typing import Any
 
 from sglang_inflight.livepatch import AppliedFunction, PatchRefused, load_series
 
+HOOK_LISTS = (
+    "sglang_inflight.scheduler.hooks",
+    "sglang_inflight.frontend.tokenizer_hooks",
+    "sglang_inflight.frontend.engine_hooks",
+)
+
+
+@dataclass(frozen=True)
+class HookedFunction:
+    """``reason`` says why the hook cannot be put in place, or None where it can."""
+
+    target: str
+    kind: str
+    reason: str | None
+
 
 @dataclass(frozen=True)
 class Report:
-    """``problems`` holds a sentence for everything that would stop a server."""
+    """``problems`` holds a sentence for everything that would stop a server.
+
+    ``refused`` are the server arguments that would, whether asked for here or not.
+    ``on_cpu`` is what the reference platform chooses, and empty on any other.
+    """
 
     versions: dict[str, str]
     series: str | None
     already_applied: bool
     functions: list[AppliedFunction]
+    hooks: list[HookedFunction]
     platform: str | None
+    on_cpu: dict[str, str]
     settings: dict[str, Any]
+    refused: list[str]
     problems: list[str]
 
     @property
@@ -32,7 +59,8 @@ class Report:
         return {**asdict(self), "healthy": self.healthy}
 
 
-def report() -> Report:
+def report(server_flags: Sequence[str] = ()) -> Report:
+    """``server_flags`` are those of ``sglang serve``, if a server with them is what one wants."""
     problems: list[str] = []
     series, already_applied, functions = None, False, list[AppliedFunction]()
     try:
@@ -42,15 +70,53 @@ def report() -> Report:
         already_applied, functions = plan.already_applied, plan.functions
     except PatchRefused as refusal:
         problems.append(str(refusal))
-    return Report(
+    chosen = _platform(problems)
+    found = Report(
         versions=_versions(),
         series=series,
         already_applied=already_applied,
         functions=functions,
-        platform=_platform(problems),
+        hooks=_hooks(problems),
+        platform=chosen,
+        on_cpu=_on_cpu(chosen),
         settings=_settings(problems),
+        refused=_refused(problems),
         problems=problems,
     )
+    if server_flags:
+        problems.extend(_refusals(server_flags))
+    return found
+
+
+def _hooks(problems: list[str]) -> list[HookedFunction]:
+    """Every hook and whether SGLang has what it is for. The registry would only log that."""
+    hooks: list[HookedFunction] = []
+    for name in HOOK_LISTS:
+        try:
+            registered = importlib.import_module(name).HOOKS
+        except (Exception, SystemExit) as error:
+            problems.append(f"{name} cannot be imported: {error!r}")
+            continue
+        hooks += [
+            HookedFunction(target, kind.name, why_not_hooked(target))
+            for target, _, kind in registered
+        ]
+    problems += [
+        f"SGLang cannot hook {hook.target}: {hook.reason}" for hook in hooks if hook.reason
+    ]
+    return hooks
+
+
+def why_not_hooked(target: str) -> str | None:
+    """Found the way that SGLang's registry finds it."""
+    owner, _, name = target.rpartition(".")
+    try:
+        function = inspect.getattr_static(pkgutil.resolve_name(owner), name)
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
+    if isinstance(function, staticmethod | classmethod):
+        function = function.__func__
+    return None if callable(function) else f"it is a {type(function).__name__}"
 
 
 def _versions() -> dict[str, str]:
@@ -82,3 +148,41 @@ def _settings(problems: list[str]) -> dict[str, Any]:
     except SystemExit as error:
         problems.append(str(error))
         return {}
+
+
+def _on_cpu(chosen: str | None) -> dict[str, str]:
+    """What the reference platform does where the user says nothing, and why."""
+    if chosen != "sglang_inflight.platform.ReferencePlatform":
+        return {}
+    from sglang_inflight import cpu
+    from sglang_inflight.platform import describe_threads
+
+    dtype, why = cpu.fast_dtype()
+    return {"dtype": f"{dtype}: {why}", "threads": describe_threads()}
+
+
+def _refused(problems: list[str]) -> list[str]:
+    try:
+        return list(importlib.import_module("sglang_inflight.unsupported").AT_START)
+    except Exception as error:
+        problems.append(f"sglang_inflight.unsupported cannot be imported: {error!r}")
+        return []
+
+
+def _refusals(server_flags: Sequence[str]) -> list[str]:
+    """What ``sglang serve`` with these flags would say before it starts any process."""
+    said = io.StringIO()
+    try:
+        from sglang.srt.server_args import prepare_server_args
+
+        from sglang_inflight.unsupported import refuse_at_start
+
+        with redirect_stderr(said):
+            server_args = prepare_server_args(list(server_flags))
+        refuse_at_start(object, server_args)
+    except SystemExit as refusal:
+        # argparse says why on stderr, and ends with a number
+        return [refusal.code if isinstance(refusal.code, str) else said.getvalue().splitlines()[-1]]
+    except Exception as error:
+        return [f"SGLang refuses these flags: {error}"]
+    return []

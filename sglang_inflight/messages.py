@@ -10,7 +10,7 @@ Times are seconds, sizes are bytes.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 from sglang.srt.managers import io_struct
@@ -21,8 +21,18 @@ if TYPE_CHECKING:
         rid: str | None = None
         http_worker_ipc: str | None = None
 
+    class PauseGenerationReqInput(BaseReq, kw_only=True):
+        pass
+
+    class ContinueGenerationReqInput(BaseReq, kw_only=True):
+        torch_empty_cache: bool = True
+
 else:
-    from sglang.srt.managers.io_struct import BaseReq
+    from sglang.srt.managers.io_struct import (
+        BaseReq,
+        ContinueGenerationReqInput,
+        PauseGenerationReqInput,
+    )
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
 KVPolicy = Literal["recompute", "fence", "keep"]
@@ -87,11 +97,18 @@ class IPCSource(msgspec.Struct, tag=True, kw_only=True):
 Source = DiskSource | TensorSource | DistributedSource | IPCSource
 
 
-class InflightCall(BaseReq, kw_only=True):
+class InflightCall(Protocol):
+    """What every call has: the id that its answers name."""
+
+    call_id: str
+    http_worker_ipc: str | None
+
+
+class Call(BaseReq, kw_only=True):
     call_id: str
 
 
-class UpdateCall(InflightCall, kw_only=True):
+class UpdateCall(Call, kw_only=True):
     """A call of an update that takes its time."""
 
     update_id: str
@@ -99,7 +116,10 @@ class UpdateCall(InflightCall, kw_only=True):
     timeout_s: float
 
 
-class PauseCall(InflightCall, kw_only=True):
+class PauseCall(PauseGenerationReqInput, kw_only=True):
+    """One of SGLang's own kind, so that tools which look for that on its way see it."""
+
+    call_id: str
     # None only to renew: keep the mode
     mode: PauseMode | None
     pause_id: str
@@ -114,10 +134,12 @@ class PauseCall(InflightCall, kw_only=True):
     timeout_s: float | None = None
 
 
-class ContinueCall(InflightCall, kw_only=True):
+class ContinueCall(ContinueGenerationReqInput, kw_only=True):
+    """One of SGLang's own kind, for the same reason."""
+
+    call_id: str
     # None lets go of every pause
     pause_id: str | None = None
-    torch_empty_cache: bool = True
 
 
 class OpenCall(UpdateCall, kw_only=True):
@@ -137,36 +159,36 @@ class SealCall(UpdateCall, kw_only=True):
     """Nothing more will be staged: check the whole and vote."""
 
 
-class CommitCall(InflightCall, kw_only=True):
+class CommitCall(Call, kw_only=True):
     update_id: str
     weight_version: str | None
     kv_cache: KVPolicy
     torch_empty_cache: bool = False
 
 
-class DropCall(InflightCall, kw_only=True):
+class DropCall(Call, kw_only=True):
     update_id: str
     reason: str
 
 
-class RollbackCall(InflightCall, kw_only=True):
+class RollbackCall(Call, kw_only=True):
     weight_version: str | None
     expected_version: str | None = None
     kv_cache: KVPolicy
 
 
-class FlushCall(InflightCall, kw_only=True):
+class FlushCall(Call, kw_only=True):
     """Forget every cached prefix."""
 
     # send running requests, which hold KV, back to the queue; False refuses where there are any
     retract: bool
 
 
-class ForgetEmbeddingsCall(InflightCall, kw_only=True):
+class ForgetEmbeddingsCall(Call, kw_only=True):
     pass
 
 
-class JoinGroupCall(InflightCall, kw_only=True):
+class JoinGroupCall(Call, kw_only=True):
     master_address: str
     master_port: int
     rank_offset: int
@@ -175,11 +197,11 @@ class JoinGroupCall(InflightCall, kw_only=True):
     backend: str
 
 
-class LeaveGroupCall(InflightCall, kw_only=True):
+class LeaveGroupCall(Call, kw_only=True):
     group_name: str
 
 
-class GiveUpTransferCall(InflightCall, kw_only=True):
+class GiveUpTransferCall(Call, kw_only=True):
     """A distributed update failed: break its group where its broadcasts were not taken in."""
 
     group_name: str
@@ -188,7 +210,7 @@ class GiveUpTransferCall(InflightCall, kw_only=True):
     reason: str
 
 
-class StatusCall(InflightCall, kw_only=True):
+class StatusCall(Call, kw_only=True):
     pass
 
 
@@ -206,6 +228,10 @@ class RankAnswer(BaseReq, kw_only=True):
     @property
     def rank(self) -> dict[str, int]:
         return {"dp_rank": self.dp_rank, "tp_rank": self.tp_rank, "pp_rank": self.pp_rank}
+
+
+class GenerationContinues(BaseReq, kw_only=True):
+    """The first rank of a replica says that nobody asked for it: the last lease ran out."""
 
 
 CALLS: tuple[type[InflightCall], ...] = (
@@ -228,4 +254,4 @@ CALLS: tuple[type[InflightCall], ...] = (
 
 def make_known() -> None:
     """Teach SGLang's decoder our messages. Runs in every process, before any socket."""
-    io_struct.hook_custom_types(*CALLS, RankAnswer)
+    io_struct.hook_custom_types(*CALLS, RankAnswer, GenerationContinues)

@@ -9,6 +9,8 @@ demo, and it steps aside wherever something better is there.
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 from typing import Any
 
@@ -17,6 +19,14 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_inflight import cpu
+from sglang_inflight.reference.lora import serve_adapters_without_pinning
+
+logger = logging.getLogger(__name__)
+
+THREADS = "OMP_NUM_THREADS"
+# how threads wait for the next matrix; those of torch's wheels are GNU's
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
 # oneDNN's, and that of torch's layer above it, which keeps what oneDNN's lets go
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
@@ -55,20 +65,93 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
-    def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Share the cores out among the ranks, and bound the memory of torch's kernels.
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        serve_adapters_without_pinning()
 
-        Both unless the user did. SGLang otherwise gives each rank a NUMA node of its own,
-        and stops where there are more ranks than nodes. ``"0|1"`` means rank 0 on core 0,
-        rank 1 on core 1. A kernel of up to a MiB is kept for each shape of a matmul, by
-        default 1024 of them, and nearly every prefill has a shape of its own.
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """What the user left open: dtype, threads, cores of each rank, memory of kernels.
+
+        The environment is what schedulers are started with: each is a new process, whose
+        OpenMP reads it when torch is imported, and the process that comes here computes
+        nothing itself. SGLang otherwise gives each rank a NUMA node of its own, and stops
+        where there are more ranks than nodes. ``"0|1"`` means rank 0 on core 0, rank 1 on
+        core 1. A kernel of up to a MiB is kept for each shape of a matmul, by default 1024
+        of them, and nearly every prefill has a shape of its own.
         """
         for cache in KERNEL_CACHES:
             os.environ.setdefault(cache, str(KERNELS))
+        config = _read_config(server_args)
+        self._choose_dtype(server_args, config)
         replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
         ranks = server_args.tp_size * server_args.pp_size * replicas
+        self._choose_threads(server_args, config, ranks)
         if ranks > 1 and THREADS_BIND not in os.environ:
             os.environ[THREADS_BIND] = _share_cores(ranks)
+
+    def _choose_dtype(self, server_args: Any, config: Any) -> None:
+        """Quantized weights come with a dtype that their kernels want."""
+        quantized = server_args.quantization or getattr(config, "quantization_config", None)
+        if server_args.dtype == "auto" and not quantized:
+            dtype, why = cpu.fast_dtype()
+            server_args.dtype = dtype
+            logger.info("The reference platform serves in %s: %s", dtype, why)
+
+    def _choose_threads(self, server_args: Any, config: Any, ranks: int) -> None:
+        """Threads that sleep while they wait, and no more of them than the matrices feed.
+
+        By default they spin, one on each core, so that beside any other busy process the one
+        that all wait for is the one that has no core: steps then take ten times as long.
+        """
+        if not any(name in os.environ for name in WAITING):
+            os.environ["OMP_WAIT_POLICY"] = "passive"
+        cores = len(os.sched_getaffinity(0))
+        threads = max(1, cores // ranks)
+        weights = _largest_matrix(config)
+        if weights is not None:
+            threads = cpu.threads_for(weights // server_args.tp_size, threads)
+        if os.environ.get(THREADS) == _own.get(THREADS):
+            _own[THREADS] = os.environ[THREADS] = str(threads)
+            logger.info("The reference platform computes with %s of %s cores", threads, cores)
+
+
+def describe_threads() -> str:
+    """What ``_choose_threads`` does in this environment."""
+    waiting = next((name for name in WAITING if name in os.environ), None)
+    wait = f"wait as {waiting}={os.environ[waiting]} says" if waiting else "sleep while they wait"
+    if THREADS in os.environ and THREADS not in _own:
+        return f"{os.environ[THREADS]}, as {THREADS} says; they {wait}"
+    return (
+        "one for each million weights of a layer's largest matrix, at most "
+        f"{len(os.sched_getaffinity(0))}, shared by the ranks; they {wait}"
+    )
+
+
+# what was set here and not by the user: another Engine of this process may need another
+_own: dict[str, str] = {}
+
+
+def _read_config(server_args: Any) -> Any:
+    """The language model's configuration, or None where it cannot be read."""
+    from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
+
+    try:
+        config = get_config(
+            server_args.model_path,
+            trust_remote_code=server_args.trust_remote_code,
+            revision=server_args.revision,
+        )
+        # SGLang keeps what it read, and changes copies of it only
+        return get_hf_text_config(copy.deepcopy(config))
+    except Exception:
+        # SGLang reads it next, and says what is wrong with it
+        return None
+
+
+def _largest_matrix(config: Any) -> int | None:
+    """The weights of a layer's largest matrix, or None where the model does not tell."""
+    sizes = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size")]
+    hidden, intermediate = (size if isinstance(size, int) else None for size in sizes)
+    return None if hidden is None or intermediate is None else hidden * intermediate
 
 
 def _share_cores(ranks: int) -> str:

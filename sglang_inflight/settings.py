@@ -81,10 +81,17 @@ class Settings:
         None,
         _natural,
         "bytes of memory per second that staging touches while requests run; a whole update "
-        "touches its bytes five times; 0 does not pace; unset is 256 MiB on a CPU, else 100 GiB",
+        "touches its bytes five times, and six times from disk; 0 does not pace; unset is 256 MiB "
+        "on a CPU, else 100 GiB",
     )
     stage_nice: int = _setting(
         0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
+    )
+    spans: str = _setting(
+        "all",
+        _one_of("all", "sglang"),
+        "what answers say of their versions: all, or what SGLang says by itself, which is spans "
+        "by name alone and in a stream's last chunk alone",
     )
     sse_comment_s: float = _setting(
         15.0,

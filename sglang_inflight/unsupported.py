@@ -8,6 +8,20 @@ from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel
 
+ONE_TOKENIZER = (
+    "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
+    "further tokenizer workers"
+)
+ONE_NODE = "SGLang Inflight needs --nnodes 1: ranks of other nodes cannot answer for themselves"
+NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
+NO_LOCAL_BROADCAST = (
+    "SGLang Inflight needs a server without "
+    "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
+    "DWDP switch on: control messages then reach ranks in different steps"
+)
+# for whoever asks before a start
+AT_START = (ONE_TOKENIZER, ONE_NODE, NO_RUST_SERVER, NO_LOCAL_BROADCAST)
+
 
 class Unsupported(SystemExit):
     """A server argument that goes with none of this. A ``SystemExit`` stops the start."""
@@ -16,24 +30,15 @@ class Unsupported(SystemExit):
 def refuse_at_start(engine_class: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Before any process is launched."""
     if server_args.tokenizer_worker_num > 1:
-        raise Unsupported(
-            "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
-            "further tokenizer workers"
-        )
+        raise Unsupported(ONE_TOKENIZER)
     if server_args.nnodes > 1:
-        raise Unsupported(
-            "SGLang Inflight needs --nnodes 1: ranks of other nodes cannot answer for themselves"
-        )
+        raise Unsupported(ONE_NODE)
     if envs.SGLANG_RUST_SERVER.get():
-        raise Unsupported("SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python")
+        raise Unsupported(NO_RUST_SERVER)
     # as upstream does next; some of its features switch this one on
     server_args.resolve_once()
     if resolved_view(server_args).enable_dp_attention_local_control_broadcast:
-        raise Unsupported(
-            "SGLang Inflight needs a server without "
-            "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
-            "DWDP switch on: control messages then reach ranks in different steps"
-        )
+        raise Unsupported(NO_LOCAL_BROADCAST)
 
 
 def why_no_pause() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import pickle
@@ -32,9 +33,10 @@ BEGIN, END, ABORT = "/begin_weight_update", "/end_weight_update", "/abort_weight
 SEAL = "/seal_weight_update"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 PAUSE, CONTINUE, ROLLBACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
+NAME = "/update_weight_version"
+OURS = (SEAL, ABORT, ROLLBACK)
 ROUTES = (
-    DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, SEAL, END, ABORT, JOIN, LEAVE, PAUSE, CONTINUE,
-    ROLLBACK,
+    *OURS, DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, END, JOIN, LEAVE, PAUSE, CONTINUE, NAME
 )  # fmt: skip
 
 LIVE = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
@@ -50,13 +52,19 @@ class Untouched:
         self._before = self._serving()
 
     def refuse(
-        self, path: str, body: Any, *words: str, status_codes: tuple[int, ...] = (400,)
+        self,
+        path: str,
+        body: Any,
+        *words: str,
+        status_codes: tuple[int, ...] = (400,),
+        longest: int = 10_000,
     ) -> None:
-        status_code, message = self._post(path, body)
+        status_code, message = self.post(path, body)
         assert status_code in status_codes, (status_code, message)
         for word in words:
             assert word in message, message
         assert "Traceback" not in message
+        assert len(message) <= longest
         self.check()
 
     def refuse_update(self, path: str, body: dict[str, Any], *words: str) -> None:
@@ -67,7 +75,7 @@ class Untouched:
         self.refuse(END, {}, "no weight-update session is open")
 
     def begin(self) -> None:
-        assert self._post(BEGIN, {})[0] == 200
+        assert self.post(BEGIN, {})[0] == 200
 
     def check(self) -> None:
         assert self.server.is_alive()
@@ -83,7 +91,7 @@ class Untouched:
 
     def close(self) -> None:
         # a session that a failed test leaves open would swallow later updates
-        self._post(ABORT, {})
+        self.post(ABORT, {})
         self._stream.leave()
         self._client.close()
 
@@ -91,7 +99,7 @@ class Untouched:
         (stream,) = start_running(self.server, 1, tokens=ENDLESS)
         return stream
 
-    def _post(self, path: str, body: Any) -> tuple[int, str]:
+    def post(self, path: str, body: Any) -> tuple[int, str]:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         response = self._client.post(path, content=content)
         return response.status_code, response.json().get("message", response.text)
@@ -141,7 +149,47 @@ def test_what_is_no_body(untouched: Untouched) -> None:
         untouched.refuse(path, b'{"mode": ', "bad request body")
         untouched.refuse(path, [1, 2], "bad request body", "object")
         untouched.refuse(path, "in_place", "bad request body", "object")
+    for path in OURS:
         untouched.refuse(path, {"surprise": 1}, "`surprise`")
+
+
+def test_what_sglang_reads_is_read(untouched: Untouched) -> None:
+    """A field that it does not know is no error of its own routes, nor a number in quotes."""
+    odd = {"surprise": 1, "pp_rank": 0}
+    for path in (DISK, TENSOR, DISTRIBUTED, IPC):
+        body = {**whole_body(path), **LIVE, **odd, "flush_cache": "no"}
+        status_code, message = untouched.post(path, body)
+        assert status_code == 400, (path, message)
+        for field in ("surprise", "pp_rank", "flush_cache"):
+            assert field not in message
+    # nothing is wrong but where the rank is to stand
+    body = {**whole_body(JOIN), **odd, "master_port": "29999", "rank_offset": "0"}
+    untouched.refuse(JOIN, body, "rank 0")
+    assert untouched.post(BEGIN, {**odd, "non_blocking": True})[0] == 200
+    assert untouched.post(ABORT, {})[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "meant"),
+    [
+        (PAUSE, "lease", "lease_s"),
+        (DISK, "non_blockng", "non_blocking"),
+        (END, "weight_versions", "weight_version"),
+    ],
+)
+def test_field_that_is_nearly_ours(untouched: Untouched, path: str, field: str, meant: str) -> None:
+    """SGLang has none like it, so its caller would wait for us in vain."""
+    untouched.refuse(path, {**whole_body(path), field: 1}, f"`{field}`", f"`{meant}`")
+
+
+@pytest.mark.parametrize(
+    "name", ["two\nlines", "nul\0", "\x1b[31mred", "\ud800", "v" * 257], ids=ascii
+)
+def test_name_that_cannot_be_repeated(untouched: Untouched, name: str) -> None:
+    """Every chunk of every answer has it, and the logs."""
+    for path in (DISK, TENSOR, DISTRIBUTED, IPC, END, ROLLBACK):
+        untouched.refuse(path, {**whole_body(path), "weight_version": name})
+    untouched.refuse(NAME, {"new_version": name})
 
 
 @pytest.mark.parametrize(
@@ -214,6 +262,7 @@ def whole_body(path: str) -> dict[str, Any]:
         TENSOR: {"serialized_named_tensors": [by_value({})]},
         DISTRIBUTED: {"names": [], "dtypes": [], "shapes": []},
         IPC: {"zmq_handles": {}},
+        NAME: {},
         JOIN: {
             "master_address": "127.0.0.1",
             "master_port": 29999,
@@ -247,6 +296,57 @@ def test_checkpoint_of_another_architecture(untouched: Untouched, folder: Path) 
 def test_config_that_is_no_json(untouched: Untouched, folder: Path) -> None:
     (folder / "config.json").write_text("{")
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
+
+
+@pytest.mark.parametrize("kind", [5, "Qwen3ForCausalLM", [5], {"a": 1}, True])
+def test_architectures_that_are_no_names(untouched: Untouched, folder: Path, kind: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**marker.CONFIG, "architectures": kind}))
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "architectures", "list of names")
+
+
+def test_config_without_end(untouched: Untouched, folder: Path) -> None:
+    os.truncate(folder / "config.json", 2 << 30)
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json", "at most")
+
+
+def test_config_that_is_no_object(untouched: Untouched, folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 50_000)
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
+    (folder / "config.json").write_text("[1]")
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json", "object")
+
+
+@pytest.mark.parametrize("file", ["model-2.safetensors", "config.json", "model.safetensors"])
+def test_pipe_in_a_checkpoint(untouched: Untouched, folder: Path, file: str) -> None:
+    """Whoever opens it waits for somebody who writes to it."""
+    (folder / file).unlink(missing_ok=True)
+    os.mkfifo(folder / file)
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, file, "no regular file")
+
+
+def test_tensor_that_is_in_two_files(untouched: Untouched, folder: Path) -> None:
+    save_file(marker.tensors(2), folder / "old.safetensors")
+    words = ("model.safetensors", "old.safetensors", "is in")
+    untouched.refuse_update(DISK, {"model_path": str(folder)}, *words)
+
+
+@pytest.mark.parametrize(
+    "load_format",
+    ["npcache", "dummy", "private", "sharded_state", "gguf", "layered", "remote", "flash_rl", ""],
+)
+def test_load_format_that_cannot_update(
+    untouched: Untouched, folder: Path, load_format: str
+) -> None:
+    before = sorted(folder.rglob("*"))
+    body = {"model_path": str(folder), "load_format": load_format}
+    untouched.refuse_update(DISK, body, "load_format", repr(load_format), "safetensors")
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("path", ["/" + "x" * 100_000, "x\0y", "/x" * 100_000], ids=range(3))
+def test_path_that_is_no_path(untouched: Untouched, path: str) -> None:
+    body = {**LIVE, "model_path": path}
+    untouched.refuse(DISK, body, "model_path", "is not a directory", longest=600)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 3000, -100])
@@ -326,12 +426,22 @@ def _encode(content: bytes) -> str:
 
 
 GOOD = by_value(marker.tensors(1))
+
+
+class Loop:
+    """A hundred bytes that take minutes, with the interpreter held."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
+        return list, (itertools.repeat(0, 2_000_000_000),)
+
+
 PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
     "not base64": (["%%%"], ("serialized_named_tensors",)),
     "not text": ([5], ("serialized_named_tensors",)),
     "not a pickle": ([_encode(b"garbage")], ("serialized_named_tensors", "unpickled")),
     "nothing": ([""], ("serialized_named_tensors", "unpickled")),
     "cut off": ([_encode(base64.b64decode(GOOD)[:-50])], ("serialized_named_tensors", "unpickled")),
+    "endless": ([_encode(pickle.dumps(Loop()))], ("serialized_named_tensors", "list")),
     "forbidden": ([_encode(pickle.dumps(Malice()))], ("serialized_named_tensors", "system")),
     "not a list": ([_encode(pickle.dumps({"a": 1}))], ("serialized_named_tensors", "dict")),
     "not pairs": ([by_value([1, 2])], ("serialized_named_tensors", "pairs")),

@@ -114,11 +114,12 @@ class Bodies:
             "group_name": st.sampled_from(["weight_update_group", "other", "\x00"]),
         }
         # never left out where there is one: their defaults are those that are not meant
-        self._always = {"mode", "non_blocking", "lease_s", "timeout_s"} & set(self._fields)
+        always = {"mode", "non_blocking", "lease_s", "timeout_s", "abort_all_requests"}
+        self._always = always & set(self._fields)
 
     def any(self) -> st.SearchStrategy[bytes]:
         # a union of strategies would take their parts for as many choices
-        kinds = [self._sound()] * 4 + [self._with_one_flaw()] * 3 + [JSON]
+        kinds = [self._sound()] * 4 + [self._with_one_flaw()] * 3 + [self._beside_the_point()]
         objects = st.sampled_from(kinds).flatmap(lambda kind: kind)
         # without a word a pause is an abort, and an update waits for what runs
         encoded = objects.filter(lambda body: body != {}).map(_encode)
@@ -136,10 +137,17 @@ class Bodies:
         names = st.sampled_from([*self._fields, "no_such_field"]) | st.text(max_size=8)
         return st.builds(self._flaw, self._sound(), names, JSON)
 
+    def _beside_the_point(self) -> st.SearchStrategy[Any]:
+        """Anything. What is an object has sound fields besides: others may be ignored."""
+        return st.builds(
+            lambda body, other: {**other, **body} if isinstance(other, dict) else other,
+            self._sound(),
+            JSON,
+        )
+
     def _flaw(self, body: dict[str, Any], name: str, flaw: Any) -> dict[str, Any]:
         # none of these may come to mean what was overridden
-        means_default = name in self._always and flaw in (None, False)
-        if means_default or (name == "abort_all_requests" and flaw is True):
+        if name in self._always and (flaw in (None, False) or name == "abort_all_requests"):
             flaw = "flaw"
         return {**body, name: flaw}
 

@@ -33,7 +33,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.marker import FIRST
+from tests.support.marker import FIRST, token
 from tests.support.pool import CHUNK
 from tests.support.server import Server
 
@@ -148,6 +148,48 @@ def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, k
     assert versions_of(amid) == ["v1"]
     for output in before:
         assert versions_of(output) == ["v0", "v1"]
+
+
+def test_spans_of_updates_without_a_name(any_server: Server, checkpoints: Path) -> None:
+    """The name stays, and the weights are told apart all the same."""
+    streams = start_running(any_server, 2, tokens=ENDLESS)
+    (whole,) = start(any_server, 1, tokens=ENDLESS, stream=False)
+    until("all of them run", lambda: status(any_server)["running"] == 3)
+    counts = []
+    for version in (1, 2):
+        body = {"model_path": str(checkpoints / f"v{version}"), "kv_cache": "keep"}
+        receipt = ask(
+            any_server, "POST", "/update_weights_from_disk", {**body, "non_blocking": True}
+        )
+        counts.append((version, receipt["epoch"]))
+        for stream in streams:
+            stream.wait_for_tokens(stream.count + 3)
+    ask(any_server, "POST", "/abort_request", {"abort_all": True})
+    version_of = {counts[0][1] - 1: 0} | {epoch: version for version, epoch in counts}
+    for generation in (*streams, whole):
+        output = generation.output()
+        for spans in (output.meta["weight_versions"], output.meta["kv_versions"]):
+            assert [span["version"] for span in spans] == ["v0"] * 3
+            assert [span["epoch"] for span in spans] == list(version_of)
+        for span in output.meta["weight_versions"]:
+            made = set(output.tokens[span["start"] : span["end"]])
+            assert made == {token(version_of[span["epoch"]])}, span
+        expect_spans_in_chunks(output)
+
+
+def test_spans_of_a_new_name(server: Server) -> None:
+    """It is the same weights', so it begins no epoch."""
+    (stream,) = start_running(server, 1, tokens=ENDLESS)
+    epoch = status(server)["epoch"]
+    for name in ("a name", "another"):
+        body = {"new_version": name, "abort_all_requests": False}
+        assert ask(server, "POST", "/update_weight_version", body)["new_version"] == name
+        stream.wait_for_tokens(stream.count + 3)
+    stream.abort()
+    spans = stream.output().meta["weight_versions"]
+    assert [(span["version"], span["epoch"]) for span in spans] == [
+        ("v0", epoch), ("a name", epoch), ("another", epoch)
+    ]  # fmt: skip
 
 
 def test_spans_of_a_stop_string(any_server: Server, checkpoints: Path) -> None:

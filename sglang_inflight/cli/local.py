@@ -15,12 +15,18 @@ if TYPE_CHECKING:
 
 
 def doctor(
+    server_flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- FLAG...]", help="Those of `sglang serve`: would it start with them?"
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Say whether a patched server would start here. Exit code 1: it would refuse to."""
     from sglang_inflight.doctor import report
 
-    found = report()
+    found = report(server_flags or [])
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, default=str))
     else:
@@ -47,6 +53,8 @@ def _show(report: Report) -> None:
     for name, value in report.versions.items():
         facts.add_row(name, value)
     facts.add_row("platform", report.platform or "none")
+    for name, value in report.on_cpu.items():
+        facts.add_row(name, value)
     facts.add_row("patches", report.series or "none")
     for name, value in report.settings.items():
         facts.add_row(name, str(value))
@@ -59,5 +67,15 @@ def _show(report: Report) -> None:
             names = "\n".join(name.removesuffix(".patch") for name in function.patches)
             patched.add_row(function.qualname, names, state)
         print_table(patched)
+    if report.hooks:
+        hooked = start_table("hook", "kind", "state")
+        for hook in report.hooks:
+            target = ".".join(hook.target.split(".")[-2:])
+            hooked.add_row(target, hook.kind, hook.reason or "is there")
+        print_table(hooked)
+    refused = start_table("refused at start")
+    for sentence in report.refused:
+        refused.add_row(sentence)
+    print_table(refused)
     for problem in report.problems:
         typer.secho(problem, fg="red", bold=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import signal
 import sys
 import tempfile
@@ -12,10 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from rich.console import Console
 
-from sglang_inflight.demo.models import build_models
+from sglang_inflight.demo.models import BuildFailed
 from sglang_inflight.demo.server import ServerFailed
 from sglang_inflight.demo.show import BASE_VERSION, put_on
 from sglang_inflight.demo.smollm2 import default_cache
@@ -27,10 +25,6 @@ from sglang_inflight.demo.transcript import (
     show_verdict,
 )
 
-TOKENS_ON_CPU = 1000
-# a GPU is so fast that a short story would end before the first update
-TOKENS_ON_CUDA = 6000
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
@@ -38,13 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     logs = options.logs or Path(tempfile.mkdtemp(prefix="sglang-inflight-demo-"))
     logs.mkdir(parents=True, exist_ok=True)
+    failed = False
     try:
-        models = build_models(console, options.cache)
-        # the server may need the memory that building took
-        gc.collect()
-        outcome = asyncio.run(put_on(console, models, tokens=options.tokens, logs=logs))
-    except (FileNotFoundError, ServerFailed, TrainerFailed) as failure:
-        console.print(f"[bold red]✗[/] {failure}")
+        outcome = asyncio.run(put_on(console, options.cache, tokens=options.tokens, logs=logs))
+    except* (BuildFailed, ServerFailed, TrainerFailed) as failures:
+        for failure in failures.exceptions:
+            console.print(f"[bold red]✗[/] {failure}\nLogs: {logs}")
+        failed = True
+    if failed:
         return 1
 
     performances = outcome.performances
@@ -57,14 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    tokens = TOKENS_ON_CUDA if torch.cuda.is_available() else TOKENS_ON_CPU
     parser = argparse.ArgumentParser(
         prog="python -m sglang_inflight.demo",
         description="Four stories, told while the weights of their model change three times.",
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where models go")
     parser.add_argument("--logs", type=Path, help="folder for logs (default: a new one)")
-    parser.add_argument("--tokens", type=int, default=tokens, help="length of each story")
+    parser.add_argument(
+        "--tokens", type=int, help="length of each story (default: what the updates need)"
+    )
     return parser.parse_args(arguments)
 
 

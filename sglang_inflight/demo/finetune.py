@@ -1,10 +1,13 @@
-"""Teaching a model a style in a minute on a CPU.
+"""Teaching a model a style in less than a minute on a CPU.
 
 The style must take over within a sentence of a story that began in another one. An
 example is therefore a story whose beginning is in an old style and whose end is in the
 new one. Every word of the beginning is a place where the switch could have come: there
 the target is how the *next* word would begin in the new style. One pass so teaches as
 many switches as the beginning has words, where a plain example would teach one.
+
+Only the last layers learn. They choose how a word is written; what the story is about
+comes from those below, which need no backward pass so.
 """
 
 from __future__ import annotations
@@ -28,13 +31,14 @@ NO_TARGET = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """``steps`` updates of one example each. Lengths are in words."""
+    """``steps`` updates, of one example each, of the last ``layers``. Lengths are in words."""
 
-    steps: int = 45
-    learning_rate: float = 3e-4
-    warmup_steps: int = 5
-    longest_beginning: int = 70
-    longest_end: int = 50
+    steps: int = 24
+    layers: int = 8
+    learning_rate: float = 1e-3
+    warmup_steps: int = 4
+    longest_beginning: int = 60
+    longest_end: int = 45
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
@@ -80,14 +84,17 @@ def teach(
     on_step: OnStep,
     recipe: Recipe | None = None,
 ) -> None:
-    """Train ``model``, which is bfloat16, in place.
+    """Train ``model`` in place, in the dtype that it has.
 
-    The optimizer works on a float32 copy, because steps this small round to nothing in
-    bfloat16.
+    The optimizer works in float32, because steps this small round to nothing in bfloat16.
     """
     recipe = recipe or Recipe()
     rng = random.Random(recipe.seed)
-    parameters = list(model.parameters())
+    model.requires_grad_(False)
+    learning = [*model.model.layers[-recipe.layers :], model.model.norm]
+    parameters = [parameter for part in learning for parameter in part.parameters()]
+    for parameter in parameters:
+        parameter.requires_grad_(True)
     masters = [parameter.detach().float() for parameter in parameters]
     optimizer = torch.optim.AdamW(masters, betas=(0.9, 0.95), weight_decay=0.0)
 

@@ -1,48 +1,107 @@
-"""Building the demo's checkpoints with something to look at meanwhile."""
+"""The demo's end of the process that makes its checkpoints."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from sglang_inflight.demo.smollm2 import BASE, base_path, styled_path
+from sglang_inflight.demo.styles import HEADLINE, VERSE
 
-from sglang_inflight.demo.smollm2 import build_base, build_corpus, build_styled
-from sglang_inflight.demo.styles import HEADLINE, VERSE, Style
+OnProgress = Callable[[str, int, int], None]
 
-
-class Models(NamedTuple):
-    base: Path
-    headline: Path
-    verse: Path
+# how long it may take to clear away what is half built
+END_TIMEOUT_S = 10.0
 
 
-def build_models(console: Console, cache: Path) -> Models:
-    with Progress(
-        SpinnerColumn(), *Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console
-    ) as progress:
-        task = progress.add_task("base model", total=None)
-        base = build_base(cache)
-        progress.update(task, total=1, completed=1)
+class BuildFailed(Exception):
+    """A checkpoint cannot be made."""
 
-        task = progress.add_task("training stories, told by it", total=None)
-        build_corpus(base, cache)
-        progress.update(task, total=1, completed=1)
 
-        return Models(
-            base,
-            headline=_build_styled(progress, HEADLINE, base, cache),
-            verse=_build_styled(progress, VERSE, base, cache),
+class Models:
+    """Where the checkpoints are, or will be: ``ready`` has a future for each, by its name.
+
+    All futures belong to the event loop that made this, and so do the calls.
+    """
+
+    def __init__(self, cache: Path) -> None:
+        self.base = base_path(cache)
+        self.headline = styled_path(cache, HEADLINE)
+        self.verse = styled_path(cache, VERSE)
+        loop = asyncio.get_running_loop()
+        self.ready: dict[str, asyncio.Future[None]] = {
+            name: loop.create_future() for name in (BASE, HEADLINE.name, VERSE.name)
+        }
+
+    @property
+    def are_there(self) -> bool:
+        return all(path.exists() for path in (self.base, self.headline, self.verse))
+
+    def settle(self, names: list[str], failure: BuildFailed | None = None) -> None:
+        for name in names:
+            future = self.ready[name]
+            if future.done():
+                continue
+            if failure is None:
+                future.set_result(None)
+            else:
+                future.set_exception(failure)
+                # whoever never asks for it has no use for the reason
+                future.exception()
+
+    async def follow(self, process: asyncio.subprocess.Process, on_progress: OnProgress) -> None:
+        """Until the process ends: what it has not made by then will not come."""
+        assert process.stdout is not None
+        reason = "see the log"
+        async for line in process.stdout:
+            event: dict[str, Any] = json.loads(line)
+            if "error" in event:
+                reason = event["error"]
+                continue
+            on_progress(event["name"], event["done"], event["of"])
+            if event["done"] == event["of"]:
+                self.settle([event["name"]])
+        failure = BuildFailed(f"the model cannot be made: {reason}")
+        self.settle(list(self.ready), failure)
+
+
+@asynccontextmanager
+async def make_models(cache: Path, log: Path, on_progress: OnProgress) -> AsyncIterator[Models]:
+    """What is there already is used, and what is not is made meanwhile."""
+    models = Models(cache)
+    if models.are_there:
+        models.settle(list(models.ready))
+        yield models
+        return
+    with log.open("wb") as stderr:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "sglang_inflight.demo.build", "--cache", str(cache)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            # its threads share the cores with a server
+            env={"OMP_WAIT_POLICY": "passive", **os.environ},
         )
+    following = asyncio.create_task(models.follow(process, on_progress))
+    try:
+        yield models
+    finally:
+        await _end(process)
+        following.cancel()
 
 
-def _build_styled(progress: Progress, style: Style, base: Path, cache: Path) -> Path:
-    task = progress.add_task(f"version that writes in {style.name} style", total=None)
-
-    def on_step(done: int, of: int) -> None:
-        progress.update(task, total=of, completed=done)
-
-    path = build_styled(style, base, cache, on_step)
-    progress.update(task, total=1, completed=1)
-    return path
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    try:
+        await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

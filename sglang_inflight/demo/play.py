@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,16 +17,24 @@ from sglang_inflight.demo.styles import Style
 from sglang_inflight.demo.updates import Receipt
 
 STATUS_EVERY_S = 0.5
+# tokens after which every story goes on for certain
+GOING = 3
+
+Pause = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Act:
-    """One update: ``name`` says by which way ``version`` comes, which writes in ``style``."""
+    """One update: ``name`` says by which way ``version`` comes, which writes in ``style``.
+
+    It can begin when ``ready`` is done.
+    """
 
     name: str
     version: str
     checkpoint: Path
     style: Style
+    ready: asyncio.Future[None]
     update: Callable[[], Awaitable[Receipt]]
 
 
@@ -37,22 +46,10 @@ class Performance:
     ended: float
 
 
-@dataclass(frozen=True)
-class Pacing:
-    """In tokens of the slowest story: when the first update begins, and how long each
-    version is read before the next update begins."""
-
-    first: int
-    between: int
-
-    @classmethod
-    def over(cls, tokens: int) -> Pacing:
-        """Three quarters are left for the staging, which a busy machine draws out."""
-        return cls(first=tokens // 12, between=tokens // 12)
-
-
 class Screen(Protocol):
     def show_stories(self, shelf: Shelf) -> None: ...
+
+    def wait_for(self, act: Act) -> None: ...
 
     def begin(self, act: Act) -> None: ...
 
@@ -79,20 +76,37 @@ async def play(
     shelf: Shelf,
     acts: Sequence[Act],
     *,
-    pacing: Pacing,
+    reading: int,
+    pause: Pause,
     sampling: dict[str, Any],
     screen: Screen,
 ) -> list[Performance]:
+    """Each version is read for ``reading`` tokens before the next update begins."""
     async with asyncio.TaskGroup() as tasks:
         telling = tasks.create_task(shelf.stream(client, sampling))
         tasks.create_task(_show(shelf, screen, telling))
         performances = []
-        begin_at = pacing.first
         for act in acts:
-            await shelf.reach(begin_at)
+            await shelf.reach(shelf.slowest + reading)
+            if await _until_ready(act, pause, screen):
+                # so that the pause is none of the gaps of the update
+                await shelf.reach(shelf.slowest + GOING)
             performances.append(await _perform(act, client, screen))
-            begin_at = shelf.slowest + pacing.between
     return performances
+
+
+async def _until_ready(act: Act, pause: Pause, screen: Screen) -> bool:
+    """The stories stand still meanwhile, where they are: they must not end before it comes.
+
+    Whether they had to.
+    """
+    must_wait = not act.ready.done()
+    if must_wait:
+        screen.wait_for(act)
+        async with pause():
+            await asyncio.wait([act.ready])
+    await act.ready
+    return must_wait
 
 
 async def _perform(act: Act, client: httpx.AsyncClient, screen: Screen) -> Performance:

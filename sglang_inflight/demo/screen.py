@@ -1,8 +1,12 @@
-"""What one sees while the show goes on: the stories grow, and the weights come in."""
+"""What one sees while the show goes on: models are made, stories grow, weights come in.
+
+It fits a terminal of 80 columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,61 +17,83 @@ from sglang_inflight.demo.play import Act, Performance
 from sglang_inflight.demo.stories import Shelf
 
 TAIL_TOKENS = 24
-TAIL_CHARACTERS = 48
+WIDTH = 42
+BAR = 12
 
 
 class LiveScreen:
-    def __init__(
-        self,
-        progress: Progress,
-        stories: Sequence[TaskID],
-        *,
-        update_bytes: int,
-        decode: Callable[[list[int]], str],
-    ) -> None:
+    """Milestones are lines, which stay; whatever moves has a bar below them."""
+
+    def __init__(self, progress: Progress, started: float) -> None:
         self._progress = progress
-        self._stories = stories
-        self._updates: dict[str, TaskID] = {}
-        self._update_bytes = update_bytes
-        self._decode = decode
+        self._started = started
+        self._bars: dict[str, TaskID] = {}
+        self._stories_began = False
+        self._decode: Callable[[list[int]], str] = str
+        self._update_bytes = 1
 
-    def show_stories(self, shelf: Shelf) -> None:
-        for task, story in zip(self._stories, shelf.stories, strict=True):
-            tail = " ".join(self._decode(story.ids[-TAIL_TOKENS:]).split())[-TAIL_CHARACTERS:]
-            self._progress.update(
-                task, completed=len(story.ids), description=f"[dim]…{escape(tail)}"
-            )
-
-    def begin(self, act: Act) -> None:
-        self._updates[act.version] = self._progress.add_task(
-            f"[bold]{act.version} {act.name}", total=self._update_bytes, unit="bytes staged"
+    def say(self, milestone: str) -> None:
+        minutes, seconds = divmod(round(time.monotonic() - self._started), 60)
+        self._progress.console.print(
+            f"[dim]{minutes}:{seconds:02d}[/] {milestone}", highlight=False, soft_wrap=True
         )
 
+    def show_built(self, name: str, done: int, of: int) -> None:
+        title = "base model" if name == "base" else f"training on {name} style"
+        if done == of:
+            self._remove(name)
+            self.say("the base model is there" if name == "base" else f"{name} style is learned")
+        else:
+            self._show(name, title, done, of, f"of {of} steps")
+
+    def expect_stories(self, decode: Callable[[list[int]], str], *, update_bytes: int) -> None:
+        self._decode, self._update_bytes = decode, update_bytes
+
+    def show_stories(self, shelf: Shelf) -> None:
+        if not self._stories_began and shelf.slowest:
+            self._stories_began = True
+            self.say("all four stories have begun")
+        for number, story in enumerate(shelf.stories):
+            tail = " ".join(self._decode(story.ids[-TAIL_TOKENS:]).split())[1 - WIDTH :]
+            title = f"[dim]…{escape(tail)}"
+            self._show(f"story {number}", title, len(story.ids), shelf.tokens, "tokens")
+
+    def wait_for(self, act: Act) -> None:
+        self.say(f"the stories are paused until {act.version} ({act.name}) is ready")
+
+    def begin(self, act: Act) -> None:
+        self.say(f"{act.version} comes {act.name}, while the stories go on")
+        self.show_staged(act, 0)
+
     def show_staged(self, act: Act, nbytes: int) -> None:
-        self._progress.update(self._updates[act.version], completed=nbytes)
+        title = f"{act.version} {act.name}"
+        self._show(act.version, title, nbytes, self._update_bytes, "staged")
 
     def end(self, performance: Performance) -> None:
-        task = self._updates[performance.act.version]
-        if performance.receipt["success"]:
-            self._progress.update(task, completed=self._update_bytes, unit="committed")
+        act, receipt = performance.act, performance.receipt
+        self._remove(act.version)
+        if receipt["success"]:
+            self.say(f"{act.version} is committed, in all stories at once")
         else:
-            self._progress.update(task, unit="[red]failed")
+            self.say(f"[bold red]{act.version} failed:[/] {escape(str(receipt['message']))}")
+
+    def _show(self, key: str, title: str, completed: int, total: int, unit: str) -> None:
+        if key not in self._bars:
+            self._bars[key] = self._progress.add_task(title, unit=unit)
+        self._progress.update(self._bars[key], description=title, completed=completed, total=total)
+
+    def _remove(self, key: str) -> None:
+        if key in self._bars:
+            self._progress.remove_task(self._bars.pop(key))
 
 
 @contextmanager
-def live_screen(
-    console: Console,
-    stories: int,
-    tokens: int,
-    *,
-    update_bytes: int,
-    decode: Callable[[list[int]], str],
-) -> Iterator[LiveScreen]:
+def live_screen(console: Console) -> Iterator[LiveScreen]:
     columns = (
         TextColumn("{task.description}", justify="right"),
-        BarColumn(),
+        BarColumn(BAR),
         TextColumn("{task.percentage:>3.0f}% {task.fields[unit]}"),
     )
+    started = time.monotonic()
     with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        tasks = [progress.add_task("…", total=tokens, unit="tokens") for _ in range(stories)]
-        yield LiveScreen(progress, tasks, update_bytes=update_bytes, decode=decode)
+        yield LiveScreen(progress, started)

@@ -22,7 +22,7 @@ END_TIMEOUT_S = 10.0
 POLL_S = 0.5
 
 # enough for the demo's four stories
-_ON_CPU = ("--dtype", "bfloat16", "--max-total-tokens", "16384", "--max-running-requests", "8")
+_ON_CPU = ("--max-total-tokens", "16384", "--max-running-requests", "8")
 _ON_CUDA = ("--mem-fraction-static", "0.3", "--max-running-requests", "8")
 
 

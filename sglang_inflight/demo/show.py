@@ -1,21 +1,26 @@
-"""From checkpoints to a verdict: server and trainer are started, and ended in every case."""
+"""From nothing to a verdict: whatever is started for it is ended in every case."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
 from rich.console import Console
-from transformers import AutoTokenizer
 
+from sglang_inflight import cpu
+from sglang_inflight.client import AsyncClient
 from sglang_inflight.demo.corpus import with_chat_template
-from sglang_inflight.demo.models import Models
-from sglang_inflight.demo.play import Act, Pacing, Performance, play, sampling
+from sglang_inflight.demo.gaps import median_gap
+from sglang_inflight.demo.models import Models, make_models
+from sglang_inflight.demo.pacing import Pacing
+from sglang_inflight.demo.play import Act, Performance, play, sampling
 from sglang_inflight.demo.prompts import PROMPTS
-from sglang_inflight.demo.screen import live_screen
+from sglang_inflight.demo.screen import LiveScreen, live_screen
 from sglang_inflight.demo.server import start_server
 from sglang_inflight.demo.stories import Shelf, Story
 from sglang_inflight.demo.styles import HEADLINE, VERSE
@@ -28,66 +33,124 @@ BASE_VERSION = "v1"
 LAST_VERSION = "v4"
 MODEL_NAME = "smollm2"
 
+REHEARSAL_TOKENS = 24
+# the model's context is 8192, and a CPU server of the demo's holds 16384 tokens of KV
+LONGEST_ON_CPU = 3800
+LONGEST_ON_CUDA = 6000
+
 
 @dataclass(frozen=True)
 class Outcome:
     stories: list[Story]
+    tokens: int
     performances: list[Performance]
     checks: list[Check]
     decode: Callable[[list[int]], str]
 
 
-async def put_on(console: Console, models: Models, *, tokens: int, logs: Path) -> Outcome:
-    tokenizer = AutoTokenizer.from_pretrained(models.base)
-    shelf = Shelf([Story(prompt, _encode(tokenizer, prompt)) for prompt in PROMPTS])
+async def put_on(console: Console, cache: Path, *, tokens: int | None, logs: Path) -> Outcome:
+    """``tokens`` is the length of each story, or None for what this machine's speed asks for."""
+    with live_screen(console) as screen:
+        async with make_models(cache, logs / "build.log", screen.show_built) as models:
+            await models.ready["base"]
+            loading = asyncio.create_task(asyncio.to_thread(_load_tokenizer, models.base))
+            async with start_server(
+                models.base, name=MODEL_NAME, version=BASE_VERSION, log=logs / "server.log"
+            ) as server:
+                screen.say(f"the server serves {BASE_VERSION}{_on_this_cpu()}")
+                async with start_trainer(
+                    server.url, models.headline, LAST_VERSION, logs / "trainer.log"
+                ) as trainer:
+                    return await _tell(
+                        server.url, trainer, models, await loading, tokens=tokens, screen=screen
+                    )
 
+
+async def _tell(
+    url: str,
+    trainer: TrainerProcess,
+    models: Models,
+    tokenizer: Any,
+    *,
+    tokens: int | None,
+    screen: LiveScreen,
+) -> Outcome:
     def decode(ids: list[int]) -> str:
         text: str = tokenizer.decode(ids)
         return text
 
-    with console.status("The server starts") as status:
-        async with start_server(
-            models.base, name=MODEL_NAME, version=BASE_VERSION, log=logs / "server.log"
-        ) as server:
-            status.update("The trainer joins it")
-            async with (
-                start_trainer(
-                    server.url, models.headline, LAST_VERSION, logs / "trainer.log"
-                ) as trainer,
-                httpx.AsyncClient(base_url=server.url, timeout=600) as client,
-            ):
-                await trainer.join()
-                status.stop()
-                with live_screen(
-                    console,
-                    len(shelf.stories),
-                    tokens,
-                    update_bytes=checkpoint_bytes(models.base),
-                    decode=decode,
-                ) as screen:
-                    performances = await play(
-                        client,
-                        shelf,
-                        _acts(client, trainer, models),
-                        pacing=Pacing.over(tokens),
-                        sampling=sampling(tokens, tokenizer.all_special_ids),
-                        screen=screen,
-                    )
+    def bound(tokens: int) -> dict[str, Any]:
+        return sampling(tokens, tokenizer.all_special_ids)
+
+    titles = [(prompt, _encode(tokenizer, prompt)) for prompt in PROMPTS]
+    screen.expect_stories(decode, update_bytes=checkpoint_bytes(models.base))
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client, AsyncClient(url) as holder:
+        if tokens is None:
+            rehearsal = Shelf([Story(*title) for title in titles], REHEARSAL_TOKENS)
+            await rehearsal.stream(client, bound(REHEARSAL_TOKENS))
+            step_s = median_gap(story.arrivals for story in rehearsal.stories)
+            longest = LONGEST_ON_CUDA if torch.cuda.is_available() else LONGEST_ON_CPU
+            pacing = Pacing.at(step_s, longest)
+        else:
+            pacing = Pacing.over(tokens)
+        shelf = Shelf([Story(*title) for title in titles], pacing.tokens)
+        performances = await play(
+            client,
+            shelf,
+            _acts(client, trainer, models),
+            reading=pacing.reading,
+            pause=lambda: holder.paused("in_place"),
+            sampling=bound(pacing.tokens),
+            screen=screen,
+        )
     checks = judge(
-        shelf.stories, performances, base_version=BASE_VERSION, tokens=tokens, decode=decode
+        shelf.stories, performances, base_version=BASE_VERSION, tokens=pacing.tokens, decode=decode
     )
-    return Outcome(shelf.stories, performances, checks, decode)
+    return Outcome(shelf.stories, pacing.tokens, performances, checks, decode)
 
 
 def _acts(client: httpx.AsyncClient, trainer: TrainerProcess, models: Models) -> Sequence[Act]:
-    headline, verse = models.headline, models.verse
+    headline, verse, ready = models.headline, models.verse, models.ready
     return (
         Act(
-            "from disk", "v2", headline, HEADLINE, lambda: update_from_disk(client, headline, "v2")
+            "from disk",
+            "v2",
+            headline,
+            HEADLINE,
+            ready[HEADLINE.name],
+            lambda: update_from_disk(client, headline, "v2"),
         ),
-        Act("from tensors", "v3", verse, VERSE, lambda: update_from_tensors(client, verse, "v3")),
-        Act("from a trainer", LAST_VERSION, headline, HEADLINE, trainer.update),
+        Act(
+            "from tensors",
+            "v3",
+            verse,
+            VERSE,
+            ready[VERSE.name],
+            lambda: update_from_tensors(client, verse, "v3"),
+        ),
+        Act(
+            "from a trainer",
+            LAST_VERSION,
+            headline,
+            HEADLINE,
+            asyncio.ensure_future(trainer.join()),
+            trainer.update,
+        ),
     )
+
+
+def _on_this_cpu() -> str:
+    if torch.accelerator.is_available():
+        return ""
+    dtype, why = cpu.fast_dtype()
+    return f", in {dtype}: {why}"
+
+
+def _load_tokenizer(checkpoint: Path) -> Any:
+    # it takes seconds to import, in which the server starts
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(checkpoint)
 
 
 def _encode(tokenizer: Any, prompt: str) -> list[int]:

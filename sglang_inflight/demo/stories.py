@@ -47,10 +47,11 @@ class Story:
 
 
 class Shelf:
-    """All stories of a show, and a place to wait for their progress."""
+    """Stories of ``tokens`` tokens each, and a place to wait for their progress."""
 
-    def __init__(self, stories: Sequence[Story]) -> None:
+    def __init__(self, stories: Sequence[Story], tokens: int) -> None:
         self.stories = list(stories)
+        self.tokens = tokens
         self._news = asyncio.Condition()
 
     @property

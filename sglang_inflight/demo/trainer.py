@@ -2,8 +2,8 @@
 
 ``python -m sglang_inflight.demo.trainer --help``. It is rank 0 of a process group whose
 other ranks are the server's. It prints one JSON object a line on stdout; the last one is
-the receipt. With ``--wait`` it joins, prints ``{"event": "ready"}``, and broadcasts when it
-reads a line on stdin.
+the receipt. With ``--wait`` it joins, prints ``{"event": "ready"}``, and reads the
+checkpoint and broadcasts it when it gets a line on stdin.
 """
 
 from __future__ import annotations
@@ -172,7 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     backend = options.backend or _choose_backend(options.engine_ranks)
     device = f"cuda:{options.engine_ranks}" if backend == "nccl" else "cpu"
-    tensors = [(name, tensor.to(device)) for name, tensor in read_tensors(options.checkpoint)]
     limit = None if options.max_mb_per_s is None else options.max_mb_per_s * 1e6
     trainer = Trainer(
         options.server, options.group_name, backend=backend, engine_ranks=options.engine_ranks
@@ -182,6 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.wait:
             print(json.dumps({"event": "ready"}), file=answers, flush=True)
             sys.stdin.readline()
+        tensors = [(name, tensor.to(device)) for name, tensor in read_tensors(options.checkpoint)]
         receipt = trainer.update(tensors, options.weight_version, Pace(limit))
         trainer.leave()
     except UpdateFailed as failure:

@@ -45,30 +45,30 @@ def show_receipts(
 ) -> None:
     arrivals = [story.arrivals for story in stories]
     table = Table(title="Updates under running requests")
-    for heading in ("version", "came", "replaced", "epoch", "ranks", "digest"):
-        table.add_column(heading)
-    for heading in ("MB", "tensors", "staged s", "loop held ms", "largest gap ms"):
-        table.add_column(heading, justify="right")
+    for heading in ("version", "came", "digest"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("MB", "staged s", "held ms", "gap ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for performance in performances:
         act, receipt = performance.act, performance.receipt
         gap = largest_gap(arrivals, performance.started, performance.ended)
         ranks = receipt.get("ranks") or []
-        good = sum(bool(rank["success"]) for rank in ranks)
         table.add_row(
-            Text(act.version, style=colours[act.version]),
+            Text(f"{receipt.get('base_version', '-')} → {act.version}", colours[act.version]),
             act.name,
-            str(receipt.get("base_version", "-")),
-            str(receipt.get("epoch", "-")),
-            f"{good} of {len(ranks)} ok",
-            ", ".join(str(rank.get("digest", "-"))[:12] for rank in ranks) or "-",
+            "\n".join(str(rank.get("digest", "-"))[:8] for rank in ranks) or "-",
             f"{receipt.get('bytes', 0) / 1e6:.0f}",
-            str(receipt.get("tensors", "-")),
             f"{receipt.get('staged_s', 0.0):.2f}",
             f"{receipt.get('stall_ms', 0.0):.2f}",
             f"{gap * 1e3:.0f}",
         )
     console.print(table)
-    console.print(f"Median gap between two chunks of a story: {median_gap(arrivals) * 1e3:.0f} ms")
+    console.print(
+        "digest: of the weights that a rank serves. held: how long the commit held the\n"
+        "scheduler's loop. gap: the longest wait between two chunks of a story meanwhile;\n"
+        f"the median of all is {median_gap(arrivals) * 1e3:.0f} ms.",
+        highlight=False,
+    )
 
 
 def show_verdict(console: Console, checks: Sequence[Check]) -> None:

@@ -1,16 +1,31 @@
-"""What callers may send. Upstream's fields, then ours; an unknown field is an error.
+"""What callers may send. Upstream's fields, then ours.
 
-Times are seconds. Decoding names the field that is wrong, so no check is repeated here.
+Bodies of upstream's routes are read as upstream reads them; on ours an unknown field is an
+error. Times are seconds. Decoding names the field that is wrong, so no check is repeated here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    ContinueGenerationReqInput,
+    DestroyWeightsUpdateGroupReqInput,
+    EndWeightUpdateReqInput,
+    InitWeightsUpdateGroupReqInput,
+    PauseGenerationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    UpdateWeightVersionReqInput,
+)
 
 from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.as_sglang_reads import as_sglang_reads
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
@@ -25,6 +40,9 @@ from sglang_inflight.messages import (
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 NewId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+# every chunk of every answer repeats it
+LONGEST_VERSION = 256
+Version = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_VERSION)]
 OnBusy = Literal["wait", "refuse", "replace"]
 
 DEFAULT_GROUP = "weight_update_group"
@@ -34,10 +52,13 @@ B = TypeVar("B", bound="Body")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    pass
+    # SGLang's own type of it; None where the route is ours
+    sglang: ClassVar[type[msgspec.Struct] | None] = None
 
 
 class PauseBody(Body, kw_only=True):
+    sglang = PauseGenerationReqInput
+
     # unset is "abort" for a new pause, as upstream has it, and keeps the mode of one renewed
     mode: PauseMode | msgspec.UnsetType = msgspec.UNSET
     pause_id: Name | None = None
@@ -48,6 +69,8 @@ class PauseBody(Body, kw_only=True):
 
 
 class ContinueBody(Body, kw_only=True):
+    sglang = ContinueGenerationReqInput
+
     torch_empty_cache: bool = True
     pause_id: Name | None = None
 
@@ -56,7 +79,7 @@ class UpdateBody(Body, kw_only=True):
     """What every update call has. See the README for the meaning of each field."""
 
     flush_cache: bool = True
-    weight_version: Name | None = None
+    weight_version: Version | None = None
     torch_empty_cache: bool = False
     non_blocking: bool = False
     kv_cache: KVPolicy | None = None
@@ -70,6 +93,9 @@ class UpdateBody(Body, kw_only=True):
     session_id: Name | None = None
     # at the commit, so that what is refused has ended no request
     abort_all_requests: bool = False
+
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
 
     @property
     def source(self) -> Source:
@@ -86,6 +112,8 @@ class UpdateBody(Body, kw_only=True):
 
 
 class DiskBody(UpdateBody, kw_only=True):
+    sglang = UpdateWeightFromDiskReqInput
+
     model_path: Name
     load_format: str | None = None
     # upstream has these and reads none of them
@@ -105,6 +133,8 @@ class DiskBody(UpdateBody, kw_only=True):
 
 
 class TensorBody(UpdateBody, kw_only=True):
+    sglang = UpdateWeightsFromTensorReqInput
+
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
 
@@ -117,6 +147,8 @@ class TensorBody(UpdateBody, kw_only=True):
 
 
 class DistributedBody(UpdateBody, kw_only=True):
+    sglang = UpdateWeightsFromDistributedReqInput
+
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -135,6 +167,8 @@ class DistributedBody(UpdateBody, kw_only=True):
 
 
 class IPCBody(UpdateBody, kw_only=True):
+    sglang = UpdateWeightsFromIPCReqInput
+
     zmq_handles: dict[str, str]
 
     @property
@@ -143,6 +177,8 @@ class IPCBody(UpdateBody, kw_only=True):
 
 
 class BeginBody(Body, kw_only=True):
+    sglang = BeginWeightUpdateReqInput
+
     selector: Selector = "all"
     non_blocking: bool = False
     expected_version: Name | None = None
@@ -160,12 +196,17 @@ class SealBody(Body, kw_only=True):
 
 
 class EndBody(Body, kw_only=True):
+    sglang = EndWeightUpdateReqInput
+
     session_id: Name | None = None
     non_blocking: bool = False
-    weight_version: Name | None = None
+    weight_version: Version | None = None
     flush_cache: bool | None = None
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
+
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
 
 
 class AbortUpdateBody(Body, kw_only=True):
@@ -173,15 +214,30 @@ class AbortUpdateBody(Body, kw_only=True):
 
 
 class RollbackBody(Body, kw_only=True):
-    weight_version: Name | None = None
+    weight_version: Version | None = None
     # what must be serving now
     expected_version: Name | None = None
     flush_cache: bool = False
     kv_cache: KVPolicy | None = None
 
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
+
     @property
     def kv_policy(self) -> KVPolicy:
         return choose_kv_policy(self.flush_cache, self.kv_cache)
+
+
+class NameBody(Body, kw_only=True):
+    """Another name for the weights that are there."""
+
+    sglang = UpdateWeightVersionReqInput
+
+    new_version: Version
+    abort_all_requests: bool = True
+
+    def __post_init__(self) -> None:
+        check_version(self.new_version)
 
 
 class Rendezvous(Body, kw_only=True):
@@ -194,12 +250,28 @@ class Rendezvous(Body, kw_only=True):
 
 
 class JoinGroupBody(Rendezvous, kw_only=True):
+    sglang = InitWeightsUpdateGroupReqInput
+
     group_name: Name = DEFAULT_GROUP
     backend: Name = "nccl"
 
 
 class LeaveGroupBody(Body, kw_only=True):
+    sglang = DestroyWeightsUpdateGroupReqInput
+
     group_name: Name = DEFAULT_GROUP
+
+
+def check_version(name: str | None) -> None:
+    """Raises ``Refused`` where ``name`` is not fit to be repeated in answers and logs."""
+    if name is None:
+        return
+    if not (0 < len(name) <= LONGEST_VERSION and name.isprintable()):
+        raise Refused(
+            f"a weight version has 1 to {LONGEST_VERSION} printable characters; "
+            f"{name[:40]!r} has {len(name)}"
+            + ("" if name.isprintable() else ", of which some are not printable")
+        )
 
 
 def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
@@ -212,9 +284,13 @@ def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
 def decode(body: bytes, shape: type[B]) -> B:
     """Raises ``Refused`` with the field's name where the JSON does not have the shape."""
     try:
-        return msgspec.json.decode(body or b"{}", type=shape)
+        try:
+            return msgspec.json.decode(body or b"{}", type=shape)
+        except msgspec.ValidationError:
+            values = msgspec.json.decode(body or b"{}")
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error
+    return convert(values, shape, "request body")
 
 
 def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
@@ -229,6 +305,8 @@ def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
 
 def convert(values: object, shape: type[B], name: str, *, strict: bool = True) -> B:
     """Raises ``Refused`` with the field's name where ``values`` do not have the shape."""
+    if shape.sglang is not None and isinstance(values, dict):
+        values = as_sglang_reads(values, shape.sglang, shape.__struct_fields__)
     try:
         return msgspec.convert(values, shape, strict=strict)
     except msgspec.ValidationError as error:

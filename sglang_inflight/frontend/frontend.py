@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.groups import Groups
@@ -15,11 +19,13 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.quiet import Quiet
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates import Updates
-from sglang_inflight.messages import RankAnswer
+from sglang_inflight.messages import GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
 
 
 class Frontend:
@@ -37,12 +43,25 @@ class Frontend:
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
         self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
-        tokenizer_manager._result_dispatcher += TypeBasedDispatcher([(RankAnswer, self._hear)])
+        self._tasks = tokenizer_manager.asyncio_tasks
+        tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
+            [(RankAnswer, self._hear), (GenerationContinues, self._look)]
+        )
 
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
+
+    def _look(self, _: GenerationContinues) -> None:
+        """What is known here of pauses is out of date."""
+        self.in_background(self.pauses.look())
+
+    def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
+        """Do what nobody waits for; what comes of it but a success is logged."""
+        task = asyncio.ensure_future(_logged(doing))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def status(self) -> dict[str, Any]:
         """State, versions and staging progress: of the first rank, then of each rank."""
@@ -53,3 +72,10 @@ class Frontend:
             "paused": any(answer.detail["paused"] for answer in answers),
             "ranks": [{**answer.rank, **answer.detail} for answer in answers],
         }
+
+
+async def _logged(doing: Coroutine[Any, Any, Any]) -> None:
+    try:
+        await doing
+    except InflightError as error:
+        logger.warning("%s", error)

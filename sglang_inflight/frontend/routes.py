@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -24,6 +24,7 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     JoinGroupBody,
     LeaveGroupBody,
+    NameBody,
     PauseBody,
     RollbackBody,
     SealBody,
@@ -41,7 +42,11 @@ from sglang_inflight.frontend.endpoints import (
     with_payloads,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.naming import name_version
 from sglang_inflight.frontend.pause_comments import PauseComments
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +56,9 @@ TAG = "inflight"
 B = TypeVar("B", bound=Body)
 
 
-def mount(app: FastAPI, frontend: Frontend) -> None:
+def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put our routes before upstream's of the same path."""
-    routes = _Routes(frontend)
+    routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter(tags=[TAG])
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
@@ -83,6 +88,7 @@ def mount(app: FastAPI, frontend: Frontend) -> None:
     post("/abort_weight_update", AbortUpdateBody, routes.abort)
     post("/init_weights_update_group", JoinGroupBody, routes.join_group)
     post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
+    post("/update_weight_version", NameBody, routes.rename)
     post("/inflight/rollback", RollbackBody, routes.roll_back)
     router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
     router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
@@ -117,13 +123,17 @@ async def _refuse(request: Request, error: Exception) -> Response:
 def _describe(shape: type[Body]) -> dict[str, Any]:
     """What ``/openapi.json`` says of a route's body: no more than decoding knows."""
     _, components = msgspec.json.schema_components([shape])
-    content = {"application/json": {"schema": components[shape.__name__]}}
+    schema = components[shape.__name__]
+    if shape.sglang is not None:
+        del schema["additionalProperties"]
+    content = {"application/json": {"schema": schema}}
     return {"requestBody": {"content": content}}
 
 
 class _Routes:
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._frontend = frontend
+        self._tokenizer_manager = tokenizer_manager
         self._pauses = frontend.pauses
         self._updates = frontend.updates
 
@@ -167,6 +177,9 @@ class _Routes:
 
     async def roll_back(self, body: RollbackBody) -> Answer:
         return await self._updates.roll_back(body)
+
+    async def rename(self, body: NameBody) -> Answer:
+        return await name_version(self._tokenizer_manager, body)
 
     async def join_group(self, body: JoinGroupBody) -> Answer:
         await self._frontend.groups.join(body)

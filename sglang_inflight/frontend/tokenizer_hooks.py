@@ -40,8 +40,14 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
     convert,
 )
+from sglang_inflight.frontend.farewell import end_pauses
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.lora import (
+    refuse_to_unload_in_a_pause,
+    stop_unloading_in_a_pause,
+)
 from sglang_inflight.frontend.receipt import settle
+from sglang_inflight.frontend.spans import write_spans
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
 
@@ -60,7 +66,7 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
         from sglang_inflight.frontend.vllm import routes as vllm_routes
 
         frontend = tokenizer_manager.inflight
-        routes.mount(http_server.app, frontend)
+        routes.mount(http_server.app, frontend, tokenizer_manager)
         if frontend.settings.vllm_routes:
             vllm_routes.mount(http_server.app, frontend, tokenizer_manager)
 
@@ -158,10 +164,26 @@ _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
+    (
+        "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
+        end_pauses,
+        HookType.AFTER,
+    ),
+    (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", refuse_to_unload_in_a_pause, HookType.AROUND),
+    (
+        f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
+        stop_unloading_in_a_pause,
+        HookType.AROUND,
+    ),
     (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),
+    (
+        "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",
+        write_spans,
+        HookType.AROUND,
+    ),
     (
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
         check_max_version_lag,

@@ -45,6 +45,7 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.groups import Groups
 from sglang_inflight.frontend.metrics import Metrics
+from sglang_inflight.frontend.model_path import note_model_path
 from sglang_inflight.frontend.open_update import OpenUpdate, Phase
 from sglang_inflight.frontend.quiet import Quiet
 from sglang_inflight.frontend.ranks import Ranks, name_rank, require_success
@@ -396,7 +397,8 @@ class Updates:
         if update.kv_cache == "recompute" and self._tokenizer_manager.mm_processor is not None:
             self._tokenizer_manager.mm_processor.clear_preprocess_cache()
         if update.model_path is not None:
-            self._tokenizer_manager._update_model_path_info(
+            note_model_path(
+                self._tokenizer_manager,
                 update.model_path,
                 update.load_format or self._tokenizer_manager.config_value("load_format"),
             )

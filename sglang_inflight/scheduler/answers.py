@@ -12,7 +12,13 @@ from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.errors import InflightError
-from sglang_inflight.messages import BaseReq, InflightCall, RankAnswer
+from sglang_inflight.messages import (
+    BaseReq,
+    Call,
+    GenerationContinues,
+    InflightCall,
+    RankAnswer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,8 @@ class AnswerChannel:
 
     def __init__(self, ipc_name: str) -> None:
         parallel = get_parallel()
+        within_replica = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank)
+        self._is_first = not any(within_replica)
         self._dp_rank = parallel.attn_dp_rank if parallel.attn_dp_enabled else parallel.dp_rank or 0
         self._tp_rank = parallel.tp_rank
         self._pp_rank = parallel.pp_rank
@@ -68,6 +76,12 @@ class AnswerChannel:
             detail={},
         )
 
+    def tell_that_generation_continues(self) -> None:
+        """By itself: no caller's answer says so. One rank tells it for its replica."""
+        if self._is_first:
+            with self._lock:
+                sock_send(self._socket, GenerationContinues())
+
     def _send(
         self, call: InflightCall, *, success: bool, message: str, error: str, detail: dict[str, Any]
     ) -> None:
@@ -86,6 +100,6 @@ class AnswerChannel:
             sock_send(self._socket, answer)
 
 
-def _call_of(request: BaseReq) -> InflightCall:
+def _call_of(request: BaseReq) -> Call:
     assert request.rid is not None
-    return InflightCall(call_id=request.rid, http_worker_ipc=request.http_worker_ipc)
+    return Call(call_id=request.rid, http_worker_ipc=request.http_worker_ipc)

@@ -65,9 +65,12 @@ class Commits:
         assert base_digest is not None
         self._previous = (base, base_digest, frozenset(update.roles))
         detail = self._go_live(
-            update.roles, call.weight_version, call.kv_cache, empty_cache=call.torch_empty_cache
+            update.roles,
+            update.digest,
+            call.weight_version,
+            call.kv_cache,
+            empty_cache=call.torch_empty_cache,
         )
-        self._staging.live_digest = update.digest
         self._staging.note_checkpoints(update)
         return {**detail, "base_version": base, "digest": update.digest}
 
@@ -86,9 +89,8 @@ class Commits:
         assert digest is not None
         self._previous = (base, digest, roles)
         detail = self._go_live(
-            roles, call.weight_version or version, call.kv_cache, empty_cache=False
+            roles, previous_digest, call.weight_version or version, call.kv_cache, empty_cache=False
         )
-        self._staging.live_digest = previous_digest
         return {**detail, "base_version": base, "digest": previous_digest}
 
     def describe(self) -> dict[str, Any]:
@@ -100,11 +102,18 @@ class Commits:
         }
 
     def _go_live(
-        self, roles: Iterable[str], version: str | None, kv_cache: KVPolicy, *, empty_cache: bool
+        self,
+        roles: Iterable[str],
+        digest: str,
+        version: str | None,
+        kv_cache: KVPolicy,
+        *,
+        empty_cache: bool,
     ) -> dict[str, Any]:
         started = time.perf_counter()
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._exchange(roles)
+        self._staging.live_digest = digest
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)
         except Exception as error:
@@ -131,8 +140,7 @@ class Commits:
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
         """All that must know of weights that have just been swapped in."""
-        self._versions.begin_epoch()
-        self._versions.change(version)
+        self._versions.begin_epoch(version)
         self._staleness.begin_epoch(self._versions.epoch)
         if kv_cache != "keep":
             # before the flush: nothing old is reused even where that fails

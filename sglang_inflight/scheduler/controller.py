@@ -67,7 +67,7 @@ class Controller:
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
-        self.versions = Versions(scheduler, boundary, kv_versions)
+        self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self.staging = Staging(
@@ -150,7 +150,7 @@ class Controller:
     def before_release(self, req: Req) -> None:
         """A request is about to lose its row of KV slots."""
         if req.finished():
-            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.current)
+            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def before_output(self, reqs: list[Req]) -> None:
         """The outputs of ``reqs`` are about to be sent."""

@@ -11,6 +11,7 @@ from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.staging.reservation import reserve
+from sglang_inflight.scheduler.versions import write_spans
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def change_label(
     change: Callable[..., None], scheduler: Scheduler, new_version: str | None
 ) -> None:
     """Every change of the label waits for the results of the weights before it."""
-    scheduler.inflight.versions.change(new_version)
+    scheduler.inflight.versions.rename(new_version)
 
 
 def stop_clocks_while_frozen(
@@ -116,6 +117,7 @@ _PROCESSOR = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
+_SPANS = "sglang.srt.utils.weight_versions"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
@@ -125,6 +127,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
+    # where it is defined: SGLang then replaces it in whatever has imported it by name
+    (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),

@@ -27,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.utils import is_pin_memory_available
 
+from sglang_inflight.version_label import VersionLabel
+
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
@@ -41,25 +43,25 @@ class KVVersions:
         self._scheduler = scheduler
         self._device = scheduler.req_to_token_pool.req_to_token.device
         self._pins = is_pin_memory_available(self._device)
-        # int32, one per slot: the index of a name. None while there is only one.
+        # int32, one per slot: the index of a label. None while there is only one.
         self._of_slot: torch.Tensor | None = None
-        self._names: list[str] = []
+        self._labels: list[VersionLabel] = []
 
-    def change(self, old: str, new: str) -> None:
+    def change(self, old: VersionLabel, new: VersionLabel) -> None:
         """Forwards that are launched from now on write KV of ``new``."""
         if self._of_slot is None:
-            self._names = [old]
+            self._labels = [old]
             # a page more than there are slots: the first page takes what padding writes
             slots = self._scheduler.token_to_kv_pool_allocator.size + self._scheduler.page_size
             self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
-        self._names.append(new)
+        self._labels.append(new)
 
     def note_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
         if self._of_slot is None or batch.out_cache_loc is None:
             return
         if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
-            self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._names) - 1)
+            self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._labels) - 1)
 
     def note_taken(self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``.
@@ -79,12 +81,12 @@ class KVVersions:
         at = torch.tensor([rows, positions], dtype=torch.int64, pin_memory=self._pins)
         row, position = at.to(self._device, non_blocking=True)
         slots = self._scheduler.req_to_token_pool.req_to_token[row, position]
-        self._of_slot.index_fill_(0, slots.long(), len(self._names) - 1 - behind)
+        self._of_slot.index_fill_(0, slots.long(), len(self._labels) - 1 - behind)
 
-    def read(self, req: Req, current: str) -> Spans | None:
+    def read(self, req: Req, current: VersionLabel) -> Spans | None:
         """Spans over the KV of ``req``: its prompt and its output, but for the last token.
 
-        The last token was sampled and never computed. ``current`` is the version while
+        The last token was sampled and never computed. ``current`` is the label while
         there was only one. None where the slots do not tell: in a disaggregated server
         another one wrote them, and where chunks of prompts are mixed with speculation
         only the GPU knows them.
@@ -98,17 +100,13 @@ class KVVersions:
         if used == 0:
             return []
         if self._of_slot is None:
-            return [{"version": current, "start": 0, "end": used}]
+            return [current.span(0, used)]
         row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :used]
         runs, lengths = torch.unique_consecutive(self._of_slot[row.long()], return_counts=True)
         spans: Spans = []
         start = 0
         for index, length in zip(runs.tolist(), lengths.tolist(), strict=True):
-            version = self._names[index]
-            if spans and spans[-1]["version"] == version:
-                spans[-1]["end"] += length
-            else:
-                spans.append({"version": version, "start": start, "end": start + length})
+            spans.append(self._labels[index].span(start, start + length))
             start += length
         return spans
 

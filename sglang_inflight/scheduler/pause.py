@@ -245,6 +245,7 @@ class Pause:
         if not self._holders:
             logger.warning("Nobody holds a pause any more: generation continues.")
             self._thaw(torch_empty_cache=False)
+            self._answers.tell_that_generation_continues()
 
     def _end_waiting(self, pause_id: str) -> None:
         # a lease that ran out in the same pass may have taken the grant along

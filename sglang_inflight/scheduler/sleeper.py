@@ -23,9 +23,11 @@ class Sleeper:
 
     def __init__(self, scheduler: Scheduler) -> None:
         channels = scheduler.ipc_channels
-        # ranks without a socket sleep in the broadcast of the first one
+        # Ranks without a socket sleep in the broadcast of the first one. And where SGLang's
+        # scripted runtime stands before the socket, a script is what comes next, not a message:
+        # every pass of the loop is one of its steps.
         self._poller: zmq.Poller | None = None
-        if channels.recv_from_tokenizer is not None:
+        if isinstance(channels.recv_from_tokenizer, zmq.Socket):
             self._poller = zmq.Poller()
             self._poller.register(channels.recv_from_tokenizer, zmq.POLLIN)
             self._poller.register(channels.recv_from_rpc, zmq.POLLIN)

@@ -332,6 +332,9 @@ def expect_spans(output: Output) -> None:
         assert all(span["start"] < span["end"] for span in spans), f"an empty span: {spans}"
     made_by = [f"v{made - FIRST}" for made in output.tokens]
     assert labels == made_by, f"spans {spans}, tokens {_runs(output.tokens)}"
+    if not UPSTREAM:
+        epochs = [span["epoch"] for span in spans]
+        assert epochs == sorted(set(epochs)), f"spans that are out of order: {spans}"
     assert output.meta["completion_tokens"] == len(output.tokens)
 
 

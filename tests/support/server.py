@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from sglang.srt.utils.network import get_free_port_below_ephemeral
 from tests.support.starting import Process, end, start
 
 START_TIMEOUT_S = 240
+
+AS_USERS_DO = (str(Path(sys.executable).with_name("sglang")), "serve")
+IN_A_FORK = ("-m", "sglang.launch_server")
 
 
 @dataclass
@@ -82,11 +86,11 @@ def serve(
 ) -> Iterator[Server]:
     """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards.
 
-    ``fresh`` is for what only fresh processes show; it takes many times as long.
+    ``fresh`` is as users start it, for what only that shows; it takes many times as long.
     """
     port = free_port()
     command = [
-        "-m", "sglang.launch_server", "--model-path", str(model),
+        *(AS_USERS_DO if fresh else IN_A_FORK), "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",
         "--max-total-tokens", "65536", "--max-running-requests", "64",
         "--skip-server-warmup", *flags,

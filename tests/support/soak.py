@@ -280,9 +280,10 @@ class Soak:
             (
                 self._choose.randbytes(40),
                 b'{"mode": "moon"}',
-                b'{"model_path": "/nowhere", "non_blocking": true}',
-                b'{"serialized_named_tensors": ["AAAA"], "non_blocking": true}',
-                b'{"non_blocking": "maybe", "tags": ["moon"]}',
+                # what a route does not know it passes over: each has something for any of them
+                b'{"mode": "moon", "model_path": "/nowhere", "non_blocking": true}',
+                b'{"mode": "moon", "serialized_named_tensors": ["AAAA"], "non_blocking": true}',
+                b'{"mode": "moon", "non_blocking": "maybe", "tags": ["moon"]}',
             )
         )
         answer = httpx.post(self._server.url + path, content=garbage, timeout=60)

@@ -38,26 +38,29 @@ if UPSTREAM:
 def start(
     arguments: Sequence[str],
     *,
-    output: IO[bytes],
-    env: Mapping[str, str],
+    output: IO[Any],
+    errors: IO[Any] | None = None,
+    reads: IO[Any] | None = None,
+    env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
 ) -> Process:
     """Run ``python`` with these arguments, in a process group of its own.
 
-    Both outputs go to ``output``; ``env`` is what differs from our environment. A process that
-    is not ``fresh`` skips the imports, and is refused where ``env`` would have changed them.
+    Errors go to ``output`` too, if nowhere else; ``env`` is what differs from our environment.
+    A process that is not ``fresh`` skips the imports, and is refused where ``env`` would
+    have changed them.
     """
-    env = _environment() | dict(env)
+    env = {**_environment(), **(env or {})}
     # the orphans of a process that has been ended are ours to wait for
     become_subreaper()
     folder = cwd or Path.cwd()
     if fresh or _has_accelerator():
         return subprocess.Popen(
             [sys.executable, *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=reads or subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=errors or subprocess.STDOUT,
             env=env,
             cwd=folder,
             # no session of its own: Linux shares cores out among sessions, and lets those that
@@ -73,8 +76,8 @@ def start(
         )
     command = Command(arguments, env, (0, 1, 2), own_group=True, cwd=str(folder))
     with open(os.devnull, "rb") as nothing:
-        fds = (nothing.fileno(), output.fileno(), output.fileno())
-        return Forked(zygote.fork(command, fds))
+        files = (reads or nothing, output, errors or output)
+        return Forked(zygote.fork(command, [file.fileno() for file in files]))
 
 
 def end(process: Process) -> None:

@@ -59,12 +59,15 @@ MODULES = (
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     seen, made = _import_all()
+    # not at the top: it imports SGLang, which is watched
+    from tests.support.hook_search import HookSearch
+
+    HookSearch().install()
     getproctitle()  # it looks for the place of the title, which a new environment hides
     _check_that_forks_are_safe()
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay shared
-    # from here on in the processes of the tests too, whose end SIGINT is as ever
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it without a word
     send(connection, seen)
     command = _fork(connection)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,6 +95,7 @@ def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
     finally:
         environ.__getitem__ = read  # type: ignore[method-assign]
     made = {name: value for name, value in os.environ.items() if before.get(name) != value}
+    seen.discard("PYTHONPATH")  # a fork gets its own, see ``_become``
     return {name: before.get(name) for name in seen}, made
 
 
@@ -200,8 +204,8 @@ def _become(command: Command, made: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update({**made, **command.env})
     os.chdir(command.cwd)
-    # the first entry is the folder that ``-m`` starts in
-    sys.path[: 1 + len(had)] = [command.cwd, *_added_to_path(os.environ)]
+    first = command.cwd if command.arguments[0] == "-m" else ""
+    sys.path[: 1 + len(had)] = [first, *_added_to_path(os.environ)]
     importlib.invalidate_caches()
     os.sched_setaffinity(0, command.cores)
     for limit, value in command.limits.items():

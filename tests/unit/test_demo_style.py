@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_inflight.demo.corpus import Story
+from sglang_inflight.demo.corpus import Story, read_stories
 from sglang_inflight.demo.finetune import NO_TARGET, make_example
 from sglang_inflight.demo.gaps import largest_gap, median_gap
 from sglang_inflight.demo.spans import Span, cover_exactly, in_order
@@ -46,6 +46,19 @@ def test_only_text_in_the_style_fits(style: Style) -> None:
 def test_no_text_fits_no_style(style: Style) -> None:
     assert not style.fits("")
     assert not style.fits("1234 ...")
+
+
+def test_training_stories_are_in_no_style() -> None:
+    """The base model's own words, as many as ``corpus.json`` has."""
+    stories = read_stories(_Untemplated())
+    assert len(stories) == 16
+    text = "\n".join(story.text for story in stories)
+    assert not any(style.fits(text) for style in (HEADLINE, VERSE))
+
+
+class _Untemplated:
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: object) -> str:
+        return messages[0]["content"]
 
 
 def test_example_teaches_the_switch_at_every_old_word() -> None:

@@ -54,10 +54,9 @@ def take(text: bytes, size: int = 10_000) -> tuple[TensorBody, list[bytes]]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, LARGE - 1, LARGE, LARGE + 1, 1 << 30])
 def test_payloads_of_all_sizes(size: int) -> None:
-    sizes: tuple[int, ...]
-    sizes = (0, 1, 2, 3, 1000, LARGE * 3 // 4 - 1, LARGE * 3 // 4, LARGE * 3 // 4 + 1, len(CONTENT))
+    sizes = [0, 1, 2, 3, 1000, LARGE * 3 // 4 - 1, LARGE * 3 // 4, LARGE * 3 // 4 + 1, len(CONTENT)]
     if size < 1000:
-        sizes = (0, 2, 1000, LARGE + 1)
+        sizes = [0, 2, 1000, LARGE + 1]
     payloads = [CONTENT[:n] for n in sizes]
     fields = {"weight_version": 'v"1\\', "load_format": "ü\n", "flush_cache": False}
     text = json.dumps({"serialized_named_tensors": [*map(encode, payloads)], **fields}).encode()

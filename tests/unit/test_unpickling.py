@@ -154,10 +154,6 @@ def test_handles_to_memory_of_a_gpu(
 # ---- what others may send ----------------------------------------------------------------
 
 
-def typed_storage() -> Any:
-    return torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
-
-
 class Calls:
     """Pickled as a call."""
 
@@ -189,6 +185,8 @@ def deep_key() -> bytes:
     return pickle.PROTO + b"\4" + pickle.EMPTY_DICT + key + b"N" + pickle.SETITEM + pickle.STOP
 
 
+STORAGE = torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
+
 HOSTILE: dict[str, bytes] = {
     "a command": pickle.dumps(Calls(os.system, "touch /tmp/inflight-test-was-here")),
     "a loop": pickle.dumps(Calls(list, Calls(itertools.repeat, 0, 200_000_000))),
@@ -197,7 +195,7 @@ HOSTILE: dict[str, bytes] = {
     "a tensor larger than its storage": pickle.dumps(
         Calls(
             torch._utils._rebuild_tensor_v2,
-            typed_storage(),
+            STORAGE,
             0,
             (1 << 40,),
             (1,),
@@ -208,7 +206,7 @@ HOSTILE: dict[str, bytes] = {
     "a tensor before its storage": pickle.dumps(
         Calls(
             torch._utils._rebuild_tensor_v2,
-            typed_storage(),
+            STORAGE,
             0,
             (2,),
             (-1,),

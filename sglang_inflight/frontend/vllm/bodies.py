@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sglang_inflight.frontend.bodies import Body, DistributedBody, Name, Rendezvous
+from sglang_inflight.frontend.bodies import (
+    Body,
+    DistributedBody,
+    Name,
+    NameBody,
+    Rendezvous,
+    Version,
+    check_version,
+)
 from sglang_inflight.messages import DistributedSource, PauseMode
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
@@ -63,12 +71,14 @@ class UpdateInfo(Body, kw_only=True):
 
 
 class FinishBody(Body, kw_only=True):
-    weight_version: Name | None = None
+    weight_version: Version | None = None
+
+    def __post_init__(self) -> None:
+        check_version(self.weight_version)
 
 
-class VersionBody(Body, kw_only=True):
-    new_version: Name
-    # SGLang's own field of this route; its default there is true
+class VersionBody(NameBody, kw_only=True):
+    # vLLM ends no request for a name
     abort_all_requests: bool = False
 
 

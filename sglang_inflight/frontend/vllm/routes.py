@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request
-from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
@@ -22,6 +21,7 @@ from sglang_inflight.frontend.endpoints import (
     with_query,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.naming import name_version
 from sglang_inflight.frontend.vllm.bodies import (
     AbortBody,
     CheckBody,
@@ -155,16 +155,7 @@ class _Routes:
         return {"message": "Weight update finished"}
 
     async def name_version(self, body: VersionBody) -> Answer:
-        if body.abort_all_requests:
-            self._tokenizer_manager.abort_request(abort_all=True)
-        await self._tokenizer_manager.update_weight_version(
-            UpdateWeightVersionReqInput(new_version=body.new_version, abort_all_requests=False)
-        )
-        return {
-            "success": True,
-            "message": f"Weight version updated to {body.new_version}",
-            "new_version": body.new_version,
-        }
+        return await name_version(self._tokenizer_manager, body)
 
     async def weight_info(self) -> Answer:
         return {"weight_version": self._tokenizer_manager.config_value("weight_version")}

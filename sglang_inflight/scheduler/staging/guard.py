@@ -9,6 +9,7 @@ import torch
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.staging.coverage import is_finite
 from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.staging.shorten import shorten
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -62,7 +63,7 @@ class Guard:
         name, tensor = self._current
         if tensor.dtype not in _FLOATS:
             raise Refused(
-                f"tensor {name!r} is {tensor.dtype}; parameter {parameter!r} takes "
+                f"tensor {shorten(name)!r} is {tensor.dtype}; parameter {parameter!r} takes "
                 "float16, bfloat16, float32 or float64"
             )
 
@@ -77,7 +78,7 @@ class Guard:
             self.names.add(name)
             yield name, tensor
             if self._expects_writes and self._writes == before and not self._may_skip(name):
-                raise Refused(f"the model has no weight named {name!r}")
+                raise Refused(f"the model has no weight named {shorten(name)!r}")
         self._current = None
 
     def _may_skip(self, name: str) -> bool:
@@ -92,12 +93,12 @@ class Guard:
         """``error``, which a loader raised, as an answer that names the tensor it holds."""
         assert self._current is not None
         name, tensor = self._current
-        shape = list(tensor.shape)
+        named, shape, reason = shorten(name), list(tensor.shape), shorten(str(error))
         if isinstance(error, KeyError):
-            return Refused(f"the model has no weight named {name!r} (looked for {error})")
+            return Refused(f"the model has no weight named {named!r} (looked for {reason})")
         return Refused(
-            f"tensor {name!r} of shape {shape} and {tensor.dtype} does not fit the model: "
-            f"{str(error) or type(error).__name__}"
+            f"tensor {named!r} of shape {shape} and {tensor.dtype} does not fit the model: "
+            f"{reason or type(error).__name__}"
         )
 
     def _check(self, name: str, tensor: object) -> None:
@@ -109,10 +110,11 @@ class Guard:
         expected = self._served.get(name)
         if expected is not None and expected != tuple(tensor.shape):
             raise Refused(
-                f"tensor {name!r} has shape {list(tensor.shape)}; the model's has {list(expected)}"
+                f"tensor {shorten(name)!r} has shape {list(tensor.shape)}; the model's has "
+                f"{list(expected)}"
             )
         if self._check_finite and tensor.dtype in _FLOATS and not self._is_finite(tensor):
-            raise Refused(f"tensor {name!r} holds NaN or infinity")
+            raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
         return all(is_finite(piece) for (piece,) in self._pace.cut(tensor))

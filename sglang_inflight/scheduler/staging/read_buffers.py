@@ -45,6 +45,7 @@ class ReadBuffers:
     long as the reading. Most loaders let go of a tensor when they ask for the next, but are
     not sure to have done so before it is read: therefore two buffers, which take turns. Some
     gather tensors, to fuse them or to sort them. Theirs stay, and others are read elsewhere.
+    A copy to a device has left the memory when it returns, which is what loaders make.
 
     Only the staging thread takes buffers, and only when nothing is read into one. A thread that
     was left behind in a read has the buffer's memory to itself, and nobody takes it again.

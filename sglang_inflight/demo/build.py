@@ -1,0 +1,63 @@
+"""The checkpoints, made in a process of its own, while the server already starts.
+
+``python -m sglang_inflight.demo.build``. It prints one JSON object a line on stdout:
+``{"name": …, "done": …, "of": …}``, and the checkpoint is there when ``done`` is ``of``; or
+``{"error": …}``, and it ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sglang_inflight.demo.finetune import OnStep
+from sglang_inflight.demo.smollm2 import BASE, build_base, build_styled
+from sglang_inflight.demo.styles import HEADLINE, VERSE
+
+# training lets the server and its stories go first
+NICENESS = 10
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m sglang_inflight.demo.build")
+    parser.add_argument("--cache", type=Path, required=True, help="where checkpoints go")
+    cache: Path = parser.parse_args(arguments).cache
+    signal.signal(signal.SIGTERM, _stop)
+    # answers own stdout: whatever else wants to print goes to stderr
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(**event: Any) -> None:
+        print(json.dumps(event), file=answers, flush=True)
+
+    try:
+        build_base(cache)
+        say(name=BASE, done=1, of=1)
+        os.nice(NICENESS)
+        for style in (HEADLINE, VERSE):
+            build_styled(style, cache, _tell(say, style.name))
+            say(name=style.name, done=1, of=1)
+    except OSError as error:
+        say(error=str(error))
+        return 1
+    return 0
+
+
+def _tell(say: Callable[..., None], name: str) -> OnStep:
+    """The last step is not the end: the checkpoint must still be written."""
+    return lambda done, of: say(name=name, done=done, of=of + 1)
+
+
+def _stop(*_: Any) -> NoReturn:
+    """An exit, so that what is half built is cleared away."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

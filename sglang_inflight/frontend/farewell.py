@@ -1,0 +1,23 @@
+"""A server that is told to go."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+logger = logging.getLogger(__name__)
+
+
+def end_pauses(_: None, handler: SignalHandler, *args: Any) -> None:
+    """After upstream's handler of SIGTERM, on the event loop.
+
+    Upstream then waits until the last request has ended, and in a pause none ends.
+    """
+    tokenizer_manager = handler.tokenizer_manager
+    if tokenizer_manager.is_pause:
+        logger.warning("The server is told to go: its pauses end, so that its requests can.")
+    frontend = tokenizer_manager.inflight
+    frontend.in_background(frontend.pauses.resume(torch_empty_cache=False))

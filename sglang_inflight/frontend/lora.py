@@ -1,0 +1,75 @@
+"""Adapters that requests use while generation is paused.
+
+Upstream unloads an adapter when the last request that uses it has ended, and until then no
+other adapter can be loaded. In a pause no request ends, and a trainer that pauses in order
+to change its adapter waits for itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_inflight.errors import Conflict
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+# How often an unloading that waits for requests looks whether somebody paused them.
+LOOK_S = 0.2
+
+Unload = Callable[..., Awaitable[Any]]
+
+
+async def refuse_to_unload_in_a_pause(
+    unload: Unload, tm: TokenizerManager, obj: UnloadLoRAAdapterReqInput, *args: Any
+) -> Any:
+    """Around the call of a user. Raises ``Conflict`` before anything is changed.
+
+    It does not wait for its turn behind others that load and unload: one of them may be
+    what waits.
+    """
+    if tm.is_pause and _users(tm, obj.lora_name):
+        # an older pause may be over
+        await tm.inflight.pauses.look()
+        if tm.is_pause and (users := _users(tm, obj.lora_name)):
+            raise Conflict(_say(obj.lora_name, users))
+    return await unload(tm, obj, *args)
+
+
+async def stop_unloading_in_a_pause(
+    unload: Unload, tm: TokenizerManager, obj: UnloadLoRAAdapterReqInput
+) -> Any:
+    """Around what holds the lock of adapters, also to make room for one that is loaded.
+
+    As long as requests use the adapter nothing is sent to the schedulers, so the waiting
+    can be given up. Upstream answers a ``ValueError`` with its message, takes no new
+    request for the adapter, and lets the unloading be asked for again.
+    """
+    unloading = asyncio.ensure_future(unload(tm, obj))
+    try:
+        while not unloading.done():
+            await asyncio.wait({unloading}, timeout=LOOK_S)
+            if tm.is_pause and not unloading.done() and (users := _users(tm, obj.lora_name)):
+                raise ValueError(_say(obj.lora_name, users))
+        return await unloading
+    finally:
+        unloading.cancel()
+        await asyncio.wait({unloading})
+
+
+def _users(tm: TokenizerManager, name: str | None) -> int:
+    """How many requests use the adapter, which may wait to be unloaded already."""
+    ref = tm.lora_registry.get_all_adapters().get(name)
+    lora_id = ref.lora_id if ref is not None else tm.pending_lora_unloads.get(name)
+    counter = tm.lora_registry._counters.get(lora_id)
+    return counter.value() if counter is not None else 0
+
+
+def _say(name: str | None, users: int) -> str:
+    return (
+        f"the adapter {name!r} cannot be unloaded while generation is paused: {users} paused "
+        f"request{'s' if users > 1 else ''} of it cannot end. Continue or abort, then unload it"
+    )

@@ -1,0 +1,45 @@
+"""Spans of output tokens, as answers have them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from sglang_inflight.settings import Settings
+from sglang_inflight.version_label import VersionLabel
+
+Write = Callable[..., None]
+
+
+def write_spans(
+    write: Write, meta_info: dict[str, Any], spans: list[Any], num_output_tokens: int
+) -> None:
+    """Around upstream's function, which knows names only."""
+    labels = [VersionLabel.unpack(span.version) for span in spans]
+    named = [
+        msgspec.structs.replace(span, version=label.version)
+        for span, label in zip(spans, labels, strict=True)
+    ]
+    if _as_sglang_writes_them():
+        if meta_info["finish_reason"] is not None:
+            write(meta_info, _merge(named), num_output_tokens)
+        return
+    write(meta_info, named, num_output_tokens)
+    # upstream leaves out those behind the last token, and changes no order
+    for said, label in zip(meta_info["weight_versions"], labels, strict=False):
+        said["epoch"] = label.epoch
+
+
+@functools.cache
+def _as_sglang_writes_them() -> bool:
+    """With an answer's last chunk, and one span for as long as the name is the same."""
+    return Settings.from_environment().spans == "sglang"
+
+
+def _merge(spans: list[Any]) -> list[Any]:
+    runs = [list(run) for _, run in itertools.groupby(spans, key=lambda span: span.version)]
+    return [msgspec.structs.replace(run[0], end=run[-1].end) for run in runs]

@@ -1,0 +1,50 @@
+"""Scripts for SGLang's scripted runtime, which run in the scheduler, a step of them a pass.
+
+A script names SGLang's own message of each call that it makes and waits until it comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+from sglang.test.scripted_runtime_chunked_helpers import advance_to_decode_step, run_until_finished
+
+PASSES = 5
+
+
+def freezes_in_place(t: Any) -> Iterator[None]:
+    request = yield from _running(t)
+    t.pause_generation(mode="in_place")
+    yield
+    assert request.req not in t.scheduler.waiting_queue
+    yield from _stands_still(request)
+    yield from _goes_on(t, request)
+
+
+def parks_in_the_waiting_queue(t: Any) -> Iterator[None]:
+    request = yield from _running(t)
+    t.pause_generation(mode="retract")
+    yield
+    assert request.req in t.scheduler.waiting_queue
+    yield from _stands_still(request)
+    assert request.req in t.scheduler.waiting_queue
+    yield from _goes_on(t, request)
+
+
+def _running(t: Any) -> Generator[None, None, Any]:
+    request = t.start_req(prompt_len=16, max_new_tokens=8, ignore_eos=True)
+    yield from advance_to_decode_step(request, 1)
+    return request
+
+
+def _stands_still(request: Any) -> Iterator[None]:
+    tokens = list(request.req.output_ids)
+    for _ in range(PASSES):
+        yield
+        assert list(request.req.output_ids) == tokens
+
+
+def _goes_on(t: Any, request: Any) -> Iterator[None]:
+    t.continue_generation(torch_empty_cache=True)
+    yield from run_until_finished(request)

@@ -1,0 +1,40 @@
+"""Pauses of SGLang's own scripted runtime, which looks for SGLang's messages on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang.test.scripted_runtime.http_server import ScriptedHttpServer
+
+from tests.support import pause_scripts
+from tests.support.pool import ServerPool
+from tests.support.starting import ENV
+
+
+@pytest.fixture(scope="module")
+def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer]:
+    pool.discard()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENV.items():
+            patch.setenv(name, value)
+        server = ScriptedHttpServer.start(
+            model_path=str(checkpoints / "v0"),
+            max_total_tokens=4096,
+            max_running_requests=4,
+            # its own checks of every forward need kernels
+            kv_canary="none",
+            kv_canary_real_data="none",
+            kv_canary_sweep_interval=0,
+        )
+    yield server
+    server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "script", [pause_scripts.freezes_in_place, pause_scripts.parks_in_the_waiting_queue]
+)
+def test_pause(scripted: ScriptedHttpServer, script: Callable[[Any], Any]) -> None:
+    scripted.execute_script(script)

@@ -1,0 +1,141 @@
+"""Where weights come from may be slow, gone, or changing: updates go on all the same."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support import marker
+from tests.support.faults import Faults
+from tests.support.load import start_running
+from tests.support.server import Server
+from tests.support.stalled_mount import stalled_mount
+from tests.support.stopped_sender import stopped_sender
+from tests.support.updates import (
+    ENDLESS,
+    Call,
+    Sender,
+    expect_to_run_on,
+    refuse,
+    says,
+    serving,
+    succeed,
+    tensor_body,
+    until_staging,
+)
+
+pytest_plugins = ["tests.support.fixtures"]
+
+V1: dict[str, Any] = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
+DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
+# for an update that nobody will ever complete
+SHORT_S = 1.0
+
+
+@pytest.fixture
+def folder(checkpoints: Path, tmp_path: Path) -> Path:
+    """The checkpoint v1, by a name that is also a pattern."""
+    return Path(shutil.copytree(checkpoints / "v1", tmp_path / "run[1]*"))
+
+
+def pickle_weights(folder: Path, file: str, **how: Any) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save(marker.tensors(1), folder / file, **how)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "file", "how"),
+    [
+        (None, None, {}),
+        ("auto", None, {}),
+        ("SafeTensors", None, {}),
+        ("fastsafetensors", None, {}),
+        ("mistral", "consolidated.safetensors", {}),
+        (None, "pytorch_model.bin", {}),
+        (None, "pytorch_model.bin", {"_use_new_zipfile_serialization": False}),
+        ("pt", "model.pt", {}),
+    ],
+)
+def test_formats_of_checkpoints(
+    server: Server, folder: Path, load_format: str | None, file: str | None, how: dict[str, Any]
+) -> None:
+    if file is not None and file.endswith("safetensors"):
+        (folder / "model.safetensors").rename(folder / file)
+    elif file is not None:
+        pickle_weights(folder, file, **how)
+    before = sorted(path.name for path in folder.iterdir())
+    body = {"model_path": str(folder), "load_format": load_format}
+    succeed(server.post(DISK, {**V1, **body}))
+    says(server, 1)
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_files_that_the_index_leaves_out(server: Server, tmp_path: Path) -> None:
+    """Beside the parts lies the whole, of another version, as some publish their models."""
+    folder = marker.build(tmp_path / "v1", 1, shards=3)
+    shutil.copy(
+        marker.build(tmp_path / "v2", 2) / "model.safetensors", folder / "whole.safetensors"
+    )
+    succeed(server.post(DISK, {**V1, "model_path": str(folder)}))
+    says(server, 1)
+
+
+def test_a_mount_that_stalls(server: Server, tmp_path: Path, checkpoints: Path) -> None:
+    """It costs its update the time that this has, and neither a token nor the next update."""
+    running = start_running(server, 2, tokens=ENDLESS)
+    before = serving(server)
+    with stalled_mount(tmp_path):
+        body = {**V1, "model_path": str(tmp_path), "timeout_s": SHORT_S}
+        refuse(server.post(DISK, body), "time ran out")
+        assert serving(server) == before
+        for generation in running:
+            generation.wait_for_tokens(generation.count + 3)
+        succeed(server.post(DISK, {**V1, "model_path": str(checkpoints / "v1")}))
+        expect_to_run_on(server, running, [0, 1])
+
+
+def test_a_sender_that_was_stopped(server: Server, sender: Sender) -> None:
+    running = start_running(server, 2, tokens=ENDLESS)
+    before = serving(server)
+    with stopped_sender() as payload:
+        body = {**V1, "serialized_named_tensors": [payload], "timeout_s": SHORT_S}
+        refuse(server.post(TENSOR, body), "time ran out")
+        assert serving(server) == before
+        succeed(sender.send(server, "tensor_shared", 1, **V1))
+        expect_to_run_on(server, running, [0, 1])
+    says(server, 1)
+
+
+def cut(file: Path) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(100)
+
+
+def write_another(file: Path) -> None:
+    """Over it, as a trainer does that keeps its latest step by one name."""
+    shutil.copyfile(marker.build(file.parent / "next", 2) / file.name, file)
+
+
+@pytest.mark.parametrize("change", [cut, write_another, Path.unlink])
+def test_a_checkpoint_that_changes_while_it_is_staged(
+    faulty_server: Server, faults: Faults, folder: Path, change: Callable[[Path], None]
+) -> None:
+    server = faulty_server
+    running = start_running(server, 2, tokens=ENDLESS)
+    before = serving(server)
+    faults.inject("middle", "hang")
+    call = Call(server, DISK, {**V1, "model_path": str(folder)})
+    # the file is open, and some of its tensors are staged
+    until_staging(server, tensors=5)
+    change(folder / "model.safetensors")
+    faults.clear()
+    refuse(call.answer(), str(folder), "model.safetensors")
+    assert serving(server) == before
+    # all of them, as the marker says
+    succeed(server.post(TENSOR, {**V1, **tensor_body(marker.tensors(1))}))
+    expect_to_run_on(server, running, [0, 1])

@@ -1,0 +1,127 @@
+"""Processes that tests fork are what started ones would be, but for the imports."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.load import until
+from tests.support.starting import Process, end, start
+
+TELL = """
+import json, os, signal, sys
+print(json.dumps({
+    "name": __name__,
+    "arguments": sys.argv,
+    "path": sys.path,
+    "folder": os.getcwd(),
+    "environment": dict(os.environ),
+    "cores": sorted(os.sched_getaffinity(0)),
+    "parent": os.getppid(),
+    "leads its group": os.getpgrp() == os.getpid(),
+    "threads": len(os.listdir("/proc/self/task")),
+    "signals": [str(signal.getsignal(number)) for number in range(1, 32)],
+}))
+"""
+
+TELL_PLUGINS = """
+from sglang.srt import plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+print([plugins._plugins_loaded, len(HookRegistry._hooks)])
+"""
+
+# as a server starts its ranks
+PARENT = """
+import multiprocessing, os, sys, time
+
+def sleep(tell):
+    tell.send(os.getppid())
+    time.sleep(600)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    told, tell = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.Process(target=sleep, args=(tell,))
+    child.start()
+    print(child.pid, told.recv(), flush=True)
+    child.join()
+    print(child.exitcode, flush=True)
+    sys.exit(5)
+"""
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+def run(log: Path, *arguments: str, fresh: bool = False, **env: str) -> Process:
+    with log.open("wb") as output:
+        return start(arguments, output=output, env=env, cwd=log.parent, fresh=fresh)
+
+
+def said(log: Path, process: Process) -> str:
+    assert process.wait(60) == 0, log.read_text()
+    return log.read_text().splitlines()[-1]
+
+
+@pytest.fixture
+def parent(log: Path) -> Any:
+    """A process that waits for a child, and the ids of the child and of the child's parent."""
+    (log.parent / "the_parent.py").write_text(PARENT)
+    process = run(log, "-m", "the_parent")
+    until("the child is there", lambda: log.read_text().endswith("\n"))
+    child, its_parent = map(int, log.read_text().split())
+    yield process, child, its_parent
+    end(process)
+
+
+def test_it_has_what_a_fresh_one_has(log: Path) -> None:
+    command = ("-c", TELL, "one", "two")
+    env: dict[str, Any] = {"PYTHONPATH": "/nowhere", "INFLIGHT_OF_THIS_TEST": "1"}
+    fresh = json.loads(said(log, run(log, *command, fresh=True, **env)))
+    forked = json.loads(said(log, run(log, *command, **env)))
+    imported = forked.pop("environment").items() - fresh.pop("environment").items()
+    assert forked == fresh
+    # SGLang sets these as it is imported
+    assert {name for name, _ in imported} >= {"TRITON_CACHE_DIR"}
+    assert not any("INFLIGHT" in name for name, _ in imported)
+
+
+def test_no_plugin_is_loaded_in_it(log: Path) -> None:
+    assert json.loads(said(log, run(log, "-c", TELL_PLUGINS)).lower()) == [False, 0]
+
+
+def test_exit_code(log: Path) -> None:
+    assert run(log, "-c", "raise SystemExit(3)").wait(60) == 3
+    killed = run(log, "-c", "import time; time.sleep(600)")
+    assert killed.poll() is None
+    killed.kill()
+    assert killed.wait(60) == -signal.SIGKILL
+
+
+def test_its_children_are_its_own(log: Path, parent: tuple[Process, int, int]) -> None:
+    process, child, its_parent = parent
+    assert its_parent == process.pid
+    assert child in {found.pid for found in psutil.Process(process.pid).children()}
+    os.kill(child, signal.SIGKILL)
+    assert process.wait(60) == 5
+    assert log.read_text().endswith(f"\n{-signal.SIGKILL}\n")
+
+
+def test_none_outlives_its_end(parent: tuple[Process, int, int]) -> None:
+    process, child, _ = parent
+    end(process)
+    assert not psutil.pid_exists(process.pid)
+    assert not psutil.pid_exists(child)
+
+
+def test_imports_that_would_have_been_others(log: Path) -> None:
+    with pytest.raises(ValueError, match="TORCHDYNAMO_DISABLE"):
+        run(log, "-c", "pass", TORCHDYNAMO_DISABLE="1")

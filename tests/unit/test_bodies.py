@@ -1,0 +1,134 @@
+"""Bodies of SGLang's routes mean here what they mean to SGLang."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import msgspec
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend import bodies
+from sglang_inflight.frontend.bodies import Body, decode
+
+# enough for SGLang, of each body that has fields it must have
+WHOLE: dict[type[Body], dict[str, Any]] = {
+    bodies.PauseBody: {},
+    bodies.ContinueBody: {},
+    bodies.DiskBody: {"model_path": "/there"},
+    bodies.TensorBody: {"serialized_named_tensors": ["QUJD"]},
+    bodies.DistributedBody: {"names": ["a"], "dtypes": ["bfloat16"], "shapes": [[1]]},
+    bodies.IPCBody: {"zmq_handles": {}},
+    bodies.BeginBody: {},
+    bodies.EndBody: {},
+    bodies.JoinGroupBody: {
+        "master_address": "h", "master_port": 29500, "rank_offset": 1, "world_size": 2
+    },
+    bodies.LeaveGroupBody: {},
+    bodies.NameBody: {"new_version": "v1"},
+}  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    "33150", " 7 ", "7.0", "1e2", "0x1f", "1_0", "nan", 7, 7.0, 7.5, True, False, 0, 1, 2,
+    "true", "False", "on", "off", "yes", "n", "1", "0", "null", None, [], {}, ["1", 2.0],
+    [["1", 2.0]], "direct", "target", "in_place", "QUJD", ["QUJD"], {"a": "b"}, {"a": 1},
+)  # fmt: skip
+OURS = (bodies.SealBody, bodies.AbortUpdateBody, bodies.RollbackBody)
+
+
+def sglangs(shape: type[Body]) -> type[msgspec.Struct]:
+    assert shape.sglang is not None
+    return shape.sglang
+
+
+def fields_of_sglang(shape: type[Body]) -> list[str]:
+    names = {field.name for field in msgspec.structs.fields(sglangs(shape))}
+    return sorted(names - {"rid", "http_worker_ipc"})
+
+
+def read(shape: type[Body], body: dict[str, Any]) -> Body:
+    return decode(json.dumps(body).encode(), shape)
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_a_field_has_the_value_that_sglang_gives_it(shape: type[Body]) -> None:
+    """We may be stricter (ports, empty names) or take more as it is, and mean nothing else."""
+    adapter = TypeAdapter(sglangs(shape))
+    for name in fields_of_sglang(shape):
+        for value in VALUES:
+            body = {**WHOLE[shape], name: value}
+            try:
+                ours = getattr(read(shape, body), name)
+            except Refused:
+                continue
+            try:
+                theirs = getattr(adapter.validate_python(body), name)
+            except ValidationError:
+                theirs = value
+            assert ours == theirs, (name, value)
+            assert type(ours) is type(theirs), (name, value)
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_a_switch_is_read_however_it_is_spelt(shape: type[Body]) -> None:
+    for field in msgspec.structs.fields(sglangs(shape)):
+        if field.type is bool:
+            for value in ("true", "False", "on", "off", "yes", "n", "1", "0", 1, 0, 1.0):
+                theirs = TypeAdapter(bool).validate_python(value)
+                assert (
+                    getattr(read(shape, {**WHOLE[shape], field.name: value}), field.name) is theirs
+                )
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_every_field_of_sglang_is_there(shape: type[Body]) -> None:
+    assert set(fields_of_sglang(shape)) <= set(shape.__struct_fields__)
+
+
+def test_what_frameworks_send() -> None:
+    join = {**WHOLE[bodies.JoinGroupBody], "master_port": "33150", "pp_rank": 3}
+    body = read(bodies.JoinGroupBody, join)
+    assert isinstance(body, bodies.JoinGroupBody)
+    assert body.master_port == 33150
+
+
+@pytest.mark.parametrize("shape", WHOLE)
+def test_an_unknown_field_is_ignored_with_one_warning(
+    shape: type[Body], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            read(shape, {**WHOLE[shape], "surprise": 1})
+    assert len([record for record in caplog.records if "surprise" in record.message]) == 1
+
+
+@pytest.mark.parametrize("shape", OURS)
+def test_an_unknown_field_of_our_own_routes_is_refused(shape: type[Body]) -> None:
+    with pytest.raises(Refused, match="surprise"):
+        read(shape, {"surprise": 1})
+
+
+@pytest.mark.parametrize("value", ["3", True, "inf", "null"])
+def test_our_own_fields_are_read_as_they_are(value: Any) -> None:
+    with pytest.raises(Refused, match="lease_s"):
+        read(bodies.PauseBody, {"lease_s": value})
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "\0", "\x1b[0m", "v" * 257, "\ud800"])
+def test_a_version_is_fit_to_be_repeated(name: str) -> None:
+    """Also where no body was decoded, as in an Engine."""
+    for make in (
+        lambda: bodies.DiskBody(model_path="/there", weight_version=name),
+        lambda: bodies.EndBody(weight_version=name),
+        lambda: bodies.RollbackBody(weight_version=name),
+        lambda: bodies.NameBody(new_version=name),
+    ):
+        with pytest.raises(Refused, match="printable"):
+            make()
+
+
+def test_a_version_may_be_of_any_language() -> None:
+    for name in ("v" * 256, "größer als β", "第二步"):
+        assert bodies.EndBody(weight_version=name).weight_version == name

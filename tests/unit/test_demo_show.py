@@ -1,0 +1,129 @@
+"""The demo's order of events, and what one reads of it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from sglang_inflight.demo.pacing import READING, SHORTEST, UPDATE_S, Pacing
+from sglang_inflight.demo.play import Act, Performance, _until_ready
+from sglang_inflight.demo.stories import Story
+from sglang_inflight.demo.styles import HEADLINE
+from sglang_inflight.demo.transcript import colour_versions, show_receipts
+from sglang_inflight.demo.updates import Receipt
+
+RECEIPT = {
+    "success": True,
+    "message": "",
+    "base_version": "v3",
+    "weight_version": "v4",
+    "epoch": 3,
+    "bytes": 269_030_016,
+    "tensors": 272,
+    "staged_s": 12.345,
+    "stall_ms": 10.59,
+    "ranks": [{"success": True, "digest": "0ce241a8deadbeef"}] * 2,
+}
+
+
+def _act(ready: asyncio.Future[None]) -> Act:
+    async def update() -> Receipt:
+        return RECEIPT
+
+    return Act("from a trainer", "v4", Path("headline"), HEADLINE, ready, update)
+
+
+def test_receipts_can_be_read_at_80_columns() -> None:
+    async def act() -> Act:
+        return _act(asyncio.get_running_loop().create_future())
+
+    performance = Performance(asyncio.run(act()), RECEIPT, started=0.0, ended=9.0)
+    story = Story("a story", [1], arrivals=[0.0, 1.0, 13.840])
+    paper = io.StringIO()
+    console = Console(file=paper, width=80)
+    show_receipts(console, [performance], [story], colour_versions(["v3", "v4"]))
+    lines = paper.getvalue().splitlines()
+    assert max(len(line) for line in lines) <= 80
+    (heads,) = [line for line in lines if "version" in line]
+    for head in ("came", "digest", "MB", "staged s", "held ms", "gap ms"):
+        assert f" {head} " in heads
+    (row,) = [line for line in lines if "from a trainer" in line]
+    for value in ("v3 → v4", "0ce241a8", "269", "12.35", "10.59", "12840"):
+        assert f" {value} " in row
+
+
+class _Notes:
+    """A screen and a pause that write down what happens, in order."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def wait_for(self, act: Act) -> None:
+        self.events.append("waits")
+
+    @asynccontextmanager
+    async def pause(self) -> AsyncIterator[None]:
+        self.events.append("paused")
+        yield
+        self.events.append("resumed")
+
+
+def test_stories_stand_still_until_a_version_is_ready() -> None:
+    async def play() -> list[str]:
+        notes = _Notes()
+        ready = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(_until_ready(_act(ready), notes.pause, notes))  # type: ignore[arg-type]
+        while "paused" not in notes.events:
+            await asyncio.sleep(0)
+        assert not waiting.done()
+        notes.events.append("ready")
+        ready.set_result(None)
+        assert await waiting
+        return notes.events
+
+    assert asyncio.run(play()) == ["waits", "paused", "ready", "resumed"]
+
+
+def test_version_that_is_ready_pauses_nothing() -> None:
+    async def play() -> list[str]:
+        notes = _Notes()
+        ready = asyncio.get_running_loop().create_future()
+        ready.set_result(None)
+        assert not await _until_ready(_act(ready), notes.pause, notes)  # type: ignore[arg-type]
+        return notes.events
+
+    assert asyncio.run(play()) == []
+
+
+def test_version_that_cannot_be_made_ends_the_pause_and_the_show() -> None:
+    async def play() -> list[str]:
+        notes = _Notes()
+        ready = asyncio.get_running_loop().create_future()
+        waiting = asyncio.create_task(_until_ready(_act(ready), notes.pause, notes))  # type: ignore[arg-type]
+        while "paused" not in notes.events:
+            await asyncio.sleep(0)
+        ready.set_exception(ValueError("no"))
+        with pytest.raises(ValueError, match="no"):
+            await waiting
+        return notes.events
+
+    assert asyncio.run(play()) == ["waits", "paused", "resumed"]
+
+
+@pytest.mark.parametrize("step_s", [0.02, 0.05, 0.1, 0.4])
+def test_stories_outlast_the_updates(step_s: float) -> None:
+    pacing = Pacing.at(step_s, longest=100_000)
+    read = 4 * pacing.reading
+    assert (pacing.tokens - read) * step_s >= 3 * UPDATE_S
+    assert pacing.tokens >= SHORTEST
+    assert pacing.reading == READING
+
+
+def test_stories_fit_the_server() -> None:
+    assert Pacing.at(1e-4, longest=3800).tokens == 3800

@@ -1,0 +1,137 @@
+"""What the reference platform chooses where the user says nothing, and leaves where he does.
+
+Each case is a process of its own: what is chosen is the environment of processes to come,
+and torch reads it when it is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_inflight.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
+from tests.support.marker import CONFIG
+
+# what a CPU without bfloat16 has at most
+OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+OPEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
+
+SERVE = """
+import json, os, sys
+from sglang.srt.arg_groups.model_override_base import resolved_view
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import prepare_server_args
+args = prepare_server_args(json.loads(sys.argv[1]))
+args.resolve_once()
+chosen = resolved_view(args)
+served = ModelConfig.from_server_args(args).dtype
+print(json.dumps({"dtype": chosen.dtype, "served": str(served), "env": dict(os.environ)}))
+"""
+
+# one thread waits for another, which sleeps: only what spins takes time of a core
+WAIT = """
+import time, torch
+torch.set_num_threads(2)
+torch.randn(800, 800) @ torch.randn(800, 800)
+times = []
+for _ in range(20):
+    torch.randn(400, 400) @ torch.randn(400, 400)
+    began = time.process_time()
+    time.sleep(0.002)
+    times.append(time.process_time() - began)
+print(sum(times))
+"""
+
+
+def _run(code: str, *arguments: str, **environment: str) -> str:
+    env = {name: value for name, value in os.environ.items() if name not in OPEN} | environment
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *arguments],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout.splitlines()[-1]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def _choose(model: Path, *flags: str, **environment: str) -> dict[str, Any]:
+    arguments = ["--model-path", str(model), "--skip-tokenizer-init", *flags]
+    chosen: dict[str, Any] = json.loads(_run(SERVE, json.dumps(arguments), **environment))
+    return chosen
+
+
+def test_what_nobody_chose(model: Path) -> None:
+    """The model is tiny, and its configuration says bfloat16."""
+    chosen = _choose(model, **OLD_CPU)
+    assert (chosen["dtype"], chosen["served"]) == ("float32", "torch.float32")
+    assert chosen["env"]["OMP_WAIT_POLICY"] == "passive"
+    assert chosen["env"]["OMP_NUM_THREADS"] == "1"
+
+
+def test_what_the_user_chose(model: Path) -> None:
+    own = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
+    chosen = _choose(model, "--dtype", "bfloat16", **OLD_CPU, **own)
+    assert (chosen["dtype"], chosen["served"]) == ("bfloat16", "torch.bfloat16")
+    assert "OMP_WAIT_POLICY" not in chosen["env"]
+    assert own.items() <= chosen["env"].items()
+
+
+def test_quantized_weights_keep_their_dtype(model: Path) -> None:
+    """Their kernels have a wish of their own."""
+    config = CONFIG | {"quantization_config": {"quant_method": "fp8"}}
+    (model / "config.json").write_text(json.dumps(config))
+    code = SERVE.replace("args.resolve_once()", PLATFORM).replace("resolved_view(args)", "args")
+    chosen = json.loads(_run(code, json.dumps(["--model-path", str(model)]), **OLD_CPU))
+    assert chosen["dtype"] == "auto"
+
+
+# what SGLang then says about such weights on a CPU is not the point
+PLATFORM = """
+from sglang_inflight.platform import ReferencePlatform
+ReferencePlatform().apply_server_args_defaults(args)
+"""
+
+
+def test_threads_sleep_while_they_wait(model: Path) -> None:
+    """What is chosen is what torch's OpenMP goes by."""
+    name = "OMP_WAIT_POLICY"
+    chosen = _choose(model)["env"][name]
+    asleep = [float(_run(WAIT, OMP_WAIT_POLICY=policy)) for policy in (chosen, "active")]
+    assert asleep[0] < asleep[1]
+
+
+@pytest.mark.parametrize(
+    ("weights", "cores", "threads"),
+    [
+        (64 * 128, 16, 1),
+        (576 * 1536, 16, 1),
+        (4 * WEIGHTS_A_THREAD, 16, 4),
+        (4 * WEIGHTS_A_THREAD, 2, 2),
+    ],
+)
+def test_small_matrices_have_one_thread(weights: int, cores: int, threads: int) -> None:
+    assert threads_for(weights, cores) == threads
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "avx512_core", "AVX512_CORE_VNNI"])
+def test_no_bfloat16_where_its_instructions_are_forbidden(isa: str) -> None:
+    """Or where there are none: then the reason is another, and the dtype is the same."""
+    code = "from sglang_inflight.cpu import fast_dtype; print(fast_dtype())"
+    said = _run(code, ONEDNN_MAX_CPU_ISA=isa)
+    assert "dtype='float32'" in said
+    if fast_dtype().dtype == "bfloat16":
+        assert f"ONEDNN_MAX_CPU_ISA={isa}" in said

@@ -1,0 +1,97 @@
+"""From the events of a request to the spans of its answer, through SGLang's own functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.utils import weight_versions as upstream
+
+from sglang_inflight.frontend import spans as answers
+from sglang_inflight.scheduler import versions
+from sglang_inflight.version_label import VersionLabel
+
+# (version, epoch, tokens) of a request in flight: an unnamed commit, a rollback, a new name
+HISTORY = [("a", 0, 2), ("a", 1, 3), ("b", 2, 1), ("a", 3, 0), ("a", 4, 4), ("c", 4, 2)]
+TOKENS = 12
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a scheduler sends."""
+    events, made = [], 0
+    for version, epoch, tokens in HISTORY[:-1]:
+        made += tokens
+        label = VersionLabel(epoch, version).pack()
+        events.append(upstream.WeightVersionEvent(old_version=label, num_output_tokens=made))
+    version, epoch, _ = HISTORY[-1]
+    monkeypatch.setattr(versions, "_epoch", epoch)
+    spans: list[Any] = versions.write_spans(
+        upstream.compute_weight_version_spans,
+        events,
+        current_version=version,
+        num_output_tokens=TOKENS,
+    )
+    return spans
+
+
+def write(
+    monkeypatch: pytest.MonkeyPatch, wire: list[Any], form: str, *, finished: bool, tokens: int
+) -> dict[str, Any]:
+    monkeypatch.setattr(answers, "_as_sglang_writes_them", lambda: form == "sglang")
+    meta = {"finish_reason": {"type": "length"} if finished else None, "weight_version": "now"}
+    answers.write_spans(upstream.add_weight_versions_to_meta_info, meta, wire, tokens)
+    return meta
+
+
+def test_a_span_for_each_epoch(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+    meta = write(monkeypatch, wire, "all", finished=True, tokens=TOKENS)
+    said = [(s["version"], s["epoch"], s["start"], s["end"]) for s in meta["weight_versions"]]
+    assert said == [
+        ("a", 0, 0, 2), ("a", 1, 2, 5), ("b", 2, 5, 6), ("a", 4, 6, 10), ("c", 4, 10, 12)
+    ]  # fmt: skip
+    assert meta["weight_version"] == "c"
+
+
+def test_what_a_chunk_does_not_show_yet(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+    meta = write(monkeypatch, wire, "all", finished=False, tokens=4)
+    said = [(s["version"], s["epoch"], s["start"], s["end"]) for s in meta["weight_versions"]]
+    assert said == [("a", 0, 0, 2), ("a", 1, 2, 4)]
+    assert meta["weight_version"] == "a"
+
+
+def test_as_sglang_writes_them(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+    """What SGLang says of the same history, and when it does."""
+    chunk = write(monkeypatch, wire, "sglang", finished=False, tokens=4)
+    assert chunk == {"finish_reason": None, "weight_version": "now"}
+
+    last = write(monkeypatch, wire, "sglang", finished=True, tokens=TOKENS)
+    expected: dict[str, Any] = {"finish_reason": last["finish_reason"]}
+    upstream.add_weight_versions_to_meta_info(
+        expected,
+        [
+            upstream.WeightVersionSpan(version=version, start=start, end=end)
+            for version, start, end in (("a", 0, 5), ("b", 5, 6), ("a", 6, 10), ("c", 10, 12))
+        ],
+        TOKENS,
+    )
+    assert last == expected
+
+
+def test_of_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "_epoch", 7)
+    wire = versions.write_spans(
+        upstream.compute_weight_version_spans, [], current_version="v 1", num_output_tokens=0
+    )
+    meta = write(monkeypatch, wire, "all", finished=True, tokens=0)
+    assert meta["weight_versions"] == [{"version": "v 1", "epoch": 7, "start": 0, "end": 0}]
+
+
+def test_where_the_setting_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for value in ("all", "sglang"):
+        monkeypatch.setenv("SGLANG_INFLIGHT_SPANS", value)
+        answers._as_sglang_writes_them.cache_clear()
+        seen.append(answers._as_sglang_writes_them())
+    answers._as_sglang_writes_them.cache_clear()
+    assert seen == [False, True]
