@@ -40,6 +40,7 @@ from tests.support.pool import (
     MAX_RUNNING,
     WAITING_TIMEOUT_S,
     WATCHDOG_S,
+    ServerPool,
 )
 from tests.support.server import Server, schedulers
 from tests.support.starting import UPSTREAM
@@ -308,7 +309,7 @@ def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
     until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
 
 
-def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server) -> None:
+def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server, pool: ServerPool) -> None:
     """SGLang lets requests end first."""
     frozen = start_running(server, 2, tokens=3 * TOKENS)
     pause(server, "in_place")
@@ -319,6 +320,7 @@ def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server) -> None:
     for generation in frozen:
         expect_whole(generation)
     until("it has gone", lambda: not server.is_alive())
+    pool.discard()
 
 
 def test_a_renewed_lease_holds(server: Server) -> None:
