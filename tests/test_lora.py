@@ -54,7 +54,7 @@ def lora_server(
     pool.discard()  # one server at a time
     flags = (
         "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK),
-        "--lora-target-modules", "o_proj", "--max-loras-per-batch", "4",
+        "--lora-target-modules", "o_proj", "--max-loras-per-batch", "4", "--weight-version", "v0",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("logs") / "lora.log"
     with serve(checkpoints / "v0", *flags, log=log) as server:
