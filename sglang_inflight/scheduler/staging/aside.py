@@ -28,10 +28,9 @@ class Aside:
     as long as ``check`` does not raise. A thread that is left behind ends when its call does,
     if ever. What the call returns then is let go of, and it reaches nobody.
 
-    Only one of the two threads is at work at any time, so what a call touches needs no lock.
-    After ``check`` has raised that is no longer so: then a call may still be writing to what
-    it was given, which therefore must not be used again. A call is one read, not a loop of
-    them, where it could meanwhile come to work on another file of the same number.
+    There is one call at a time. What it touches is its own from ``begin`` to ``end``, and so
+    needs no lock. If ``check`` raised meanwhile it stays the call's own, and must not be used
+    again.
 
     On a device with streams the calls are made on the stream of the thread that waits, because
     what they enqueue must come before what that thread enqueues after them.
@@ -54,7 +53,16 @@ class Aside:
 
     def do(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, or raises. Raises what ``check`` does if that comes first."""
+        self.begin(call)
+        answer: T = self.end()
+        return answer
+
+    def begin(self, call: _Call) -> None:
+        """Make ``call`` while the caller does something else, and then waits for its end."""
         self._calls.put(call)
+
+    def end(self) -> Any:
+        """Of the call that was begun: as ``do``."""
         while True:
             try:
                 value, error = self._answers.get(timeout=_POLL_S)
@@ -63,8 +71,7 @@ class Aside:
             else:
                 break
         if error is None:
-            answer: T = value
-            return answer
+            return value
         try:
             raise error
         finally:

@@ -34,25 +34,60 @@ def read_safetensors(
 ) -> Weights:
     """The tensors of each file in the order in which they lie there.
 
+    What comes next is read while the caller is at work on what it was given.
     ``forgets_pages`` asks the kernel to keep none of a file in memory that has been read.
     """
     with _opened(paths, SafetensorsFile, aside) as files:
         _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
-        batches = [(file, list(file.batches(PIECE_BYTES))) for file in files]
-        largest = max((_span(batch) for _, some in batches for batch in some), default=0)
-        buffers = ReadBuffers(largest)
+        batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
+        buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
+        # a second one, because the reading is another thread's and needs a rest of its own
+        pace = pace.for_another_thread()
+
+        def begin(index: int) -> torch.Tensor | None:
+            if index == len(batches):
+                return None
+            file, batch = batches[index]
+            content = buffers.take(max(1, _span(batch)))[: _span(batch)]
+            aside.begin(partial(_read, file, content, batch, pace, forgets_pages))
+            return content
+
+        coming = begin(0)
         try:
-            for file, some in batches:
-                for batch in some:
-                    content = buffers.take(max(1, _span(batch)))[: _span(batch)]
-                    _read(file, content, batch[0].start, aside, pace)
-                    for place in batch:
-                        yield place.name, place.of(content, batch[0].start)
-                    # or the buffer would be in use when the next one is taken
-                    del content
-                _finish(file, aside, forgets_pages)
+            for index, (_, batch) in enumerate(batches):
+                aside.end()
+                content, coming = coming, begin(index + 1)
+                assert content is not None
+                for place in batch:
+                    yield place.name, place.of(content, batch[0].start)
+                # or the buffer would be in use when it could be taken again
+                del content
         finally:
+            del coming
             buffers.give_back()
+
+
+def _read(
+    file: SafetensorsFile,
+    content: torch.Tensor,
+    batch: list[Place],
+    pace: Pace,
+    forgets_pages: bool,
+) -> None:
+    """Fill ``content``, a piece at a time, as fast as staging may go.
+
+    If its caller has left it behind, the file is closed, and the next piece is not read.
+    """
+    view = content.numpy().data
+    start, done = batch[0].start, 0
+    while done < len(view):
+        read = file.read_into(view[done : done + PIECE_BYTES], start + done)
+        if not read:
+            raise file.was_cut()
+        pace.spend(read)
+        done += read
+    if batch[-1] is file.places[-1]:
+        _finish(file, forgets_pages)
 
 
 def read_pickled(
@@ -68,7 +103,7 @@ def read_pickled(
             for name in list(tensors):
                 # out of the dict, which would keep all their memory to the end
                 yield name, tensors.pop(name)
-            _finish(file, aside, forgets_pages)
+            aside.do(partial(_finish, file, forgets_pages))
 
 
 @contextmanager
@@ -84,28 +119,15 @@ def _opened(paths: list[str], kind: type[F], aside: Aside) -> Iterator[list[F]]:
             aside.do(file.check_unchanged)
 
 
-def _finish(file: RegularFile, aside: Aside, forgets_pages: bool) -> None:
+def _finish(file: RegularFile, forgets_pages: bool) -> None:
     # again at the end, with all the others, but sooner is better
-    aside.do(file.check_unchanged)
+    file.check_unchanged()
     if forgets_pages:
-        aside.do(file.forget_pages)
+        file.forget_pages()
 
 
 def _span(batch: list[Place]) -> int:
     return batch[-1].end - batch[0].start
-
-
-def _read(file: RegularFile, content: torch.Tensor, offset: int, aside: Aside, pace: Pace) -> None:
-    """Fill ``content``, a piece at a time, as fast as staging may go."""
-    view = content.numpy().data
-    done = 0
-    while done < len(view):
-        piece = view[done : done + PIECE_BYTES]
-        read = aside.do(partial(file.read_into, piece, offset + done))
-        if not read:
-            raise file.was_cut()
-        pace.spend(read)
-        done += read
 
 
 def _unpickle(file: RegularFile) -> dict[str, Any]:

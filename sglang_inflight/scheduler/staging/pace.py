@@ -45,6 +45,10 @@ class Pace:
         self._is_busy = is_busy
         self._owed_until = 0.0
 
+    def for_another_thread(self) -> Pace:
+        """Of the same rate. A thread keeps to its own, and rests by itself."""
+        return Pace(self._bytes_per_s, self._is_busy)
+
     def is_one_piece(self, nbytes: int) -> bool:
         """Whether so much is touched in one go."""
         return not self._bytes_per_s or nbytes <= self._piece

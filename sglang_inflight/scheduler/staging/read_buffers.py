@@ -13,6 +13,9 @@ _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
+_MOST_BUFFERS = 3
+
+
 class _Buffer:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -42,13 +45,12 @@ class ReadBuffers:
     """Used again and again, unless somebody still holds a tensor that lies in them.
 
     Memory that was in use before need not be zeroed by the kernel page by page, which takes as
-    long as the reading. Most loaders let go of a tensor when they ask for the next, but are
-    not sure to have done so before it is read: therefore two buffers, which take turns. Some
-    gather tensors, to fuse them or to sort them. Theirs stay, and others are read elsewhere.
+    long as the reading. Three buffers take turns: one is read into, one is what the loader has
+    been given, and of one before it may still hold the last tensor. Some loaders gather
+    tensors, to fuse them or to sort them. Theirs stay, and others are read elsewhere.
     A copy to a device has left the memory when it returns, which is what loaders make.
 
-    Only the staging thread takes buffers, and only when nothing is read into one. A thread that
-    was left behind in a read has the buffer's memory to itself, and nobody takes it again.
+    Only the staging thread takes buffers. What another one reads into is kept by that reading.
     """
 
     def __init__(self, largest: int) -> None:
@@ -62,8 +64,8 @@ class ReadBuffers:
             if buffer.capacity >= nbytes and not buffer.is_kept:
                 return buffer.take(nbytes)
         # what is kept is its keeper's, who frees it
-        buffer = _Buffer(self._capacity if len(self._buffers) < 2 else nbytes)
-        self._buffers = [*self._buffers[-1:], buffer]
+        buffer = _Buffer(self._capacity if len(self._buffers) < _MOST_BUFFERS else nbytes)
+        self._buffers = [*self._buffers[1 - _MOST_BUFFERS :], buffer]
         return buffer.take(nbytes)
 
     def give_back(self) -> None:
