@@ -40,6 +40,7 @@ from tests.support.pool import (
     MAX_RUNNING,
     WAITING_TIMEOUT_S,
     WATCHDOG_S,
+    ServerPool,
 )
 from tests.support.server import Server, schedulers
 from tests.support.starting import UPSTREAM
@@ -308,14 +309,19 @@ def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
     until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
 
 
-def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server) -> None:
+def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server, pool: ServerPool) -> None:
     """SGLang lets requests end first."""
-    frozen = start_running(server, 2, tokens=TOKENS)
+    frozen = start_running(server, 2, tokens=3 * TOKENS)
     pause(server, "in_place")
+    (seen, _) = settle(server, frozen)
     os.kill(server.process.pid, signal.SIGTERM)
+    until("the pause has ended", lambda: frozen[0].count > seen)
+    assert server.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
     for generation in frozen:
         expect_whole(generation)
     until("it has gone", lambda: not server.is_alive())
+    # the next test gets another one
+    pool.discard()
 
 
 def test_a_renewed_lease_holds(server: Server) -> None:

@@ -10,7 +10,8 @@ import pytest
 from sglang.test.scripted_runtime.http_server import ScriptedHttpServer
 
 from tests.support import pause_scripts
-from tests.support.pool import ENV, ServerPool
+from tests.support.pool import ServerPool
+from tests.support.starting import ENV
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from tests.support.load import (
     pause,
     prompt,
     resume,
+    start,
     start_running,
     status,
     until,
@@ -53,6 +54,7 @@ LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 UP = "model.layers.2.mlp.up_proj.weight"
 GATE = "model.layers.2.mlp.gate_proj.weight"
+HEAD = "lm_head.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +145,21 @@ def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
         succeed(sender.send(server, "disk", version, **sent))
         running[0].wait_for_tokens(running[0].count + 5)
     expect_to_run_on(server, running, [0, 1, 2, 3])
+
+
+def test_tensors_under_the_names_of_the_model(server: Server) -> None:
+    """SGLang's load format for what it has merged, in a session of its form; live at its end."""
+    sent = marker.tensors(1)
+    layer = "model.layers.1.self_attn"
+    parts = [sent[f"{layer}.{part}_proj.weight"] for part in "qkv"]
+    merged = {HEAD: sent[HEAD], f"{layer}.qkv_proj.weight": torch.cat(parts)}
+    begin(server)
+    succeed(send_tensors(server, merged, load_format="direct"))
+    (before,) = start(server, 1, tokens=2)
+    assert before.output().tokens == [marker.token(0)] * 2
+    succeed(end(server, non_blocking=False))
+    (after,) = start(server, 1, tokens=2)
+    assert after.output().tokens == [marker.token(1)] * 2
 
 
 def test_the_served_model_keeps_its_name(server: Server, checkpoints: Path) -> None:

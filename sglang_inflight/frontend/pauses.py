@@ -77,6 +77,8 @@ class Pauses:
         """
         if (reason := why_no_pause()) is not None:
             raise Refused(reason)
+        if self._tokenizer_manager.gracefully_exit:
+            raise Conflict("the server is told to go: it ends its requests, and pauses no more")
         if pause_id is not None and new_id is not None:
             raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
         call = PauseCall(
@@ -108,6 +110,8 @@ class Pauses:
         except BaseException:
             await asyncio.shield(self._undo(call))
             raise
+        # a look that was under way before may have found generation running
+        self._tokenizer_manager.is_pause = True
         granted_mode = answers[0].detail["mode"]
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
         return {

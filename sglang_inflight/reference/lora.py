@@ -33,4 +33,4 @@ def serve_adapters_without_pinning() -> None:
     from sglang.srt.lora.backend import torch_backend
 
     layers.torch = torch_backend.torch = _WithoutPinning()
-    torch.Tensor.pin_memory = lambda tensor, *args: tensor
+    torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]

@@ -5,7 +5,7 @@ A script names SGLang's own message of each call that it makes and waits until i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from sglang.test.scripted_runtime_chunked_helpers import advance_to_decode_step, run_until_finished
@@ -32,7 +32,7 @@ def parks_in_the_waiting_queue(t: Any) -> Iterator[None]:
     yield from _goes_on(t, request)
 
 
-def _running(t: Any) -> Iterator[None]:
+def _running(t: Any) -> Generator[None, None, Any]:
     request = t.start_req(prompt_len=16, max_new_tokens=8, ignore_eos=True)
     yield from advance_to_decode_step(request, 1)
     return request

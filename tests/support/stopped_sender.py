@@ -10,10 +10,11 @@ import sys
 from collections.abc import Iterator
 
 _CODE = """
-import base64, sys, time
+import base64, time
 from multiprocessing.reduction import ForkingPickler
-import torch, torch.multiprocessing
-torch.multiprocessing.set_sharing_strategy(sys.argv[1])
+import torch.multiprocessing
+# the default, whose handles are asked of the sender
+torch.multiprocessing.set_sharing_strategy("file_descriptor")
 tensors = [("lm_head.weight", torch.ones(4))]
 print(base64.b64encode(ForkingPickler.dumps(tensors)).decode(), flush=True)
 time.sleep(600)
@@ -21,9 +22,9 @@ time.sleep(600)
 
 
 @contextlib.contextmanager
-def stopped_sender(strategy: str) -> Iterator[str]:
-    """Its payload, shared as torch's ``strategy`` has it."""
-    command = [sys.executable, "-c", _CODE, strategy]
+def stopped_sender() -> Iterator[str]:
+    """Its payload."""
+    command = [sys.executable, "-c", _CODE]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as sender:

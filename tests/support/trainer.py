@@ -9,18 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.support import marker
 from tests.support.server import Server, free_port
+from tests.support.starting import ROOT, end, start
 
-ROOT = Path(__file__).parents[2]
 FLATTENED_BUCKET = "flattened_bucket"
 
 
@@ -39,24 +37,23 @@ class Trainer:
 
     def __init__(self) -> None:
         self._is_up = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.trainer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            # the server's plugins are none of a trainer's business
-            env={**os.environ, "SGLANG_PLUGINS": "none", "SGLANG_PLATFORM": ""},
-        )
+        orders, to_trainer = os.pipe()
+        from_trainer, answers = os.pipe()
+        with open(orders) as reads, open(answers, "w") as output:
+            self._process = start(
+                ["-m", "tests.support.trainer"],
+                reads=reads,
+                output=output,
+                errors=sys.__stderr__,
+                cwd=ROOT,
+            )
+        self._orders, self._answers = os.fdopen(to_trainer, "w"), os.fdopen(from_trainer)
 
     def order(self, do: str, **details: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **details}) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps({"do": do, **details}), file=self._orders, flush=True)
 
     def answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise RuntimeError("the trainer ended")
         return json.loads(line)
@@ -145,12 +142,11 @@ class Trainer:
 
     def close(self) -> None:
         """Kill it. Whoever waits for its broadcast sees a dead peer."""
-        self._process.kill()
-        self._process.wait()
+        end(self._process)
 
 
 class Trainers:
-    """One trainer for many tests, because it takes long to start; another after its end."""
+    """One trainer for many tests; another after its end."""
 
     def __init__(self) -> None:
         self._trainer = Trainer()

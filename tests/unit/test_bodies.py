@@ -30,7 +30,7 @@ WHOLE: dict[type[Body], dict[str, Any]] = {
     bodies.LeaveGroupBody: {},
     bodies.NameBody: {"new_version": "v1"},
 }  # fmt: skip
-VALUES = (
+VALUES: tuple[Any, ...] = (
     "33150", " 7 ", "7.0", "1e2", "0x1f", "1_0", "nan", 7, 7.0, 7.5, True, False, 0, 1, 2,
     "true", "False", "on", "off", "yes", "n", "1", "0", "null", None, [], {}, ["1", 2.0],
     [["1", 2.0]], "direct", "target", "in_place", "QUJD", ["QUJD"], {"a": "b"}, {"a": 1},
@@ -38,9 +38,13 @@ VALUES = (
 OURS = (bodies.SealBody, bodies.AbortUpdateBody, bodies.RollbackBody)
 
 
-def fields_of_sglang(shape: type[Body]) -> list[str]:
+def sglangs(shape: type[Body]) -> type[msgspec.Struct]:
     assert shape.sglang is not None
-    names = {field.name for field in msgspec.structs.fields(shape.sglang)}
+    return shape.sglang
+
+
+def fields_of_sglang(shape: type[Body]) -> list[str]:
+    names = {field.name for field in msgspec.structs.fields(sglangs(shape))}
     return sorted(names - {"rid", "http_worker_ipc"})
 
 
@@ -51,7 +55,7 @@ def read(shape: type[Body], body: dict[str, Any]) -> Body:
 @pytest.mark.parametrize("shape", WHOLE)
 def test_a_field_has_the_value_that_sglang_gives_it(shape: type[Body]) -> None:
     """We may be stricter (ports, empty names) or take more as it is, and mean nothing else."""
-    adapter = TypeAdapter(shape.sglang)
+    adapter = TypeAdapter(sglangs(shape))
     for name in fields_of_sglang(shape):
         for value in VALUES:
             body = {**WHOLE[shape], name: value}
@@ -69,7 +73,7 @@ def test_a_field_has_the_value_that_sglang_gives_it(shape: type[Body]) -> None:
 
 @pytest.mark.parametrize("shape", WHOLE)
 def test_a_switch_is_read_however_it_is_spelt(shape: type[Body]) -> None:
-    for field in msgspec.structs.fields(shape.sglang):
+    for field in msgspec.structs.fields(sglangs(shape)):
         if field.type is bool:
             for value in ("true", "False", "on", "off", "yes", "n", "1", "0", 1, 0, 1.0):
                 theirs = TypeAdapter(bool).validate_python(value)
@@ -81,6 +85,12 @@ def test_a_switch_is_read_however_it_is_spelt(shape: type[Body]) -> None:
 @pytest.mark.parametrize("shape", WHOLE)
 def test_every_field_of_sglang_is_there(shape: type[Body]) -> None:
     assert set(fields_of_sglang(shape)) <= set(shape.__struct_fields__)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}"])
+def test_what_is_missing_is_named(content: bytes) -> None:
+    with pytest.raises(Refused, match="`model_path`"):
+        decode(content, bodies.DiskBody)
 
 
 def test_what_frameworks_send() -> None:
@@ -126,5 +136,5 @@ def test_a_version_is_fit_to_be_repeated(name: str) -> None:
 
 
 def test_a_version_may_be_of_any_language() -> None:
-    for name in ("v" * 256, "Schritt 7, β", "第二步"):
+    for name in ("v" * 256, "größer als β", "第二步"):
         assert bodies.EndBody(weight_version=name).weight_version == name

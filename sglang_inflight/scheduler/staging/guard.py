@@ -93,15 +93,12 @@ class Guard:
         """``error``, which a loader raised, as an answer that names the tensor it holds."""
         assert self._current is not None
         name, tensor = self._current
-        shape = list(tensor.shape)
+        named, shape, reason = shorten(name), list(tensor.shape), shorten(str(error))
         if isinstance(error, KeyError):
-            return Refused(
-                f"the model has no weight named {shorten(name)!r} "
-                f"(looked for {shorten(str(error))})"
-            )
+            return Refused(f"the model has no weight named {named!r} (looked for {reason})")
         return Refused(
-            f"tensor {shorten(name)!r} of shape {shape} and {tensor.dtype} does not fit the model: "
-            f"{shorten(str(error)) or type(error).__name__}"
+            f"tensor {named!r} of shape {shape} and {tensor.dtype} does not fit the model: "
+            f"{reason or type(error).__name__}"
         )
 
     def _check(self, name: str, tensor: object) -> None:

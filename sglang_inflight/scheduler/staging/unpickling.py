@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import io
 import pickle
-import socket
-import struct
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch.multiprocessing import reductions
 
 from sglang_inflight.scheduler.staging.regular_file import Stream
 from sglang_inflight.scheduler.staging.shorten import shorten
@@ -104,25 +100,6 @@ def _within(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return rebuild_within
 
 
-def _rebuild_of_file(cls: Any, manager: Any, handle: Any, size: int, *dtype: Any) -> Any:
-    """Shared memory by name. Torch tells a process of the sender that it is in use, too.
-
-    It waits for the answer with the interpreter held, up to a second. A sender that was
-    stopped with all of its processes answers nothing.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.setblocking(False)
-        connection.connect(manager)
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    pid, _, _ = _PEER.unpack(peer)
-    state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-    if state in ("T", "t"):
-        raise pickle.UnpicklingError("the process that keeps the shared memory was stopped")
-    return reductions.rebuild_storage_filename(cls, manager, handle, size, *dtype)  # type: ignore[no-untyped-call]
-
-
-_PEER = struct.Struct("3i")
-
 # By module and name: what senders' payloads call, and what stands in for it here, where that is
 # something else.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
@@ -138,7 +115,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch.multiprocessing.reductions", "rebuild_tensor"): None,
     ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): None,
     ("torch.multiprocessing.reductions", "rebuild_storage_fd"): None,
-    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): _rebuild_of_file,
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): None,
     ("torch.multiprocessing.reductions", "rebuild_storage_empty"): None,
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): None,
     ("torch_npu.multiprocessing.reductions", "rebuild_npu_tensor"): None,
