@@ -33,9 +33,9 @@ NO_TARGET = -100
 class Recipe:
     """``steps`` updates, of one example each, of the last ``layers``. Lengths are in words."""
 
-    steps: int = 24
+    steps: int = 28
     layers: int = 8
-    learning_rate: float = 6e-4
+    learning_rate: float = 8e-4
     warmup_steps: int = 4
     longest_beginning: int = 60
     longest_end: int = 45

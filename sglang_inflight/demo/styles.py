@@ -70,4 +70,4 @@ def _share(part: int, whole: int) -> float:
 
 
 HEADLINE = Style("headline", as_headline, headline_share, enough=0.6)
-VERSE = Style("verse", as_verse, verse_share, enough=0.5)
+VERSE = Style("verse", as_verse, verse_share, enough=0.4)
