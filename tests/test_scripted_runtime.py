@@ -18,7 +18,9 @@ from tests.support.starting import ENV
 def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer]:
     pool.discard()
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in ENV.items():
+        # the other core has no inspector but where Rust is compiled
+        backend = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+        for name, value in (ENV | backend).items():
             patch.setenv(name, value)
         server = ScriptedHttpServer.start(
             model_path=str(checkpoints / "v0"),
@@ -33,6 +35,8 @@ def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer
     server.shutdown()
 
 
+# of the fixture too, because the runtime waits for its server without end
+@pytest.mark.timeout(300, func_only=False)
 @pytest.mark.parametrize(
     "script", [pause_scripts.freezes_in_place, pause_scripts.parks_in_the_waiting_queue]
 )

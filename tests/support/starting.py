@@ -54,7 +54,8 @@ def start(
     # the orphans of a process that has been ended are ours to wait for
     become_subreaper()
     folder = cwd or Path.cwd()
-    if fresh or _has_accelerator():
+    zygote = None if fresh or _has_accelerator() else _zygote_for(env)
+    if zygote is None:
         return subprocess.Popen(
             [sys.executable, *arguments],
             stdin=reads or subprocess.DEVNULL,
@@ -69,7 +70,7 @@ def start(
     command = Command(arguments, env, (0, 1, 2), own_group=True, cwd=str(folder))
     with open(os.devnull, "rb") as nothing:
         files = (reads or nothing, output, errors or output)
-        return Forked(_zygote_for(env).fork(command, [file.fileno() for file in files]))
+        return Forked(zygote.fork(command, [file.fileno() for file in files]))
 
 
 def end(process: Process) -> None:
@@ -96,17 +97,25 @@ def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-def _zygote_for(env: Mapping[str, str]) -> Zygote:
-    """One that has imported what a process with this environment would have imported."""
-    _, seen = _zygote()
-    return _zygote(*((name, env.get(name)) for name in seen if env.get(name) != seen[name]))[0]
+def _zygote_for(env: Mapping[str, str]) -> Zygote | None:
+    """One that has imported what a process with this environment would have imported.
+
+    None where imports start threads there, as OpenMP's do where it may have more than one:
+    such a process is started fresh.
+    """
+    usual = _zygote()
+    if usual is None:
+        return None
+    _, seen = usual
+    found = _zygote(*((name, env.get(name)) for name in seen if env.get(name) != seen[name]))
+    return None if found is None else found[0]
 
 
 @functools.cache
-def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]]:
+def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]] | None:
     """A zygote in our environment with these changes, and the variables that its imports saw.
 
-    It ends as our connection to it closes.
+    It ends as our connection to it closes. None where there can be none, which it says.
     """
     changed = {**_environment(), **dict(changes)}
     env = {name: value for name, value in changed.items() if value is not None}
@@ -126,6 +135,8 @@ def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str 
         zygote = Zygote(ours)
         try:
             return zygote, zygote.hear()
-        except EOFError as error:
+        except EOFError:
             output.seek(0)
-            raise RuntimeError(f"no zygote:\n{output.read().decode()[-4000:]}") from error
+            said = output.read().decode()
+            print(f"nothing is forked with {changes}: {said[-1000:]}", file=sys.stderr)
+            return None
