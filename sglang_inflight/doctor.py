@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import multiprocessing
 import pkgutil
 import platform
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -84,7 +86,9 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         problems=problems,
     )
     if server_flags:
-        problems.extend(_refusals(server_flags))
+        # a process of its own: SGLang prepares its environment while it reads flags
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
+            problems += elsewhere.submit(_refusals, server_flags).result()
     return found
 
 

@@ -48,8 +48,7 @@ def drafting(
     )  # fmt: skip
     # what upstream compiles for a GPU takes long to compile here
     env = with_plugin("speculation") | {"TORCHDYNAMO_DISABLE": "1"}
-    # it compiles nothing, which SGLang decides as it is imported
-    with serve(model, *flags, log=folder / "server.log", env=env, fresh=True) as server:
+    with serve(model, *flags, log=folder / "server.log", env=env) as server:
         yield server
 
 

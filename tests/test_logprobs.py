@@ -63,7 +63,7 @@ def real_server(
     # unpaced, so that the update is through before the tokens are
     env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0", "OMP_NUM_THREADS": "2"}
     log = tmp_path_factory.mktemp("logs") / "real.log"
-    with serve(versions["v0"], *flags, log=log, env=env, fresh=True) as server:
+    with serve(versions["v0"], *flags, log=log, env=env) as server:
         yield server
 
 

@@ -36,13 +36,13 @@ _serial = itertools.count()
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It adds nothing: what matters is who uses it."""
     folder = tmp_path_factory.mktemp("adapter")
-    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    layer = "base_model.model.model.layers.0.self_attn.o_proj"
     weights = {
-        f"{layer}.lora_A.weight": torch.zeros(RANK, HIDDEN, dtype=torch.bfloat16),
-        f"{layer}.lora_B.weight": torch.zeros(HEADS * HEAD_DIM, RANK, dtype=torch.bfloat16),
+        f"{layer}.lora_A.weight": torch.zeros(RANK, HEADS * HEAD_DIM, dtype=torch.bfloat16),
+        f"{layer}.lora_B.weight": torch.zeros(HIDDEN, RANK, dtype=torch.bfloat16),
     }
     save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["o_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 
@@ -54,7 +54,7 @@ def lora_server(
     pool.discard()  # one server at a time
     flags = (
         "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK),
-        "--lora-target-modules", "q_proj", "--max-loras-per-batch", "4",
+        "--lora-target-modules", "o_proj", "--max-loras-per-batch", "4", "--weight-version", "v0",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("logs") / "lora.log"
     with serve(checkpoints / "v0", *flags, log=log) as server:

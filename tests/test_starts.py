@@ -87,11 +87,11 @@ def test_it_has_what_a_fresh_one_has(log: Path) -> None:
     env: dict[str, Any] = {"PYTHONPATH": "/nowhere", "INFLIGHT_OF_THIS_TEST": "1"}
     fresh = json.loads(said(log, run(log, *command, fresh=True, **env)))
     forked = json.loads(said(log, run(log, *command, **env)))
-    imported = forked.pop("environment").items() - fresh.pop("environment").items()
+    # what imports add, they would have added to the other
+    assert fresh.pop("environment").items() <= forked.pop("environment").items()
+    path = fresh.pop("path")
+    assert forked.pop("path")[: len(path)] == path
     assert forked == fresh
-    # SGLang sets these as it is imported
-    assert {name for name, _ in imported} >= {"TRITON_CACHE_DIR"}
-    assert not any("INFLIGHT" in name for name, _ in imported)
 
 
 def test_no_plugin_is_loaded_in_it(log: Path) -> None:
@@ -123,5 +123,9 @@ def test_none_outlives_its_end(parent: tuple[Process, int, int]) -> None:
 
 
 def test_imports_that_would_have_been_others(log: Path) -> None:
-    with pytest.raises(ValueError, match="TORCHDYNAMO_DISABLE"):
-        run(log, "-c", "pass", TORCHDYNAMO_DISABLE="1")
+    """A function of SGLang's is made to be compiled as its module is imported, or is not."""
+    tell = "from sglang.srt.layers import sampler; print(vars(sampler.multinomial_with_seed))"
+    compiled = "_torchdynamo_orig_callable"
+    assert compiled in said(log, run(log, "-c", tell))
+    # as the servers of tests/test_drafts.py have it, so that this starts no zygote of its own
+    assert compiled not in said(log, run(log, "-c", tell, TORCHDYNAMO_DISABLE="1"))

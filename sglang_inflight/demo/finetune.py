@@ -35,7 +35,7 @@ class Recipe:
 
     steps: int = 24
     layers: int = 8
-    learning_rate: float = 1e-3
+    learning_rate: float = 6e-4
     warmup_steps: int = 4
     longest_beginning: int = 60
     longest_end: int = 45

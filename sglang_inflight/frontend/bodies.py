@@ -283,11 +283,12 @@ def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
 
 def decode(body: bytes, shape: type[B]) -> B:
     """Raises ``Refused`` with the field's name where the JSON does not have the shape."""
+    content = body or b"{}"
     try:
         try:
-            return msgspec.json.decode(body or b"{}", type=shape)
+            return msgspec.json.decode(content, type=shape)
         except msgspec.ValidationError:
-            values = msgspec.json.decode(body or b"{}")
+            values = msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"bad request body: {error}") from error
     return convert(values, shape, "request body")

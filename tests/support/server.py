@@ -93,7 +93,9 @@ def serve(
         *(AS_USERS_DO if fresh else IN_A_FORK), "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",
         "--max-total-tokens", "65536", "--max-running-requests", "64",
-        "--skip-server-warmup", *flags,
+        "--skip-server-warmup",
+        # the same on every CPU: left open, it would be the one that is fast there
+        "--dtype", "bfloat16", *flags,
     ]  # fmt: skip
     headers = {}
     if admin_key is not None:

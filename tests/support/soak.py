@@ -304,9 +304,10 @@ class Soak:
         named = {"session_id": begun["session_id"]}
         weights = marker.tensors(self._choose.randrange(VERSIONS))
         name = self._choose.choice(list(weights))
-        self._post(
-            "/update_weights_from_tensor", tensor_body({name: weights[name]}, **LIVE, **named)
-        )
+        body = tensor_body({name: weights[name]}, **LIVE, **named)
+        sent = self._server.post("/update_weights_from_tensor", body)
+        # on busy cores the lease may run out before
+        assert sent["status_code"] == 200 or "lease" in sent["message"], sent
         until_idle(self._server)
         self.numbers.faults["session abandoned"] += 1
 

@@ -48,8 +48,7 @@ def start(
     """Run ``python`` with these arguments, in a process group of its own.
 
     Errors go to ``output`` too, if nowhere else; ``env`` is what differs from our environment.
-    A process that is not ``fresh`` skips the imports, and is refused where ``env`` would
-    have changed them.
+    A process that is not ``fresh`` skips the imports.
     """
     env = {**_environment(), **(env or {})}
     # the orphans of a process that has been ended are ours to wait for
@@ -67,17 +66,10 @@ def start(
             # want little wait, for seconds, while a server keeps all cores busy
             process_group=0,
         )
-    zygote, seen = zygote_of_this_session()
-    differing = {name for name, value in seen.items() if env.get(name) != value}
-    if differing:
-        raise ValueError(
-            f"imports look at {sorted(differing)}, which these tests' zygote has otherwise: "
-            "start this process fresh"
-        )
     command = Command(arguments, env, (0, 1, 2), own_group=True, cwd=str(folder))
     with open(os.devnull, "rb") as nothing:
         files = (reads or nothing, output, errors or output)
-        return Forked(zygote.fork(command, [file.fileno() for file in files]))
+        return Forked(_zygote_for(env).fork(command, [file.fileno() for file in files]))
 
 
 def end(process: Process) -> None:
@@ -104,9 +96,20 @@ def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def _zygote_for(env: Mapping[str, str]) -> Zygote:
+    """One that has imported what a process with this environment would have imported."""
+    _, seen = _zygote()
+    return _zygote(*((name, env.get(name)) for name in seen if env.get(name) != seen[name]))[0]
+
+
 @functools.cache
-def zygote_of_this_session() -> tuple[Zygote, dict[str, str | None]]:
-    """The zygote, started once, and what its imports saw. It ends as our connection closes."""
+def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]]:
+    """A zygote in our environment with these changes, and the variables that its imports saw.
+
+    It ends as our connection to it closes.
+    """
+    changed = {**_environment(), **dict(changes)}
+    env = {name: value for name, value in changed.items() if value is not None}
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as output:
         subprocess.Popen(
@@ -115,7 +118,7 @@ def zygote_of_this_session() -> tuple[Zygote, dict[str, str | None]]:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=env,
             cwd=ROOT,
             process_group=0,
         )

@@ -87,6 +87,12 @@ def test_every_field_of_sglang_is_there(shape: type[Body]) -> None:
     assert set(fields_of_sglang(shape)) <= set(shape.__struct_fields__)
 
 
+@pytest.mark.parametrize("content", [b"", b"{}"])
+def test_what_is_missing_is_named(content: bytes) -> None:
+    with pytest.raises(Refused, match="`model_path`"):
+        decode(content, bodies.DiskBody)
+
+
 def test_what_frameworks_send() -> None:
     join = {**WHOLE[bodies.JoinGroupBody], "master_port": "33150", "pp_rank": 3}
     body = read(bodies.JoinGroupBody, join)
