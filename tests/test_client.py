@@ -154,8 +154,8 @@ def test_refusals(server: Server, client: Client, checkpoints: Path) -> None:
         client.update_from_disk(str(checkpoints / "v1"), expected_version="v7")
     with pytest.raises(Refused, match="not a directory"):
         client.update_from_disk("/no/such/folder")
-    with pytest.raises(Refused, match="colour"):
-        client.update_from_disk(str(checkpoints / "v1"), colour="red")
+    with pytest.raises(Refused, match="is `expected_version` meant"):
+        client.update_from_disk(str(checkpoints / "v1"), expected_versoin="v0")
     assert serving(server) == before
 
 
