@@ -23,8 +23,8 @@ from sglang_inflight.scheduler.staging.safetensors_file import Place, Safetensor
 from sglang_inflight.scheduler.staging.shorten import shorten
 from sglang_inflight.scheduler.staging.weights import Weights
 
-# What is read in one go, and small tensors together.
-PIECE_BYTES = 16 << 20
+# What is read in one go, and small tensors together. It stays in a cache until it is copied.
+PIECE_BYTES = 4 << 20
 
 F = TypeVar("F", bound=RegularFile)
 

@@ -14,11 +14,13 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 _MOST_BUFFERS = 3
+_HUGE_PAGE = 2 << 20
 
 
 class _Buffer:
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+    def __init__(self, nbytes: int) -> None:
+        # or the kernel would put it where no huge page fits
+        self.capacity = capacity = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
         # nothing of it is memory before it is written
         self._memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used = 0
