@@ -87,11 +87,11 @@ def test_it_has_what_a_fresh_one_has(log: Path) -> None:
     env: dict[str, Any] = {"PYTHONPATH": "/nowhere", "INFLIGHT_OF_THIS_TEST": "1"}
     fresh = json.loads(said(log, run(log, *command, fresh=True, **env)))
     forked = json.loads(said(log, run(log, *command, **env)))
-    imported = forked.pop("environment").items() - fresh.pop("environment").items()
+    # what imports add, they would have added to the other
+    assert fresh.pop("environment").items() <= forked.pop("environment").items()
+    path = fresh.pop("path")
+    assert forked.pop("path")[: len(path)] == path
     assert forked == fresh
-    # SGLang sets these as it is imported
-    assert {name for name, _ in imported} >= {"TRITON_CACHE_DIR"}
-    assert not any("INFLIGHT" in name for name, _ in imported)
 
 
 def test_no_plugin_is_loaded_in_it(log: Path) -> None:

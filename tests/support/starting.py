@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import socket
@@ -95,20 +96,20 @@ def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
-# with the variables that its imports looked at; they end as our connections close
-_zygotes: list[tuple[Zygote, Mapping[str, str | None]]] = []
-
-
 def _zygote_for(env: Mapping[str, str]) -> Zygote:
     """One that has imported what a process with this environment would have imported."""
-    for zygote, seen in _zygotes:
-        if all(env.get(name) == value for name, value in seen.items()):
-            return zygote
-    _zygotes.append(_start_zygote(env))
-    return _zygotes[-1][0]
+    _, seen = _zygote()
+    return _zygote(*((name, env.get(name)) for name in seen if env.get(name) != seen[name]))[0]
 
 
-def _start_zygote(env: Mapping[str, str]) -> tuple[Zygote, Mapping[str, str | None]]:
+@functools.cache
+def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]]:
+    """A zygote in our environment with these changes, and the variables that its imports saw.
+
+    It ends as our connection to it closes.
+    """
+    changed = {**_environment(), **dict(changes)}
+    env = {name: value for name, value in changed.items() if value is not None}
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as output:
         subprocess.Popen(

@@ -30,6 +30,7 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from setproctitle import getproctitle, setproctitle
@@ -53,6 +54,11 @@ MODULES = (
     "sglang.srt.managers.tp_worker",
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.registry",
+)
+
+# first of its entries in ``sys.path``
+_STANDARD_LIBRARY = str(
+    Path(sys.base_prefix, sys.platlibdir, "python{}{}.zip".format(*sys.version_info))
 )
 
 
@@ -200,12 +206,15 @@ def _start_children_with(zygote: Zygote) -> None:
 
 def _become(command: Command, made: Mapping[str, str]) -> None:
     """What the system gives a process as it starts, and what Python makes of it."""
-    had = _added_to_path(os.environ)
+    had = _added_to_path()
     os.environ.clear()
     os.environ.update({**made, **command.env})
     os.chdir(command.cwd)
     first = command.cwd if command.arguments[0] == "-m" else ""
-    sys.path[: 1 + len(had)] = [first, *_added_to_path(os.environ)]
+    sys.path[:] = [first, *(entry for entry in sys.path[1:] if entry not in had)]
+    # before the standard library, and behind what site-packages put in front
+    place = sys.path.index(_STANDARD_LIBRARY)
+    sys.path[place:place] = _added_to_path()
     importlib.invalidate_caches()
     os.sched_setaffinity(0, command.cores)
     for limit, value in command.limits.items():
@@ -213,8 +222,8 @@ def _become(command: Command, made: Mapping[str, str]) -> None:
     setproctitle(" ".join([sys.executable, *command.arguments]))
 
 
-def _added_to_path(environ: Mapping[str, str]) -> list[str]:
-    return [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+def _added_to_path() -> list[str]:
+    return [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 
 def _run(arguments: Sequence[str]) -> None:
