@@ -135,8 +135,9 @@ def test_a_lease_that_ran_out_is_no_pause_for_a_blocking_update(
 ) -> None:
     """It waits for running requests again."""
     running = start_running(server, 1, tokens=ENDLESS)
-    pause(server, "in_place", lease_s=0.2)
-    until("the lease has run out", lambda: "The lease of pause" in server.log_text())
+    pause_id = pause(server, "in_place", lease_s=0.2)["pause_id"]
+    ended = f"The lease of pause {pause_id} ran out"
+    until("the lease has run out", lambda: ended in server.log_text())
     late = server.post(DISK, {**v2, "timeout_s": SHORT_S})
     refuse(late, "requests still ran", status_code=409)
     expect_to_run_on(server, running, [0])

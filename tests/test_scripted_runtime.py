@@ -18,9 +18,9 @@ from tests.support.starting import ENV
 def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer]:
     pool.discard()
     with pytest.MonkeyPatch.context() as patch:
-        # the other core has no inspector but where Rust is compiled
-        backend = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
-        for name, value in (ENV | backend).items():
+        # what it looks into: the other core is not in SGLang's wheel as it would have it
+        core = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
+        for name, value in {**ENV, **core}.items():
             patch.setenv(name, value)
         server = ScriptedHttpServer.start(
             model_path=str(checkpoints / "v0"),
