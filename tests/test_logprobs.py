@@ -61,7 +61,7 @@ def real_server(
     pool.discard()  # one server at a time
     flags = ("--dtype", "float32", "--weight-version", "v0", "--max-total-tokens", "4096")
     # unpaced, so that the update is through before the tokens are
-    env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0", "OMP_NUM_THREADS": "2"}
+    env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0"}
     log = tmp_path_factory.mktemp("logs") / "real.log"
     with serve(versions["v0"], *flags, log=log, env=env) as server:
         yield server
