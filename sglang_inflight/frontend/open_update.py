@@ -59,6 +59,7 @@ class OpenUpdate:
     # whether the calls that brought tensors so far named the session; None before the first
     is_named: bool | None = None
     lease_s: float | None = None
+    why_dropped: str | None = None
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     # each is done once, however many ask for it
     opening: SharedCall[None] = field(default_factory=SharedCall)

@@ -430,6 +430,7 @@ class Updates:
         if not update.is_droppable:
             return
         self._metrics.updates.labels("dropped").inc()
+        update.why_dropped = reason
         self._close(update)
         call = DropCall(call_id="", update_id=update.id, reason=reason)
         try:
@@ -504,7 +505,7 @@ class Updates:
     def _require_alive(self, update: OpenUpdate) -> None:
         """Raises ``Dropped`` where it was dropped while its ranks were waited for."""
         if update.phase is Phase.ENDED:
-            raise Dropped("the update was dropped before its commit")
+            raise Dropped(f"the update was dropped before its commit: {update.why_dropped}")
 
     def _renew(self, body: BeginBody, update: OpenUpdate) -> dict[str, Any]:
         nothing_else = BeginBody(
