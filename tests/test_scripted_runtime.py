@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sglang.test.scripted_runtime import http_server
 from sglang.test.scripted_runtime.http_server import ScriptedHttpServer
 
 from tests.support import pause_scripts
 from tests.support.pool import ServerPool
-from tests.support.starting import ENV
+from tests.support.starting import ENV, forked_children
 
 
 @pytest.fixture(scope="module")
 def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer]:
     pool.discard()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, forked_children():
         # what it looks into: the other core is not in SGLang's wheel as it would have it
         core = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
         for name, value in {**ENV, **core}.items():
@@ -32,7 +33,10 @@ def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer
             kv_canary_sweep_interval=0,
         )
     yield server
-    server.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        # its scheduler ends by itself, and leaves the others of the server waiting
+        patch.setattr(http_server, "SHUTDOWN_JOIN_TIMEOUT_S", 1.0)
+        server.shutdown()
 
 
 # of the fixture too, because the runtime waits for its server without end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing.util
 import os
 import pickle
 import resource
@@ -13,7 +14,7 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,29 @@ class Zygote:
         with self._lock:
             send(self._connection, command, command.fds if fds is None else fds)
             return int(self.hear())
+
+    def take_over_spawn(self) -> Callable[[], None]:
+        """Let ``multiprocessing`` ask for the processes that it would start by ``spawn``.
+
+        Returns what ends that.
+        """
+        util: Any = multiprocessing.util
+        start: Callable[..., int] = util.spawnv_passfds
+
+        def fork(path: str, args: Sequence[Any], passfds: Sequence[int]) -> int:
+            words = [os.fsdecode(word) for word in args]
+            if words[-1] != "--multiprocessing-fork":
+                return start(path, args, passfds)  # the resource tracker, which is small
+            arguments = words[words.index("-c") :]
+            return self.fork(
+                Command(arguments, dict(os.environ), fds=(0, 1, 2, *sorted(set(passfds))))
+            )
+
+        def end() -> None:
+            util.spawnv_passfds = start
+
+        util.spawnv_passfds = fork
+        return end
 
     def hear(self) -> Any:
         received = receive(self._connection)

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,6 +71,21 @@ def start(
     with open(os.devnull, "rb") as nothing:
         files = (reads or nothing, output, errors or output)
         return Forked(zygote.fork(command, [file.fileno() for file in files]))
+
+
+@contextlib.contextmanager
+def forked_children() -> Iterator[None]:
+    """For code that starts processes of ours by itself, with ``multiprocessing``."""
+    zygote = None if _has_accelerator() else _zygote_for(_environment())
+    if zygote is None:
+        yield
+        return
+    become_subreaper()
+    give_back = zygote.take_over_spawn()
+    try:
+        yield
+    finally:
+        give_back()
 
 
 def end(process: Process) -> None:

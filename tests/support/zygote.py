@@ -15,13 +15,15 @@ What a fork may rely on:
 - A clean zygote of its own, forked before it runs anything, makes its children: a server
   has threads, connections and plugins when it starts its ranks, and these get none of them.
   ``multiprocessing`` asks it wherever it would start a fresh interpreter.
+
+What forks hide, ``tests/test_fresh_start.py`` looks at: that imports work, that each process
+finds its plugins in time, and that no two ranks hash strings alike.
 """
 
 from __future__ import annotations
 
 import gc
 import importlib
-import multiprocessing.util
 import os
 import resource
 import runpy
@@ -29,7 +31,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +138,7 @@ def _fork(connection: socket.socket) -> Command:
             continue
         connection.close()
         become_subreaper()
-        _start_children_with(Zygote(ours))
+        Zygote(ours).take_over_spawn()
         return command
 
 
@@ -183,25 +185,6 @@ def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
     for high, number in zip(moved, numbers, strict=True):
         os.dup2(high, number)
         os.close(high)
-
-
-def _start_children_with(zygote: Zygote) -> None:
-    """Let ``multiprocessing`` ask for the processes that it would start by ``spawn``."""
-    util: Any = multiprocessing.util
-    start: Callable[..., int] = util.spawnv_passfds
-
-    def fork(path: str, args: Sequence[Any], passfds: Sequence[int]) -> int:
-        words = [os.fsdecode(word) for word in args]
-        if words[-1] != "--multiprocessing-fork":
-            return start(path, args, passfds)  # the resource tracker, which is small
-        command = Command(
-            arguments=words[words.index("-c") :],
-            env=dict(os.environ),
-            fds=(0, 1, 2, *sorted(set(passfds))),
-        )
-        return zygote.fork(command)
-
-    util.spawnv_passfds = fork
 
 
 def _become(command: Command, made: Mapping[str, str]) -> None:
