@@ -23,10 +23,10 @@ from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 
 from benchmarks.common import models, options
 from benchmarks.common.report import Report, Summary
-from sglang_inflight.scheduler.staging.aside import Aside
-from sglang_inflight.scheduler.staging.checkpoint_files import read_safetensors
-from sglang_inflight.scheduler.staging.coverage import is_finite
-from sglang_inflight.scheduler.staging.pace import Pace
+from sglang_inflight.scheduler.update.checks.coverage import is_finite
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
+from sglang_inflight.scheduler.update.throttle.rate import Pace
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

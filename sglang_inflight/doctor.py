@@ -21,7 +21,7 @@ from sglang_inflight.livepatch import AppliedFunction, PatchRefused, load_series
 HOOK_LISTS = (
     "sglang_inflight.scheduler.hooks",
     "sglang_inflight.frontend.tokenizer_hooks",
-    "sglang_inflight.frontend.engine_hooks",
+    "sglang_inflight.frontend.engine.hooks",
 )
 
 

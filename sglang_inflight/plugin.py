@@ -27,7 +27,8 @@ def _install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_inflight import messages
-    from sglang_inflight.frontend import engine_hooks, tokenizer_hooks
+    from sglang_inflight.frontend import tokenizer_hooks
+    from sglang_inflight.frontend.engine import hooks as engine_hooks
     from sglang_inflight.livepatch import apply_series, expect_hook
     from sglang_inflight.scheduler import hooks as scheduler_hooks
     from sglang_inflight.settings import Settings

@@ -12,13 +12,13 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
-from sglang_inflight.frontend.groups import Groups
-from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.quiet import Quiet
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates import Updates
+from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.quiet import Quiet
+from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
 

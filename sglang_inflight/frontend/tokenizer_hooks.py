@@ -46,8 +46,8 @@ from sglang_inflight.frontend.lora import (
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
-from sglang_inflight.frontend.receipt import settle
 from sglang_inflight.frontend.spans import write_spans
+from sglang_inflight.frontend.updates.receipt import settle
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
 
@@ -62,8 +62,8 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
     if http_server is not None:
-        from sglang_inflight.frontend import routes
-        from sglang_inflight.frontend.vllm import routes as vllm_routes
+        from sglang_inflight.frontend.http import routes
+        from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
         frontend = tokenizer_manager.inflight
         routes.mount(http_server.app, frontend, tokenizer_manager)

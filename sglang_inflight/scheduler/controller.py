@@ -34,16 +34,16 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.commit import Commits
-from sglang_inflight.scheduler.containment import Containment
-from sglang_inflight.scheduler.embeddings import forget_embeddings
-from sglang_inflight.scheduler.kv_versions import KVVersions
+from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.pause import Pause, PauseState
-from sglang_inflight.scheduler.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.staging.staging import Staging, StagingState
-from sglang_inflight.scheduler.staleness import Staleness
-from sglang_inflight.scheduler.versions import Versions
+from sglang_inflight.scheduler.pause.pause import Pause, PauseState
+from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
+from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
+from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.provenance.staleness import Staleness
+from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.update.commit import Commits
+from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:

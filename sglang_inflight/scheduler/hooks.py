@@ -10,8 +10,8 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.output_streamer import extend
-from sglang_inflight.scheduler.staging.reservation import reserve
-from sglang_inflight.scheduler.versions import write_spans
+from sglang_inflight.scheduler.provenance.token_versions import write_spans
+from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:

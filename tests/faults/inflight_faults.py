@@ -26,7 +26,7 @@ Pairs = Iterator[tuple[str, Any]]
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    staging = "sglang_inflight.scheduler.staging.staging.Staging"
+    staging = "sglang_inflight.scheduler.update.staging.Staging"
     for method, hook in (("_fill", first), ("_counted", middle), ("_finish", vote)):
         HookRegistry.register(f"{staging}.{method}", hook, HookType.AROUND)
     boundary = "sglang_inflight.scheduler.boundary.Boundary"
@@ -76,7 +76,7 @@ def fail(phase: str, update: Any) -> bool:
 
 
 def wanted(phase: str) -> str | None:
-    from sglang_inflight.scheduler.staging.groups import own_index
+    from sglang_inflight.scheduler.update.sources.groups import own_index
 
     try:
         fault = json.loads(Path(os.environ["INFLIGHT_TEST_FAULT"]).read_text())

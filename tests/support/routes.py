@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.frontend.routes import TAG
+from sglang_inflight.frontend.http.routes import TAG
 from tests.support.server import Server
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_inflight.errors import Dropped
-from sglang_inflight.scheduler.staging.aside import Aside
+from sglang_inflight.scheduler.update.sources.aside import Aside
 
 LONG_S = 60
 

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.staging import checkpoint_files
-from sglang_inflight.scheduler.staging.aside import Aside
-from sglang_inflight.scheduler.staging.checkpoint_files import read_pickled, read_safetensors
-from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.read_buffers import ReadBuffers
+from sglang_inflight.scheduler.update.sources import checkpoint_files
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
+from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
+from sglang_inflight.scheduler.update.throttle.rate import Pace
 
 Weights = dict[str, torch.Tensor]
 PAIRS = Iterator[tuple[str, torch.Tensor]]

@@ -17,7 +17,7 @@ from sglang_inflight.errors import (
     Refused,
 )
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates import Updates
+from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import CommitCall, RankAnswer
 
 CALL = CommitCall(call_id="", update_id="u", weight_version="v1", kv_cache="fence")

@@ -20,7 +20,7 @@ from sglang.srt.models.kimi_vl import KimiVLForConditionalGeneration
 from torch import nn
 
 from sglang_inflight import unsupported
-from sglang_inflight.scheduler.staging.derived import why_not_shadowed
+from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
 from sglang_inflight.unsupported import why_no_update
 
 

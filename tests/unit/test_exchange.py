@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.staging.exchange import ContentExchange
+from sglang_inflight.scheduler.update.swap import ContentExchange
 
 SPARE_BYTES = 64
 # what a commit may do: look at memory in another way, and copy

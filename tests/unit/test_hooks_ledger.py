@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sglang_inflight.frontend import engine_hooks, tokenizer_hooks
+from sglang_inflight.frontend import tokenizer_hooks
+from sglang_inflight.frontend.engine import hooks as engine_hooks
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 
 LEDGER = Path(__file__).parents[2] / "patches" / "README.md"

@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from sglang_inflight.errors import Refused, TooLarge
-from sglang_inflight.frontend import large_bodies
 from sglang_inflight.frontend.bodies import TensorBody, decode
-from sglang_inflight.frontend.large_bodies import LARGE_STRING_BYTES, LargeBody, large_body
+from sglang_inflight.frontend.http import large_bodies
+from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES, LargeBody, large_body
 from sglang_inflight.messages import PayloadFile
 
 LARGE = LARGE_STRING_BYTES

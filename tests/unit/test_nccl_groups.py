@@ -13,9 +13,9 @@ import torch.distributed as dist
 from sglang.srt.utils.network import get_free_port
 
 from sglang_inflight.errors import Dropped, Refused
-from sglang_inflight.scheduler.staging import groups, process_group
-from sglang_inflight.scheduler.staging.groups import Group
-from sglang_inflight.scheduler.staging.process_group import NEVER, form_group
+from sglang_inflight.scheduler.update.sources import groups, process_group
+from sglang_inflight.scheduler.update.sources.groups import Group
+from sglang_inflight.scheduler.update.sources.process_group import NEVER, form_group
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RENDEZVOUS = datetime.timedelta(seconds=5)

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from sglang_inflight.scheduler.staging import pace
-from sglang_inflight.scheduler.staging.pace import Pace
-from sglang_inflight.scheduler.staging.paced_copies import PacedCopies, paced
+from sglang_inflight.scheduler.update.throttle import rate as pace
+from sglang_inflight.scheduler.update.throttle.copies import PacedCopies, paced
+from sglang_inflight.scheduler.update.throttle.rate import Pace
 
 PIECE = 1 << 10  # bytes in one go
 RATE = round(PIECE / pace._PIECE_S)

@@ -10,7 +10,7 @@ from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.deadline import Deadline
-from sglang_inflight.frontend.quiet import Quiet
+from sglang_inflight.frontend.updates.quiet import Quiet
 
 PATIENCE_S = 5.0
 

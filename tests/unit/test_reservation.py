@@ -15,9 +15,9 @@ from sglang.srt.managers.scheduler import Scheduler
 from torch import nn
 
 from sglang_inflight.errors import BadSetting
-from sglang_inflight.scheduler.staging import mode, reservation
-from sglang_inflight.scheduler.staging.mode import StagingMode, choose_mode
-from sglang_inflight.scheduler.staging.reservation import reserve
+from sglang_inflight.scheduler.update import mode, reservation
+from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.update.reservation import reserve
 
 GB = 1 << 30
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.staging.safetensors_file import _DTYPES, SafetensorsFile
+from sglang_inflight.scheduler.update.sources.safetensors_file import _DTYPES, SafetensorsFile
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:

@@ -12,12 +12,12 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.staging.exchange import ContentExchange, PointerExchange
-from sglang_inflight.scheduler.staging.mode import StagingMode
-from sglang_inflight.scheduler.staging.reservation import set_aside
-from sglang_inflight.scheduler.staging.shadow import Shadow, Twins
-from sglang_inflight.scheduler.staging.shadowed_model import ShadowedModel, _one_at_a_time
-from sglang_inflight.scheduler.staging.shadows import Shadows
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.reservation import set_aside
+from sglang_inflight.scheduler.update.shadow import Shadow, Twins
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.swap import ContentExchange, PointerExchange
 
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, torch.Tensor]]

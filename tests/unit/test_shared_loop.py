@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 import pytest
 import uvloop
 
-from sglang_inflight.frontend.shared_loop import share
+from sglang_inflight.frontend.engine.shared_loop import share
 
 WAIT_S = 60
 

@@ -11,8 +11,8 @@ import torch
 from sglang.srt.runtime_context import get_resources
 
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.commit import Commits
-from sglang_inflight.scheduler.staging import worker
+from sglang_inflight.scheduler.update import worker
+from sglang_inflight.scheduler.update.commit import Commits
 from tests.support.device import Device, Event, Stream
 
 

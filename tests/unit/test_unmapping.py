@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_inflight.scheduler.staging.unmapping import unmapping
+from sglang_inflight.scheduler.update.throttle.release_pages import unmapping
 
 ROWS = 4096
 SHARED = "/torch_"

@@ -27,7 +27,7 @@ from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 from torch.multiprocessing import reductions
 
-from sglang_inflight.scheduler.staging.unpickling import unpickle
+from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

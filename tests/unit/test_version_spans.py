@@ -8,7 +8,7 @@ import pytest
 from sglang.srt.utils import weight_versions as upstream
 
 from sglang_inflight.frontend import spans as answers
-from sglang_inflight.scheduler import versions
+from sglang_inflight.scheduler.provenance import token_versions as versions
 from sglang_inflight.version_label import VersionLabel
 
 # (version, epoch, tokens) of a request in flight: an unnamed commit, a rollback, a new name

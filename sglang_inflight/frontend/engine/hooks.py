@@ -1,0 +1,83 @@
+"""Puts our methods into ``sglang.Engine``, and lets threads share its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_inflight.frontend.engine.methods import METHODS
+from sglang_inflight.frontend.engine.shared_loop import share
+from sglang_inflight.unsupported import refuse_at_start
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+_ENGINE = "sglang.srt.entrypoints.engine.Engine"
+# upstream's, which are replaced; the others are new
+_UPSTREAMS = {
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+    "init_weights_update_group",
+    "destroy_weights_update_group",
+    "flush_cache",
+    "release_memory_occupation",
+    "resume_memory_occupation",
+}
+
+
+def add_methods() -> None:
+    """Give ``Engine`` what upstream's does not have. Runs before the hooks are applied."""
+    from sglang.srt.entrypoints.engine import Engine
+
+    Engine.loop = property(_home, _adopt)
+    for method in METHODS:
+        setattr(Engine, method.asynchronous.__name__, method.asynchronous)
+        upstreams = getattr(Engine, method.name, None)
+        if upstreams is None:
+            setattr(Engine, method.name, method.waiting)
+        else:
+            # a hook shows the signature and the words of what it replaces
+            upstreams.__signature__ = method.waiting.__signature__  # type: ignore[attr-defined]
+            upstreams.__doc__ = method.waiting.__doc__
+
+
+def _home(engine: Engine) -> asyncio.AbstractEventLoop:
+    """The loop that the engine lives on: where its answers come in, once it was used.
+
+    Upstream's is the one that was current when the engine was made. An engine that was made
+    before ``asyncio.run``, and first used within, lives on that of ``asyncio.run``.
+    """
+    home = getattr(engine.tokenizer_manager, "event_loop", None) or vars(engine).get("loop")
+    if home is None:
+        raise AttributeError("an engine that was not made has no event loop")
+    share(home)
+    return home
+
+
+def _adopt(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+    vars(engine)["loop"] = loop
+
+
+def end_what_waits(engine: Engine) -> None:
+    """Before the ranks are ended: nobody answers any more."""
+    frontend = getattr(getattr(engine, "tokenizer_manager", None), "inflight", None)
+    if frontend is not None:
+        frontend.lifetime.end()
+
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_ENGINE}._launch_subprocesses", refuse_at_start, HookType.BEFORE),
+    (f"{_ENGINE}.shutdown", end_what_waits, HookType.BEFORE),
+    *(
+        (f"{_ENGINE}.{method.name}", method.waiting, HookType.REPLACE)
+        for method in METHODS
+        if method.name in _UPSTREAMS
+    ),
+]

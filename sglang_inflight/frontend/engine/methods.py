@@ -1,0 +1,292 @@
+"""What ``sglang.Engine`` can be asked for besides generating.
+
+A call with ``non_blocking=True`` returns the receipt, and raises what HTTP answers with. One
+without returns upstream's ``(success, message)``, and from disk ``(success, message, 0)``,
+because upstream counts paused requests there, and never did. Arguments that cannot be are
+raised by both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
+
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    PauseBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+    UpdateBody,
+)
+from sglang_inflight.frontend.engine.arguments import Given
+from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.updates.receipt import Receipt, settle
+from sglang_inflight.messages import FLATTENED_BUCKET
+
+if TYPE_CHECKING:
+    from sglang.srt.entrypoints.engine import Engine
+
+Outcome = Receipt | tuple[bool, str] | tuple[bool, str, int]
+
+
+class NoArguments(Body, kw_only=True):
+    pass
+
+
+class MemoryTags(Body, kw_only=True):
+    # kv_cache, weights, cuda_graph; all of them if left out
+    tags: list[str] | None = None
+
+
+def _frontend(engine: Engine) -> Frontend:
+    frontend: Frontend = engine.tokenizer_manager.inflight
+    return frontend
+
+
+# ---- pauses ------------------------------------------------------------------------
+
+
+@engine_method(PauseBody, "mode")
+async def pause_generation(engine: Engine, body: PauseBody) -> dict[str, Any]:
+    """Pause generation, or renew a pause. Returns when every rank stands still.
+
+    ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the
+    ``pause_id``, by which it is renewed and let go of; ``new_id`` chooses it. ``lease_s``
+    seconds after the last renewal generation continues by itself. ``timeout_s`` bounds how
+    long "wait" waits.
+
+    Raises ``Conflict`` where ``pause_id`` is not held any more.
+    """
+    return await _frontend(engine).pauses.pause(
+        body.mode or None,
+        pause_id=body.pause_id,
+        new_id=body.new_id,
+        lease_s=body.lease_s,
+        timeout_s=body.timeout_s,
+    )
+
+
+@engine_method(ContinueBody)
+async def continue_generation(engine: Engine, body: ContinueBody) -> dict[str, Any]:
+    """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
+
+    Raises ``Conflict`` where ``pause_id`` is not held any more.
+    """
+    return await _frontend(engine).pauses.resume(
+        pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
+    )
+
+
+@engine_method(NoArguments)
+async def is_paused(engine: Engine, body: NoArguments) -> bool:
+    """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
+    return await _frontend(engine).pauses.is_paused()
+
+
+@engine_method(NoArguments)
+async def inflight_status(engine: Engine, body: NoArguments) -> dict[str, Any]:
+    """State, holders, versions and staging: of the first rank, and in ``ranks`` of each."""
+    return await _frontend(engine).status()
+
+
+# ---- updates -----------------------------------------------------------------------
+
+
+def _say_where(engine: Engine, given: Given) -> Given:
+    if isinstance(given["model_path"], os.PathLike):
+        given["model_path"] = os.fspath(given["model_path"])
+    return given
+
+
+@engine_method(DiskBody, "model_path", "load_format", prepare=_say_where)
+async def update_weights_from_disk(engine: Engine, body: DiskBody) -> Outcome:
+    """Update from a checkpoint's folder: a whole one, unless ``partial`` is true.
+
+    The README has a table of the fields. With ``non_blocking=True`` requests run on
+    meanwhile and the receipt is returned.
+    """
+    outcome = await _update(engine, body)
+    return (*outcome, 0) if isinstance(outcome, tuple) else outcome
+
+
+def _serialize(engine: Engine, given: Given) -> Given:
+    """One payload per rank of each replica: a payload may be readable only once."""
+    tensors = given.pop("named_tensors")
+    if given.get("load_format") == FLATTENED_BUCKET:
+        payloads = normalize_serialized_named_tensor_payloads(tensors)
+    else:
+        # the stages of a pipeline share one
+        readers = {(dp_rank, tp_rank) for dp_rank, _, tp_rank in _frontend(engine).ranks.all}
+        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in readers]
+    return {**given, "serialized_named_tensors": payloads}
+
+
+@engine_method(TensorBody, "named_tensors", "load_format", "flush_cache", prepare=_serialize)
+async def update_weights_from_tensor(engine: Engine, body: TensorBody) -> Outcome:
+    """Update from ``(name, tensor)`` pairs, or from one serialized payload per rank.
+
+    Within a session, or with ``non_blocking=True``. The README has a table of the fields.
+    """
+    return await _update(engine, body)
+
+
+def _name_dtypes(engine: Engine, given: Given) -> Given:
+    """Upstream takes the dtypes themselves, too."""
+    names = [
+        str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+        for dtype in given["dtypes"]
+    ]
+    return {**given, "dtypes": names}
+
+
+@engine_method(
+    DistributedBody,
+    "names",
+    "dtypes",
+    "shapes",
+    "group_name",
+    "flush_cache",
+    "load_format",
+    prepare=_name_dtypes,
+)
+async def update_weights_from_distributed(engine: Engine, body: DistributedBody) -> Outcome:
+    """Update from what rank 0 of ``group_name`` broadcasts.
+
+    Within a session, or with ``non_blocking=True``. The README has a table of the fields.
+    """
+    return await _update(engine, body)
+
+
+@engine_method(IPCBody, "zmq_handles", "flush_cache")
+async def update_weights_from_ipc(engine: Engine, body: IPCBody) -> Outcome:
+    """Update from a checkpoint-engine process. The README has a table of the fields."""
+    return await _update(engine, body)
+
+
+@engine_method(BeginBody, "selector")
+async def begin_weight_update(engine: Engine, body: BeginBody) -> Outcome:
+    """Open a session: its calls go live together, at ``end_weight_update``.
+
+    With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
+    ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
+    """
+    return await _settle(_frontend(engine).updates.begin(body), body.non_blocking)
+
+
+@engine_method(SealBody)
+async def seal_weight_update(engine: Engine, body: SealBody) -> Receipt:
+    """Check the session and vote for it on every rank, without committing it."""
+    return await _frontend(engine).updates.seal(body)
+
+
+@engine_method(EndBody)
+async def end_weight_update(engine: Engine, body: EndBody) -> Outcome:
+    """Commit the session on every rank."""
+    return await _settle(_frontend(engine).updates.end(body), body.non_blocking)
+
+
+@engine_method(AbortUpdateBody)
+async def abort_weight_update(engine: Engine, body: AbortUpdateBody) -> None:
+    """Drop the session, and the tensors staged in it."""
+    await _frontend(engine).updates.abort(body)
+
+
+@engine_method(RollbackBody)
+async def rollback_weights(engine: Engine, body: RollbackBody) -> Receipt:
+    """Return to the version before the last commit.
+
+    Raises ``Conflict`` where another version than ``expected_version`` is serving.
+    """
+    return await _frontend(engine).updates.roll_back(body)
+
+
+@engine_method(
+    JoinGroupBody,
+    "master_address",
+    "master_port",
+    "rank_offset",
+    "world_size",
+    "group_name",
+    "backend",
+)
+async def init_weights_update_group(engine: Engine, body: JoinGroupBody) -> tuple[bool, str]:
+    """Join a group with a trainer, whose ranks count from ``rank_offset``."""
+    return await settle(_frontend(engine).groups.join(body))
+
+
+@engine_method(LeaveGroupBody, "group_name")
+async def destroy_weights_update_group(engine: Engine, body: LeaveGroupBody) -> tuple[bool, str]:
+    """Leave the group with a trainer."""
+    return await settle(_frontend(engine).groups.leave(body))
+
+
+async def _update(engine: Engine, body: UpdateBody) -> Receipt | tuple[bool, str]:
+    return await _settle(_frontend(engine).updates.update(body), body.non_blocking)
+
+
+async def _settle(updating: Awaitable[Receipt], non_blocking: bool) -> Receipt | tuple[bool, str]:
+    return await updating if non_blocking else await settle(updating)
+
+
+# ---- what is upstream's own --------------------------------------------------------
+
+
+@engine_method(NoArguments)
+async def flush_cache(engine: Engine, body: NoArguments) -> Any:
+    """Forget every cached prefix. The answer says whether requests kept it from that."""
+    return await engine.tokenizer_manager.flush_cache()
+
+
+@engine_method(MemoryTags, "tags")
+async def release_memory_occupation(engine: Engine, body: MemoryTags) -> None:
+    """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph."""
+    request = ReleaseMemoryOccupationReqInput(tags=body.tags)
+    await engine.tokenizer_manager.release_memory_occupation(request, None)
+
+
+@engine_method(MemoryTags, "tags")
+async def resume_memory_occupation(engine: Engine, body: MemoryTags) -> None:
+    """Take back the memory of ``tags`` that were released."""
+    request = ResumeMemoryOccupationReqInput(tags=body.tags)
+    await engine.tokenizer_manager.resume_memory_occupation(request, None)
+
+
+METHODS: tuple[EngineMethod[Any], ...] = (
+    pause_generation,
+    continue_generation,
+    is_paused,
+    inflight_status,
+    update_weights_from_disk,
+    update_weights_from_tensor,
+    update_weights_from_distributed,
+    update_weights_from_ipc,
+    begin_weight_update,
+    seal_weight_update,
+    end_weight_update,
+    abort_weight_update,
+    rollback_weights,
+    init_weights_update_group,
+    destroy_weights_update_group,
+    flush_cache,
+    release_memory_occupation,
+    resume_memory_occupation,
+)

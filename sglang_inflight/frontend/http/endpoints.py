@@ -1,0 +1,115 @@
+"""What every route of ours has around its handler: decoding, auth, and errors as answers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import ORJSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+from sglang_inflight.errors import Dropped, InflightError
+from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
+from sglang_inflight.frontend.http.large_bodies import large_body
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+Answer = dict[str, Any]
+Endpoint = Callable[..., Awaitable[Response]]
+
+
+def with_body(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose JSON body has the ``shape``."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        body = decode(await request.body(), shape)
+        return await while_connected(request, handler(body))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+async def while_connected(request: Request, doing: Awaitable[Answer]) -> Answer:
+    """The answer, for as long as there is somebody to hear it.
+
+    ``doing`` is cancelled when the caller is gone: what it has not done yet is not wanted any
+    more, and a caller who tries again would have it done twice. The request's body must have
+    been read, because the next thing that comes then is the end of its connection.
+    """
+    work = asyncio.ensure_future(doing)
+    leaving = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            logger.warning("%s: its caller has left before the answer.", request.url.path)
+            work.cancel()
+            await asyncio.wait({work})
+            if work.cancelled():
+                raise Dropped("its caller has left before the answer")
+        return await work
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.wait({work, leaving})
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose JSON body may hold whole tensors."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        with large_body() as large:
+            body = decode(await large.read(request), TensorBody)
+            # its type is what JSON may hold, which is no file
+            body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
+            return await while_connected(request, handler(body))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def with_query(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
+    """An endpoint whose query has the ``shape``; a body is not looked at."""
+
+    async def read_and_answer(request: Request) -> Answer:
+        query = read_query(request.query_params.multi_items(), shape)
+        await request.body()
+        return await while_connected(request, handler(query))
+
+    return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def guarded(handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = False) -> Endpoint:
+    """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
+
+    async def answer(*args: Any) -> Response:
+        try:
+            return ORJSONResponse(await handler(*args))
+        except InflightError as error:
+            logger.warning("%s refused: %s", handler.__name__, error)
+            return refusal(error)
+
+    async def with_request(request: Request) -> Response:
+        return await answer(request)
+
+    async def without_request() -> Response:
+        return await answer()
+
+    level: Callable[..., Any] = auth_level(AuthLevel.ADMIN_OPTIONAL)
+    endpoint: Endpoint = level(with_request if takes_request else without_request)
+    endpoint.__name__ = handler.__name__
+    return endpoint
+
+
+def refusal(error: InflightError) -> Response:
+    """The sentence twice: where SGLang's clients look for it, and where OpenAI's and vLLM's do."""
+    inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
+    content = {"success": False, "status": "error", "message": str(error), "error": inner}
+    return ORJSONResponse(content, status_code=error.status)

@@ -1,0 +1,196 @@
+"""HTTP. Each route decodes, calls one collaborator, and answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
+
+from sglang_inflight.errors import InflightError
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    NameBody,
+    PauseBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+    UpdateBody,
+    decode,
+    group_named_in,
+)
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.endpoints import (
+    Answer,
+    guarded,
+    refusal,
+    while_connected,
+    with_body,
+    with_payloads,
+)
+from sglang_inflight.frontend.http.pause_comments import PauseComments
+from sglang_inflight.frontend.updates.naming import name_version
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+# of our routes, in ``/openapi.json``
+TAG = "inflight"
+
+B = TypeVar("B", bound=Body)
+
+
+def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
+    """Put our routes before upstream's of the same path."""
+    routes = _Routes(frontend, tokenizer_manager)
+    router = APIRouter(tags=[TAG])
+
+    def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
+        router.add_api_route(
+            path, with_body(shape, handler), methods=["POST"], openapi_extra=_describe(shape)
+        )
+
+    post("/pause_generation", PauseBody, routes.pause)
+    post("/continue_generation", ContinueBody, routes.resume)
+    post("/update_weights_from_disk", DiskBody, routes.update)
+    router.add_api_route(
+        "/update_weights_from_tensor",
+        with_payloads(routes.update),
+        methods=["POST"],
+        openapi_extra=_describe(TensorBody),
+    )
+    router.add_api_route(
+        "/update_weights_from_distributed",
+        guarded(routes.update_from_distributed, takes_request=True),
+        methods=["POST"],
+        openapi_extra=_describe(DistributedBody),
+    )
+    post("/update_weights_from_ipc", IPCBody, routes.update)
+    post("/begin_weight_update", BeginBody, routes.begin)
+    post("/seal_weight_update", SealBody, routes.seal)
+    post("/end_weight_update", EndBody, routes.end)
+    post("/abort_weight_update", AbortUpdateBody, routes.abort)
+    post("/init_weights_update_group", JoinGroupBody, routes.join_group)
+    post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
+    post("/update_weight_version", NameBody, routes.rename)
+    post("/inflight/rollback", RollbackBody, routes.roll_back)
+    router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
+    router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
+    ours = {served for route in router.routes for served in _serves(route)}
+    for route in app.router.routes:
+        if isinstance(route, APIRoute) and _serves(route) <= ours:
+            # never reached any more: the API's description is ours
+            route.include_in_schema = False
+    app.router.routes[:0] = router.routes
+    app.add_exception_handler(InflightError, _refuse)
+    every_s = frontend.settings.sse_comment_s
+    if every_s > 0:
+        # the last is the innermost: behind whoever checks keys and adds headers
+        comments = Middleware(PauseComments, mode=frontend.pauses.mode, every_s=every_s)
+        app.user_middleware.append(comments)
+
+
+def _serves(route: BaseRoute) -> set[tuple[str, str]]:
+    """Paths and methods."""
+    if not isinstance(route, APIRoute):
+        return set()
+    return {(route.path, method) for method in route.methods or ()}
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """A call of a route of upstream's that let a refusal through."""
+    assert isinstance(error, InflightError)
+    logger.warning("%s refused: %s", request.url.path, error)
+    return refusal(error)
+
+
+def _describe(shape: type[Body]) -> dict[str, Any]:
+    """What ``/openapi.json`` says of a route's body: no more than decoding knows."""
+    _, components = msgspec.json.schema_components([shape])
+    schema = components[shape.__name__]
+    if shape.sglang is not None:
+        del schema["additionalProperties"]
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"content": content}}
+
+
+class _Routes:
+    def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
+        self._frontend = frontend
+        self._tokenizer_manager = tokenizer_manager
+        self._pauses = frontend.pauses
+        self._updates = frontend.updates
+
+    async def pause(self, body: PauseBody) -> Answer:
+        return await self._pauses.pause(
+            body.mode or None,
+            pause_id=body.pause_id,
+            new_id=body.new_id,
+            lease_s=body.lease_s,
+            timeout_s=body.timeout_s,
+        )
+
+    async def resume(self, body: ContinueBody) -> Answer:
+        return await self._pauses.resume(
+            pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
+        )
+
+    async def update(self, body: UpdateBody) -> Answer:
+        # upstream's name for a count that it never counted
+        return {**await self._updates.update(body), "num_paused_requests": 0}
+
+    async def update_from_distributed(self, request: Request) -> Answer:
+        content = await request.body()
+        # where it cannot be read, its trainer may have begun to broadcast all the same
+        async with self._frontend.groups.in_step_by_name(group_named_in(content)):
+            body = decode(content, DistributedBody)
+        return await while_connected(request, self.update(body))
+
+    async def begin(self, body: BeginBody) -> Answer:
+        return await self._updates.begin(body)
+
+    async def seal(self, body: SealBody) -> Answer:
+        return await self._updates.seal(body)
+
+    async def end(self, body: EndBody) -> Answer:
+        return await self._updates.end(body)
+
+    async def abort(self, body: AbortUpdateBody) -> Answer:
+        await self._updates.abort(body)
+        return {"success": True, "message": "The session was dropped."}
+
+    async def roll_back(self, body: RollbackBody) -> Answer:
+        return await self._updates.roll_back(body)
+
+    async def rename(self, body: NameBody) -> Answer:
+        return await name_version(self._tokenizer_manager, body)
+
+    async def join_group(self, body: JoinGroupBody) -> Answer:
+        await self._frontend.groups.join(body)
+        return {"success": True, "message": "Succeeded to initialize custom process group."}
+
+    async def leave_group(self, body: LeaveGroupBody) -> Answer:
+        await self._frontend.groups.leave(body)
+        return {"success": True, "message": "Succeeded to destroy custom process group."}
+
+    async def status(self) -> Answer:
+        return await self._frontend.status()
+
+    async def is_paused(self) -> Answer:
+        return {"is_paused": await self._pauses.is_paused()}

@@ -1,0 +1,217 @@
+"""vLLM's routes for RL, as aliases of ours. vLLM 0.32 has them in its development mode.
+
+What cannot be done as vLLM does it is refused with a 501 and a sentence.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, FastAPI, Request
+from sglang.srt.runtime_context import get_device, get_parallel
+
+from sglang_inflight.errors import Conflict, NotOffered, Refused
+from sglang_inflight.frontend.bodies import decode
+from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.endpoints import (
+    Answer,
+    Endpoint,
+    guarded,
+    while_connected,
+    with_body,
+    with_query,
+)
+from sglang_inflight.frontend.http.vllm.bodies import (
+    AbortBody,
+    CheckBody,
+    FinishBody,
+    InitBody,
+    PauseQuery,
+    ResetCacheQuery,
+    SleepQuery,
+    VersionBody,
+    WorldSizeQuery,
+    choose_pause_mode,
+)
+from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checksums
+from sglang_inflight.frontend.http.vllm.transfer import Transfer
+from sglang_inflight.frontend.updates.naming import name_version
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+WAKE_TAGS = ("weights", "kv_cache", "scheduling")
+
+_NO_RELEASE = (
+    "memory is not released: SGLang ends the server where a request is left at that moment, "
+    "and so would an update that goes live while the weights' memory is away. "
+)
+
+
+def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
+    """Put vLLM's routes before upstream's; one has the same path, /update_weight_version."""
+    routes = _Routes(frontend, tokenizer_manager)
+    router = APIRouter()
+
+    def add(path: str, endpoint: Endpoint, method: str = "POST") -> None:
+        router.add_api_route(path, endpoint, methods=[method])
+
+    add("/pause", with_query(PauseQuery, routes.pause))
+    add("/resume", guarded(routes.resume))
+    add("/abort_requests", guarded(routes.abort_requests, takes_request=True))
+    add("/init_weight_transfer_engine", with_body(InitBody, routes.connect))
+    add("/shutdown_weight_transfer_engine", guarded(routes.disconnect))
+    add("/start_weight_update", guarded(routes.start))
+    add("/start_draft_weight_update", guarded(routes.start_draft))
+    add("/update_weights", guarded(routes.update, takes_request=True))
+    add("/finish_weight_update", with_body(FinishBody, routes.finish))
+    add("/update_weight_version", with_body(VersionBody, routes.name_version))
+    add("/weight_info", guarded(routes.weight_info), "GET")
+    add("/weight_checker", with_body(CheckBody, routes.check_weights))
+    add("/get_world_size", with_query(WorldSizeQuery, routes.world_size), "GET")
+    add("/reset_prefix_cache", with_query(ResetCacheQuery, routes.reset_prefix_cache))
+    add("/reset_mm_cache", guarded(routes.reset_mm_cache))
+    add("/reset_encoder_cache", guarded(routes.reset_encoder_cache))
+    add("/sleep", with_query(SleepQuery, routes.sleep))
+    add("/wake_up", guarded(routes.wake_up, takes_request=True))
+    add("/is_sleeping", guarded(routes.is_sleeping), "GET")
+    add("/release_kv_cache_memory", guarded(routes.release_kv_cache))
+    app.router.routes[:0] = router.routes
+
+
+class _Routes:
+    def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._ranks = frontend.ranks
+        self._pauses = frontend.pauses
+        self._caches = frontend.caches
+        self._transfer = Transfer(
+            frontend.groups,
+            frontend.updates,
+            backend="gloo" if get_device().device == "cpu" else "nccl",
+            session_lease_s=frontend.settings.update_timeout_s,
+        )
+
+    # ---- pauses --------------------------------------------------------------------
+
+    async def pause(self, query: PauseQuery) -> Answer:
+        answer = await self._pauses.pause(
+            choose_pause_mode(query.mode, clears_cache=query.clear_cache)
+        )
+        if query.clear_cache:
+            try:
+                await self._caches.flush(retract=True)
+            except Refused:
+                # a caller that was refused holds no pause
+                await self._pauses.resume(pause_id=answer["pause_id"])
+                raise
+        return {**answer, "status": "paused"}
+
+    async def resume(self) -> Answer:
+        return {**await self._pauses.resume(), "status": "resumed"}
+
+    async def abort_requests(self, request: Request) -> Answer:
+        content = await request.body()
+        if not content:
+            raise Refused("bad request body: there is none; {} aborts every request")
+        rids = decode(content, AbortBody).request_ids
+        if not rids:
+            count = len(self._tokenizer_manager.rid_to_state)
+            self._tokenizer_manager.abort_request(abort_all=True)
+            return {"status": "aborted", "aborted": count}
+        for rid in rids:
+            self._tokenizer_manager.abort_request(rid)
+        return {"status": "aborted", "aborted": len(rids)}
+
+    # ---- weights -------------------------------------------------------------------
+
+    async def connect(self, body: InitBody) -> Answer:
+        await self._transfer.connect(body.init_info)
+        return {"message": "Weight transfer initialized"}
+
+    async def disconnect(self) -> Answer:
+        await self._transfer.disconnect()
+        return {"message": "Weight transfer shut down"}
+
+    async def start(self) -> Answer:
+        await self._transfer.start("target")
+        return {"message": "Weight update started"}
+
+    async def start_draft(self) -> Answer:
+        await self._transfer.start("draft")
+        return {"message": "Draft weight update started"}
+
+    async def update(self, request: Request) -> Answer:
+        content = await request.body()
+
+        async def receive() -> Answer:
+            await self._transfer.receive(content)
+            return {"message": "Weights updated"}
+
+        return await while_connected(request, receive())
+
+    async def finish(self, body: FinishBody) -> Answer:
+        await self._transfer.finish(body.weight_version)
+        return {"message": "Weight update finished"}
+
+    async def name_version(self, body: VersionBody) -> Answer:
+        return await name_version(self._tokenizer_manager, body)
+
+    async def weight_info(self) -> Answer:
+        return {"weight_version": self._tokenizer_manager.config_value("weight_version")}
+
+    async def check_weights(self, body: CheckBody) -> Answer:
+        if body.action == "reset":
+            raise NotOffered("weights that are being served are not set to zero")
+        if body.action == "compare" and body.baseline is None:
+            raise Refused("action 'compare' needs a baseline, which 'checksum' gives")
+        checksums = await read_checksums(self._tokenizer_manager)
+        if body.action == "checksum" or body.baseline is None:
+            return {"checksums": checksums}
+        differ = mismatches(checksums, body.baseline)
+        return {"match": not differ, "mismatches": differ}
+
+    async def world_size(self, query: WorldSizeQuery) -> Answer:
+        if query.include_dp:
+            return {"world_size": self._ranks.count}
+        parallel = get_parallel()
+        return {"world_size": parallel.tp_size * parallel.pp_size}
+
+    # ---- caches and sleep ----------------------------------------------------------
+
+    async def reset_prefix_cache(self, query: ResetCacheQuery) -> Answer:
+        """An external cache is one that a flush refuses to leave behind, asked or not."""
+        try:
+            await self._caches.flush(retract=query.reset_running_requests)
+        except Conflict:
+            # vLLM's word for "later, perhaps"
+            return {"success": False}
+        return {"success": True}
+
+    async def reset_mm_cache(self) -> Answer:
+        self._caches.clear_preprocessed()
+        return {}
+
+    async def reset_encoder_cache(self) -> Answer:
+        await self._caches.forget_embeddings()
+        return {}
+
+    async def sleep(self, query: SleepQuery) -> Answer:
+        if query.level > 0:
+            raise NotOffered(f"{_NO_RELEASE}level=0 pauses")
+        answer = await self._pauses.pause(choose_pause_mode(query.mode, clears_cache=False))
+        return {**answer, "status": "sleeping", "level": query.level}
+
+    async def wake_up(self, request: Request) -> Answer:
+        tags = request.query_params.getlist("tags")
+        for tag in tags:
+            if tag not in WAKE_TAGS:
+                raise Refused(f"tags has {tag!r}; there are {', '.join(WAKE_TAGS)}")
+        # no memory sleeps, so whatever the tags say, all of it is awake then
+        return {**await self._pauses.resume(), "status": "awake", "tags": tags or None}
+
+    async def is_sleeping(self) -> Answer:
+        return {"is_sleeping": await self._pauses.is_paused()}
+
+    async def release_kv_cache(self) -> Answer:
+        raise NotOffered(f"{_NO_RELEASE}/release_memory_occupation does it on an idle server")

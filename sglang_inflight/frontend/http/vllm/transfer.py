@@ -1,0 +1,173 @@
+"""vLLM's weight transfer engine, as a group with the trainer and sessions of updates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_inflight.errors import Conflict, NotOffered, Refused
+from sglang_inflight.frontend.bodies import (
+    DEFAULT_GROUP,
+    AbortUpdateBody,
+    BeginBody,
+    EndBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    convert,
+    decode,
+)
+from sglang_inflight.frontend.http.vllm.bodies import (
+    BroadcastBody,
+    InitInfo,
+    UpdateBody,
+    UpdateInfo,
+)
+from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.messages import FLATTENED_BUCKET, Selector
+
+
+@dataclass(frozen=True)
+class _Link:
+    """How the trainer that is joined cuts its broadcasts."""
+
+    # None: one for each tensor
+    bucket_bytes: int | None
+
+
+class Transfer:
+    """Joins a trainer and takes its weights in, as vLLM's ``nccl`` backend does.
+
+    vLLM has one trainer at a time and knows no name of a group: it is the default one of
+    ``/init_weights_update_group``. Lives on the front end's event loop.
+    """
+
+    def __init__(
+        self, groups: Groups, updates: Updates, *, backend: str, session_lease_s: float
+    ) -> None:
+        self._groups = groups
+        self._updates = updates
+        self._backend = backend
+        # vLLM has no call that drops a session: one that was left must end by itself
+        self._session_lease_s = session_lease_s
+        self._link: _Link | None = None
+        # of the session begun last; vLLM's calls name none
+        self._session_id: str | None = None
+
+    async def connect(self, init_info: dict[str, Any]) -> None:
+        """Leave the trainer before, if there is one, and form a group with this one.
+
+        A session that the one before left open is dropped: nobody will send the rest.
+        Raises ``NotOffered`` for other ways of vLLM's to transfer weights, ``Refused``
+        where the group was not formed.
+        """
+        _refuse_other_backends(init_info)
+        info = convert(init_info, InitInfo, "init_info")
+        if self._updates.has_session:
+            await self._updates.abort(AbortUpdateBody())
+        await self._leave()
+        await self._groups.join(
+            JoinGroupBody(
+                master_address=info.master_address,
+                master_port=info.master_port,
+                rank_offset=info.rank_offset,
+                world_size=info.world_size,
+                backend=self._backend,
+            )
+        )
+        self._link = _Link(info.packed_buffer_size_bytes if info.packed else None)
+
+    async def disconnect(self) -> None:
+        """Leave the group, if there is one. Raises ``Conflict`` in a session."""
+        if self._updates.has_session:
+            raise Conflict("a weight update is going on: finish_weight_update comes first")
+        await self._leave()
+
+    async def start(self, selector: Selector) -> None:
+        self._require_link()
+        begun = await self._updates.begin(
+            BeginBody(selector=selector, non_blocking=True, lease_s=self._session_lease_s)
+        )
+        self._session_id = begun["session_id"]
+
+    async def receive(self, content: bytes) -> None:
+        """Take in what the trainer broadcasts now; it goes live at ``finish``.
+
+        ``content`` is the request's body, because one that cannot be read ends its session
+        as well, as every call does that is refused.
+        """
+        link = self._require_link()
+        # where it is refused, the trainer may have begun to broadcast all the same
+        async with self._groups.in_step_by_name(DEFAULT_GROUP):
+            try:
+                session_id = self._require_session("start_weight_update comes first")
+                body = _broadcast(link, decode(content, UpdateBody).update_info, session_id)
+            except Refused:
+                if self._updates.has_session:
+                    await self._updates.abort(AbortUpdateBody())
+                raise
+        await self._updates.update(body)
+
+    async def finish(self, weight_version: str | None) -> None:
+        """Commit. vLLM keeps the KV of its running requests here, and so do we."""
+        session_id = self._require_session("there is none to finish")
+        await self._updates.end(
+            EndBody(
+                session_id=session_id,
+                non_blocking=True,
+                weight_version=weight_version,
+                kv_cache="fence",
+            )
+        )
+
+    async def _leave(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            await self._groups.leave(LeaveGroupBody())
+
+    def _require_link(self) -> _Link:
+        if self._link is None:
+            raise Refused("no trainer is joined: init_weight_transfer_engine comes first")
+        return self._link
+
+    def _require_session(self, otherwise: str) -> str:
+        if not self._updates.has_session or self._session_id is None:
+            raise Refused(
+                f"no weight update is going on: {otherwise} (a call that fails ends it, and so "
+                "does time)"
+            )
+        return self._session_id
+
+
+def _broadcast(
+    link: _Link, update_info: dict[str, Any] | list[dict[str, Any]], session_id: str
+) -> BroadcastBody:
+    if isinstance(update_info, list):
+        raise NotOffered("update_info cannot differ from rank to rank: all take in one broadcast")
+    if update_info.keys() & {"ipc_handles", "ipc_handles_pickled"}:
+        raise NotOffered(_NO_IPC)
+    info = convert(update_info, UpdateInfo, "update_info")
+    return BroadcastBody(
+        names=info.names,
+        dtypes=info.dtype_names,
+        shapes=info.shapes,
+        load_format=None if link.bucket_bytes is None else FLATTENED_BUCKET,
+        bucket_bytes=link.bucket_bytes,
+        session_id=session_id,
+        kv_cache="fence",
+    )
+
+
+_NO_IPC = (
+    "vLLM's CUDA IPC handles are pickles that run what they like when they are read: send "
+    "tensors in one process' memory by /update_weights_from_tensor"
+)
+
+
+def _refuse_other_backends(init_info: dict[str, Any]) -> None:
+    if "nccl_unique_id_b64" in init_info:
+        raise NotOffered(
+            "a trainer is met at master_address and master_port, not by nccl_unique_id_b64"
+        )
+    if init_info.keys() <= {"packed"}:
+        raise NotOffered(_NO_IPC)

@@ -1,0 +1,147 @@
+"""Whatever a handler of SGLang's raises is its caller's error, and nobody else's.
+
+Upstream's loop has no guard around its handlers: an assertion in one of them, or a key
+that is missing, ends the scheduler with every request in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    BatchTokenizedEmbeddingReqInput,
+    BatchTokenizedGenerateReqInput,
+    InitWeightsSendGroupForRemoteInstanceReqInput,
+    OpenSessionReqInput,
+    OpenSessionReqOutput,
+    ProfileReq,
+    RpcReqInput,
+    RpcReqOutput,
+    TokenizedEmbeddingReqInput,
+    TokenizedGenerateReqInput,
+)
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import CONTROL_CALL
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.guard.background import Errands
+from sglang_inflight.scheduler.guard.preconditions import Preconditions
+from sglang_inflight.unsupported import why_no_pause
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+# where an answer of upstream's says what went wrong
+_MESSAGE_FIELDS = ("message", "error_message", "error")
+
+
+class Containment:
+    """Stands around every handler of a scheduler.
+
+    Only the scheduler's thread calls it, and the threads of ``errands``.
+    """
+
+    def __init__(self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel) -> None:
+        self._scheduler = scheduler
+        self._boundary = boundary
+        self._answers = answers
+        self._preconditions = Preconditions(scheduler, boundary)
+        self.errands = Errands(scheduler)
+
+    def surround(self, dispatcher: TypeBasedDispatcher) -> None:
+        for request_type, handler in dispatcher._mapping.items():
+            contained = self._contain(handler)
+            waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput
+            # other loops do not come by to answer
+            if waits and why_no_pause() is None:
+                contained = self.errands.send(contained)
+            dispatcher._mapping[request_type] = contained
+        # it holds handlers as they were
+        dispatcher._mro_cache.clear()
+
+    def _contain(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(handler)
+        def contained(request: Any) -> Any:
+            try:
+                self._preconditions.check(request)
+                output = handler(request)
+            except Exception as error:
+                if not isinstance(error, Refused):
+                    logger.exception("The handler of %s failed", type(request).__name__)
+                return self._answer(request, error)
+            if self._is_mute and _is_control_call(request):
+                self._answers.succeed_request(request)
+            return output
+
+        return contained
+
+    @property
+    def _is_mute(self) -> bool:
+        """Whether this rank is not its replica's first, and so has no socket for outputs."""
+        return self._scheduler.ipc_channels.send_to_tokenizer.socket is None
+
+    def _answer(self, request: Any, error: Exception) -> Any:
+        """What the loop is to send instead of the handler's output, if anything."""
+        message = f"{type(request).__name__} failed: {str(error) or type(error).__name__}"
+        if isinstance(error, Refused):
+            message = str(error)
+        if isinstance(request, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
+            self._end([request], message)
+        elif isinstance(request, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):
+            self._end(request.batch, message)
+        elif self._is_mute:
+            self._answers.fail_request(request, error, message)
+        elif isinstance(request, RpcReqInput):
+            return RpcReqOutput(success=False, message=message)
+        elif isinstance(request, OpenSessionReqInput):
+            return OpenSessionReqOutput(session_id=request.session_id, success=False)
+        elif isinstance(error, Refused) or (output := _failure(request, message)) is None:
+            self._answers.fail_request(request, error, message)
+        else:
+            return output
+        return None
+
+    def _end(self, requests: list[Any], message: str) -> None:
+        """End those that did not come into the scheduler's hands."""
+        status = HTTPStatus.INTERNAL_SERVER_ERROR
+        reason: Any = {"type": "abort", "status_code": status, "message": message}
+        live = {req.rid for req in self._boundary.live_requests()}
+        for request in requests:
+            if request.rid not in live:
+                abort = AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
+                self._scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def _is_control_call(request: Any) -> bool:
+    rid = getattr(request, "rid", None)
+    return isinstance(rid, str) and rid.startswith(CONTROL_CALL)
+
+
+def _failure(request: Any, message: str) -> Any:
+    """The answer of upstream's own that says no to ``request``, or None where it has none."""
+    # its caller makes an HTTP 500 without a word of it
+    if isinstance(request, ProfileReq):
+        return None
+    name = type(request).__name__.removesuffix("Input") + "Output"
+    shape = getattr(io_struct, name, None)
+    if shape is None:
+        return None
+    fields = {field.name: field for field in msgspec.structs.fields(shape)}
+    says = next((name for name in _MESSAGE_FIELDS if name in fields), None)
+    if "success" not in fields or says is None:
+        return None
+    given = {"success": False, says: message}
+    if any(field.required and name not in given for name, field in fields.items()):
+        return None
+    return shape(**given)

@@ -1,0 +1,54 @@
+"""Which weights made which cached prefix.
+
+SGLang's radix cache looks a prefix up under a request's ``extra_key``. The fence makes
+the weights' epoch part of that key. After a fencing commit a request that starts its
+prefill is looked up under the new epoch, finds nothing older, and fills its own; running
+requests keep their key, and with it their KV, which is not put into the cache any more.
+Nothing is flushed and no tree is walked: old entries are never looked up again and no older
+ones come, so they are the least recently used, and the first to be evicted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_MARK = "|inflight-epoch:"
+
+
+class PrefixFence:
+    """The epoch under which prefixes are cached. Only the scheduler's thread touches it."""
+
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary = boundary
+        self._epoch = 0
+        # what runs across a fence: its KV is nobody else's
+        self._barred: WeakSet[Req] = WeakSet()
+
+    def raise_to(self, epoch: int) -> None:
+        """No request that starts its prefill from now on reuses an older prefix."""
+        self._epoch = epoch
+        for req in self._boundary.running_requests():
+            if not req.skip_radix_cache_insert:
+                req.skip_radix_cache_insert = True
+                self._barred.add(req)
+        forget_embeddings()
+        for req in self._boundary.waiting_requests():
+            self.admit(req)
+
+    def admit(self, req: Req) -> None:
+        """Called for each request that enters the waiting queue, new or retracted."""
+        if self._epoch == 0:
+            return
+        if req in self._barred:
+            # retracted: it holds nothing of the old weights
+            req.skip_radix_cache_insert = False
+            self._barred.discard(req)
+        own_key = (req.extra_key or "").partition(_MARK)[0]
+        req.extra_key = f"{own_key}{_MARK}{self._epoch}"

@@ -1,0 +1,170 @@
+"""Phase two of an update: the new weights go live between two steps.
+
+Why no rank can be ahead of another: a ``CommitCall`` is sent once, after every rank of
+every replica voted for it. SGLang hands a control message to all ranks of a replica in
+the same pass of their loops (one receives, then broadcasts), and a commit happens in its
+handler. So step n runs with the old weights on all ranks, and step n+1 with the new.
+In a pipeline a stage hands a message on to the next one ahead of the microbatch of the
+same pass, so it comes before the same microbatch in all stages. Replicas do not compute
+together and may be a step apart.
+
+Why it cannot fail: everything that can was done while staging. What is left is swapping
+pointers, or enqueuing copies between tensors that exist (``swap.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sglang_inflight.errors import Conflict, HalfDone, Refused
+from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.provenance.staleness import Staleness
+from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.update.staging import Staging
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class Commits:
+    """Commits and rollbacks of one rank, on the scheduler's thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        boundary: Boundary,
+        staging: Staging,
+        versions: Versions,
+        fence: PrefixFence,
+        staleness: Staleness,
+        metrics: Metrics,
+    ) -> None:
+        self._scheduler = scheduler
+        self._boundary = boundary
+        self._staging = staging
+        self._versions = versions
+        self._fence = fence
+        self._staleness = staleness
+        self._metrics = metrics
+        # (version, digest, roles) of what the shadow holds after a commit
+        self._previous: tuple[str, str, frozenset[str]] | None = None
+
+    def commit(self, call: CommitCall) -> dict[str, Any]:
+        """Swap in a sealed update. Returns the rank's part of the receipt."""
+        update = self._staging.take(call.update_id)
+        base = self._versions.current
+        base_digest = self._staging.live_digest
+        assert base_digest is not None
+        self._previous = (base, base_digest, frozenset(update.roles))
+        detail = self._go_live(
+            update.roles,
+            update.digest,
+            call.weight_version,
+            call.kv_cache,
+            empty_cache=call.torch_empty_cache,
+        )
+        self._staging.note_checkpoints(update)
+        return {**detail, "base_version": base, "digest": update.digest}
+
+    def roll_back(self, call: RollbackCall) -> dict[str, Any]:
+        """Swap the previous version back in. It then is what a rollback would undo."""
+        if call.expected_version not in (None, self._versions.current):
+            raise Conflict(
+                f"expected_version is {call.expected_version!r}, but "
+                f"{self._versions.current!r} is serving"
+            )
+        if (reason := self._staging.why_no_rollback()) is not None or self._previous is None:
+            raise Refused(f"there is no previous version to return to: {reason}")
+        version, previous_digest, roles = self._previous
+        base = self._versions.current
+        digest = self._staging.live_digest
+        assert digest is not None
+        self._previous = (base, digest, roles)
+        detail = self._go_live(
+            roles, previous_digest, call.weight_version or version, call.kv_cache, empty_cache=False
+        )
+        return {**detail, "base_version": base, "digest": previous_digest}
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "weight_version": self._versions.current,
+            "epoch": self._versions.epoch,
+            "digest": self._staging.live_digest,
+            "previous_version": self._previous[0] if self._previous else None,
+        }
+
+    def _go_live(
+        self,
+        roles: Iterable[str],
+        digest: str,
+        version: str | None,
+        kv_cache: KVPolicy,
+        *,
+        empty_cache: bool,
+    ) -> dict[str, Any]:
+        started = time.perf_counter()
+        retracted = self._boundary.retract() if kv_cache == "recompute" else 0
+        swapped = self._exchange(roles)
+        self._staging.live_digest = digest
+        try:
+            self._follow(version, kv_cache, empty_cache=empty_cache)
+        except Exception as error:
+            raise HalfDone(
+                f"the new weights are in place as {self._versions.current!r}, but {error}"
+            ) from error
+        stall_s = time.perf_counter() - started
+        self._metrics.commit_stall.observe(stall_s)
+        self._metrics.epoch.set(self._versions.epoch)
+        stall_ms = 1000 * stall_s
+        logger.info(
+            "Committed weights %r as epoch %d: %d bytes, loop held for %.2f ms.",
+            self._versions.current,
+            self._versions.epoch,
+            swapped,
+            stall_ms,
+        )
+        return {
+            "weight_version": self._versions.current,
+            "epoch": self._versions.epoch,
+            "stall_ms": stall_ms,
+            "retracted": retracted,
+        }
+
+    def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
+        """All that must know of weights that have just been swapped in."""
+        self._versions.begin_epoch(version)
+        self._staleness.begin_epoch(self._versions.epoch)
+        if kv_cache != "keep":
+            # before the flush: nothing old is reused even where that fails
+            self._fence.raise_to(self._versions.epoch)
+        if kv_cache == "recompute":
+            self._boundary.flush(empty_cache=empty_cache)
+
+    def _exchange(self, roles: Iterable[str]) -> int:
+        """Swap the weights, between the forwards launched so far and those launched next.
+
+        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else
+        on the loop's own, which is current here. The swap waits on the device for whatever
+        is on either, and what comes next on either waits for the swap: so it does not matter
+        where a forward runs. The host waits for nothing. The shadow was complete before this
+        rank voted, and its next user waits for the event.
+        """
+        scheduler = self._scheduler
+        if scheduler.device == "cpu":
+            return self._staging.exchange(roles)
+        loop, forward = scheduler.device_module.current_stream(), scheduler.forward_stream
+        forward.wait_stream(loop)
+        with scheduler.device_module.stream(forward):
+            swapped = self._staging.exchange(roles)
+        done = forward.record_event()
+        loop.wait_event(done)
+        self._staging.wait_for(done)
+        return swapped

@@ -1,0 +1,74 @@
+"""Where new weights wait for their commit."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+import psutil
+import torch
+from sglang.srt.runtime_context import get_parallel
+
+from sglang_inflight.scheduler.collectives import smallest
+
+logger = logging.getLogger(__name__)
+
+# What must stay free beside the shadow, as a share of it.
+MARGIN = 0.05
+# Of the room that the KV cache would have, how much the shadow may take unasked.
+SHARE_OF_ROOM = 0.5
+
+
+class StagingMode(enum.IntEnum):
+    """The larger, the better. Ranks that compute together take the smallest among them."""
+
+    OFF = 0
+    HOST = 1
+    DEVICE = 2
+
+
+def choose_mode(
+    wanted: str, nbytes: int, device: torch.device, room: int | None = None
+) -> StagingMode:
+    """The mode asked for, or under ``auto`` the best for which there is memory.
+
+    ``nbytes`` is the size of this rank's weights. ``room`` is what the KV cache would get on
+    ``device``, where it takes all that is left. Logs the choice and its reason.
+    """
+    if wanted != "auto":
+        mode, reason = StagingMode[wanted.upper()], "as set"
+    else:
+        mode, reason = _best(nbytes, device, room)
+    mode = StagingMode(smallest(mode))
+    logger.info("Weight staging: %s (%s).", mode.name.lower(), reason)
+    return mode
+
+
+def _best(nbytes: int, device: torch.device, room: int | None) -> tuple[StagingMode, str]:
+    needed = int(nbytes * (1 + MARGIN))
+    # every rank here comes with the same wish
+    host_share = psutil.virtual_memory().available // _ranks_on_this_host()
+    reason = f"{needed >> 20} MiB needed"
+    if room is not None:
+        reason += f", the KV cache would have {room >> 20} MiB on {device}"
+        fits = needed <= room * SHARE_OF_ROOM
+    else:
+        on_host = device.type == "cpu"
+        free = host_share if on_host else torch.get_device_module(device).mem_get_info()[0]
+        reason += f", {free >> 20} MiB free on {device}"
+        fits = free >= needed
+    if fits:
+        return StagingMode.DEVICE, reason
+    if device.type != "cpu":
+        reason += f", {host_share >> 20} MiB of the host for this rank"
+        if host_share >= needed:
+            return StagingMode.HOST, reason
+    return StagingMode.OFF, reason
+
+
+def _ranks_on_this_host() -> int:
+    """All of them: there is one node."""
+    parallel = get_parallel()
+    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
+    ranks: int = parallel.tp_size * parallel.pp_size * replicas
+    return ranks

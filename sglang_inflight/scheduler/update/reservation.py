@@ -1,0 +1,101 @@
+"""Memory on the device is set aside for the shadow before the KV cache takes the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.runtime_context import get_schedule
+from sglang.srt.utils import get_available_gpu_memory
+from torch import nn
+
+from sglang_inflight.errors import BadSetting
+from sglang_inflight.scheduler.collectives import smallest
+from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
+from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.update.shadow import Kept, weights_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """``storage`` is by the id of the tensor that it is for; one made later has none."""
+
+    mode: StagingMode
+    storage: dict[int, Kept] = field(default_factory=dict)
+
+
+def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
+    """Choose the mode, and take the device's memory that it needs. None on a CPU.
+
+    After all models are loaded and before SGLang sizes the KV cache by what is free then:
+    later nothing is. On the loop's thread, with all ranks of the replica.
+    """
+    workers = [scheduler.tp_worker, scheduler.draft_worker]
+    runners = [
+        runner
+        for worker in workers
+        if worker is not None
+        for _, runner in worker.weight_update_runners()
+    ]
+    models = [runner.model for runner in runners]
+    device = next(models[0].parameters()).device
+    if device.type == "cpu":
+        return None
+    nbytes = sum(weight.nbytes for weight in _distinct(models))
+    mode = choose_mode(wanted, nbytes, device, _room(runners[0]))
+    if mode is not StagingMode.DEVICE:
+        return Reservation(mode)
+    storage = set_aside(models, device)
+    if storage is None and wanted == "device":
+        raise BadSetting(
+            f"SGLANG_INFLIGHT_STAGING=device: there are no {nbytes >> 20} MiB free on {device} "
+            "for a second copy of the weights"
+        )
+    mode = StagingMode(smallest(StagingMode.HOST if storage is None else StagingMode.DEVICE))
+    return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {})
+
+
+def set_aside(models: Iterable[nn.Module], device: torch.device) -> dict[int, Kept] | None:
+    """Storage for the shadows of ``models``; None, and none taken, where it does not fit."""
+    storage: dict[int, Kept] = {}
+    try:
+        for weight in _distinct(models):
+            storage[id(weight)] = Kept(weight, torch.empty_like(weight.data, device=device))
+    except torch.OutOfMemoryError:
+        pass
+    else:
+        return storage
+    # not before: what failed holds on to its part until it is handled
+    storage.clear()
+    torch.get_device_module(device).empty_cache()
+    return None
+
+
+def _distinct(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """What a shadow copies, once each, also what a draft shares with its target."""
+    found: dict[int, torch.Tensor] = {}
+    for model in models:
+        found |= {id(weight): weight for _, weight in weights_of(model)}
+        device = next(model.parameters()).device
+        found |= {
+            id(tensor): tensor
+            for module in model.modules()
+            for _, value in attributes_of(module)
+            for tensor in tensors_in(value)
+            # a scale that is kept on the host stays there
+            if tensor.device == device
+        }
+    yield from found.values()
+
+
+def _room(runner: ModelRunner) -> int:
+    """What SGLang would give the KV cache, in bytes."""
+    free_gb = get_available_gpu_memory(runner.device, runner.gpu_id)
+    rest = 1 - get_schedule().mem_fraction_static
+    return int((free_gb - runner.pre_model_load_memory * rest) * (1 << 30))

@@ -1,0 +1,274 @@
+"""Shadow weights: a second set of storage that a model's own loader can fill."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
+from sglang_inflight.scheduler.update.checks.digest import Digest
+
+# a parameter's name, its twin, and what a loader writes to it
+Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
+
+
+def unwatched(name: str, twin: torch.Tensor, loaded: torch.Tensor) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+class Kept(NamedTuple):
+    """Storage for the shadow of ``original``, which is held so that its id stays its own."""
+
+    original: torch.Tensor
+    storage: torch.Tensor
+
+
+class Twins:
+    """The shadow storage of one rank, by the id of the tensor it shadows.
+
+    One for all models of the rank: what a draft shares with its target is one weight, and
+    has one shadow. ``writing`` is entered around each write of a loader.
+    """
+
+    def __init__(self, reserved: dict[int, Kept] | None = None) -> None:
+        self._reserved = reserved or {}
+        self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
+        # by id, of originals and of twins
+        self._weights: dict[int, torch.Tensor] = {}
+        self.writing: Writing = unwatched
+
+    def get(self, original: torch.Tensor) -> Any:
+        """The twin of ``original``, or None where there is none yet."""
+        known = self._by_original.get(id(original))
+        return None if known is None else known[1]
+
+    def add(self, original: torch.Tensor, twin: torch.Tensor, *, is_weight: bool) -> None:
+        self._by_original[id(original)] = original, twin
+        if is_weight:
+            self._weights |= {id(original): original, id(twin): twin}
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._weights
+
+    def weights(self) -> list[torch.Tensor]:
+        """Of all models, live and shadow."""
+        return list(self._weights.values())
+
+    def storage_for(self, original: torch.Tensor, storage: torch.device) -> torch.Tensor:
+        """Like ``original``, on ``storage``; what was reserved for it, if something was."""
+        kept = self._reserved.pop(id(original), None)
+        if kept is not None and _are_alike(original, kept.storage):
+            return kept.storage
+        # a host's copy for a device is pinned, so that copies need no host wait
+        pinned = storage.type == "cpu" and original.device.type != "cpu"
+        return torch.empty_like(original.data, device=storage, pin_memory=pinned)
+
+    def forget(self) -> None:
+        """Give all memory back, also that of twins that somebody still holds."""
+        for original, twin in self._by_original.values():
+            if twin is not original:
+                twin.data = twin.data.new_empty(0)
+        self._by_original.clear()
+        self._weights.clear()
+        self._reserved.clear()
+
+
+class Shadow:
+    """A structural clone of a model, whose tensors are storage of their own.
+
+    With ``storage`` None the twins share the originals' storage instead: the model's own
+    loader then writes the live weights, and still tells of every write.
+
+    Every module is a shallow copy; parameters and buffers are replaced by twins that keep
+    class, attributes, loader and ties of the originals, and so are tensors, parameters and
+    modules in plain attributes, and modules to which a loader is bound. So
+    ``twin.load_weights`` knows how fused, sharded, tied and stacked parameters load, and
+    reaches nothing of the live model. Of what it writes, only weights are committed:
+    ``find_derived`` tells whether it wrote anything else.
+
+    Owners: the staging thread writes the twins while an update is open. Once it is sealed
+    only the scheduler's thread touches them, in ``exchange``. The message that carries
+    the commit orders the two.
+    """
+
+    def __init__(self, model: nn.Module, twins: Twins, storage: torch.device | None) -> None:
+        self._twins = twins
+        self._storage = storage
+        self._model = model
+        self._modules: dict[int, nn.Module] = {}
+        self.twin: nn.Module = self._clone(model, "")
+        shadows = dict(weights_of(self.twin))
+        # (name, live, shadow) of each distinct parameter and persistent buffer
+        self.pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
+            (name, live, shadows[name]) for name, live in weights_of(model)
+        ]
+        # by module and name: what the twin got, and a checksum of it
+        self._placed: dict[tuple[int, str], tuple[Any, str]] = {}
+        if storage is not None:
+            self._replace_attributes()
+
+    @property
+    def shows_weights_elsewhere(self) -> bool:
+        """Whether an attribute of the model lies in the memory of a weight."""
+        memory = {_memory(weight) for weight in self._twins.weights() if weight.numel()}
+        return any(
+            tensor.numel() and _memory(tensor) in memory
+            for module in self._model.modules()
+            for _, value in attributes_of(module)
+            for tensor in self._no_weights_in(value)
+        )
+
+    def find_derived(self) -> str | None:
+        """What loading changed in the twin that no commit brings to the live model."""
+        now = dict(weights_of(self.twin))
+        for name, _, shadow in self.pairs:
+            if now.get(name) is not shadow:
+                return name
+        for name, module in self._model.named_modules():
+            live = dict(attributes_of(module))
+            for attribute, value in attributes_of(self._modules[id(module)]):
+                placed = self._placed.get((id(module), attribute))
+                if self._is_changed(value, live.get(attribute), placed):
+                    return f"{name}.{attribute}" if name else attribute
+        return None
+
+    def _is_changed(self, value: Any, live: Any, placed: tuple[Any, str] | None) -> bool:
+        """Whether a loader changed an attribute to ``value``, which ``live`` does not have."""
+        if isinstance(value, float):
+            is_as_placed = placed is not None and value == placed[0]
+            return not is_as_placed and isinstance(live, float | None) and value != live
+        tensors = self._no_weights_in(value)
+        if not tensors or (
+            placed is not None and value is placed[0] and _checksum(tensors) == placed[1]
+        ):
+            return False
+        others = self._no_weights_in(live)
+        return len(tensors) != len(others) or not all(
+            _are_alike(one, other) and torch.equal(one, other.to(one.device))
+            for one, other in zip(tensors, others, strict=True)
+        )
+
+    def _no_weights_in(self, value: Any) -> list[torch.Tensor]:
+        return [tensor for tensor in tensors_in(value) if not self._twins.is_weight(tensor)]
+
+    def _clone(self, module: nn.Module, prefix: str) -> nn.Module:
+        if id(module) in self._modules:
+            return self._modules[id(module)]
+        twin = self._modules[id(module)] = copy.copy(module)
+        attributes: dict[str, Any] = twin.__dict__
+        attributes["_parameters"] = {
+            name: None if p is None else self._twin_parameter(p, f"{prefix}{name}")
+            for name, p in module._parameters.items()
+        }
+        attributes["_buffers"] = {
+            name: buffer
+            if buffer is None or name in module._non_persistent_buffers_set
+            else self._twin_buffer(buffer)
+            for name, buffer in module._buffers.items()
+        }
+        attributes["_modules"] = {
+            name: None if child is None else self._clone(child, f"{prefix}{name}.")
+            for name, child in module._modules.items()
+        }
+        return twin
+
+    def _replace_attributes(self) -> None:
+        """After the clone: then each parameter and module has a twin that is known."""
+        for module in self._model.modules():
+            twin = self._modules[id(module)]
+            for name, value in attributes_of(module):
+                if isinstance(value, float):
+                    self._placed[id(module), name] = value, ""
+                    continue
+                own = replace(value, self._twin_of)
+                if own is value:
+                    continue
+                if name in module._non_persistent_buffers_set:
+                    twin._buffers[name] = own
+                else:
+                    twin.__dict__[name] = own
+                self._placed[id(module), name] = own, _checksum(self._no_weights_in(own))
+
+    def _twin_of(self, value: torch.Tensor | nn.Module) -> Any:
+        if isinstance(value, nn.Module):
+            return self._modules.get(id(value), value)
+        known = self._twins.get(value)
+        return self._copy(value, is_weight=False) if known is None else known
+
+    def _twin_parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
+        known: nn.Parameter | None = self._twins.get(parameter)
+        if known is not None:
+            return known
+        data = parameter.data
+        if self._storage is not None:
+            data = self._twins.storage_for(parameter, self._storage)
+        twin: nn.Parameter = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+            type(parameter), data, parameter.requires_grad
+        )
+        twin.__dict__.update(parameter.__dict__)
+        load = getattr(parameter, "weight_loader", default_weight_loader)
+
+        def load_and_tell(
+            param: nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
+            with self._twins.writing(name, param, loaded_weight):
+                return self._own(load)(param, loaded_weight, *args, **kwargs)
+
+        # a class of upstream's has a read-only property of the name, over this attribute
+        slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
+        setattr(twin, slot, load_and_tell)
+        self._twins.add(parameter, twin, is_weight=True)
+        return twin
+
+    def _own(self, loader: Any) -> Any:
+        """``loader``, bound to the twin of the module that it is bound to."""
+        return loader if self._storage is None else replace(loader, self._twin_of)
+
+    def _twin_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        known: torch.Tensor | None = self._twins.get(buffer)
+        return self._copy(buffer, is_weight=True) if known is None else known
+
+    def _copy(self, tensor: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
+        twin, storage = tensor, self._storage
+        if storage is not None:
+            # a scale that is kept on the host stays there
+            if not is_weight and storage.type != "cpu":
+                storage = tensor.device
+            twin = self._twins.storage_for(tensor, storage).copy_(tensor.detach())
+        self._twins.add(tensor, twin, is_weight=is_weight)
+        return twin
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
+    return tensor.device, tensor.untyped_storage().data_ptr()
+
+
+def _checksum(tensors: Iterable[torch.Tensor]) -> str:
+    digest = Digest()
+    for tensor in tensors:
+        for _ in digest.read("", tensor):
+            pass
+    return digest.hexdigest()
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each distinct parameter and persistent buffer, which are what a checkpoint may hold."""
+    yield from model.named_parameters()
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    }
+    for name, buffer in model.named_buffers():
+        if name not in transient:
+            yield name, buffer

@@ -1,0 +1,186 @@
+"""One model of a rank, the target or a draft, with its shadow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.utils import dynamic_import
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
+from sglang_inflight.scheduler.update.checks.tensors import Guard
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadow import Shadow, Twins, unwatched
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
+from sglang_inflight.scheduler.update.throttle.copies import paced
+from sglang_inflight.scheduler.update.throttle.rate import Pace
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+Weights = Iterator[tuple[str, torch.Tensor]]
+
+DIRECT = "direct"
+
+
+class ShadowedModel:
+    """Loads tensors into the shadow of one model. Used on the staging thread."""
+
+    def __init__(
+        self, role: str, runner: ModelRunner, twins: Twins, on_write: Callable[[], None]
+    ) -> None:
+        """``on_write`` is called before each write of a parameter."""
+        self.role = role
+        self.runner = runner
+        # the one it was started with
+        self.checkpoint = runner.model_config.model_path
+        self._twins = twins
+        self._on_write = on_write
+        self._shadow: Shadow | None = None
+        self._served: Shapes | None = None
+
+    def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
+        """At the first update, so that a server that has none pays nothing."""
+        if self._shadow is not None:
+            return
+        storage = torch.device("cpu") if mode is StagingMode.HOST else device
+        self._shadow = Shadow(
+            self.runner.model,
+            self._twins,
+            storage=None if mode is StagingMode.OFF else storage,
+        )
+
+    @property
+    def shadow(self) -> Shadow:
+        assert self._shadow is not None
+        return self._shadow
+
+    def forget_shadow(self) -> None:
+        """The next update builds it anew. Its memory is the ``Twins``' to give back."""
+        self._shadow = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.runner.model.parameters())
+
+    def refuse_if_derived(self) -> None:
+        """Raises ``Refused`` where a loader wrote something that no commit takes over."""
+        if (name := self.shadow.find_derived()) is not None:
+            raise Refused(
+                f"weights of the {self.role} model cannot be staged: loading them changes "
+                f"{name!r} too, which is no weight, and a commit would leave it as it was"
+            )
+
+    def read_served(self, check: Callable[[], None]) -> None:
+        """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
+        if self._served is None:
+            with Aside(check) as aside:
+                self._served = aside.do(self._read_shapes)
+
+    @property
+    def served(self) -> Shapes:
+        """Shapes in the checkpoint the server was started with; none if it is not here."""
+        assert self._served is not None
+        return self._served
+
+    def _read_shapes(self) -> Shapes:
+        return read_shapes(
+            self.checkpoint,
+            revision=self.runner.model_config.revision,
+            cache=self.runner.load_config.download_dir,
+        )
+
+    @property
+    def _ties_head(self) -> bool:
+        config = self.runner.model_config
+        return any(
+            getattr(part, "tie_word_embeddings", False)
+            for part in (config.hf_config, config.hf_text_config)
+        )
+
+    def load(
+        self,
+        source: Source,
+        weights: Weights,
+        *,
+        takes_all: bool,
+        check_finite: bool,
+        pace: Pace,
+    ) -> Guard:
+        """Load ``weights`` through the model's own loader; returns what was counted.
+
+        ``takes_all`` is false where some of them may be another model's.
+
+        Torch's default dtype stays what it is, though SGLang loads from disk under the
+        model's: it is the whole process's, and the loop makes a request's biases in it, and
+        compiles for it, meanwhile. SGLang loads tensors and broadcasts without it, too.
+        """
+        load_format = source.load_format if isinstance(source, TensorSource) else None
+        is_checkpoint = load_format in (None, FLATTENED_BUCKET)
+        guard = Guard(
+            served=self.served if is_checkpoint else {},
+            expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
+            ties_head=self._ties_head,
+            check_finite=check_finite,
+            pace=pace,
+        )
+        watched = guard.watch(weights)
+        self._twins.writing = functools.partial(self._writing, guard, pace)
+        try:
+            self._load(load_format, _one_at_a_time(watched))
+            # a loader may stop before the end: what it did not take is not loaded
+            for _ in watched:
+                pass
+        except Refused:
+            # from itself it would be a cycle, which keeps the tensors of its frames
+            raise
+        except Exception as error:
+            if not guard.holds_a_tensor:
+                raise
+            raise guard.explain(error) from error
+        finally:
+            self._twins.writing = unwatched
+        return guard
+
+    def _load(self, load_format: str | None, weights: Weights) -> Any:
+        twin: Any = self.shadow.twin
+        if load_format in (None, FLATTENED_BUCKET):
+            return twin.load_weights(weights)
+        if load_format == DIRECT:
+            return self._load_direct(weights)
+        if load_format in self.runner.weight_updater.custom_weight_loaders:
+            return dynamic_import(load_format)(twin, weights)
+        raise Refused(f"load_format {load_format!r} is not known for tensors")
+
+    def _load_direct(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Names are the parameters' own, shapes are those of this rank's shard."""
+        parameters = dict(self.shadow.twin.named_parameters())
+        for name, tensor in weights:
+            with self._twins.writing(name, parameters[name], tensor):
+                default_weight_loader(parameters[name], tensor)
+
+    @contextmanager
+    def _writing(
+        self, guard: Guard, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
+    ) -> Iterator[None]:
+        guard.note_write(name)
+        self._on_write()
+        with paced(pace, twin, loaded):
+            yield
+
+
+def _one_at_a_time(weights: Weights) -> Weights:
+    """Loaders with threads of their own are to use none.
+
+    A copy that a thread makes could come after the vote, on a stream that nothing waits for,
+    and out of memory that is the next tensor's by then. Upstream's loaders look for this mark.
+    """
+    for name, tensor in weights:
+        tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
+        yield name, tensor

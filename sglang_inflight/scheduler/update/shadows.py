@@ -1,0 +1,60 @@
+"""The shadows of all models of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadow import Twins
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.swap import Exchange, exchange_for
+
+
+class Shadows:
+    """Built at the first update, together or not at all, so that memory is never left half used.
+
+    Built and used on the staging thread; a commit's exchange is the loop's thread's.
+    """
+
+    def __init__(self, models: Sequence[ShadowedModel], twins: Twins) -> None:
+        self._models = models
+        self._twins = twins
+        self._exchange: Exchange | None = None
+        self._is_built = False
+
+    @property
+    def exchange(self) -> Exchange:
+        assert self._exchange is not None
+        return self._exchange
+
+    def build(self, mode: StagingMode, device: torch.device) -> None:
+        """Raises ``Refused`` where that fails; the next call tries again."""
+        if self._is_built:
+            return
+        failure = self._try_to_build(mode, device)
+        if failure is not None:
+            # here, because what failed holds on to its part until it is handled
+            self._forget(device)
+            raise Refused(f"the weights have no shadow, because building it failed: {failure}")
+        self._is_built = True
+
+    def _try_to_build(self, mode: StagingMode, device: torch.device) -> str | None:
+        try:
+            for model in self._models:
+                model.build_shadow(mode, device)
+            if mode is not StagingMode.OFF:
+                shows = any(model.shadow.shows_weights_elsewhere for model in self._models)
+                self._exchange = exchange_for(device, contents_only=shows)
+        except Exception as error:
+            return f"{error}".split("\n")[0] or type(error).__name__
+        return None
+
+    def _forget(self, device: torch.device) -> None:
+        for model in self._models:
+            model.forget_shadow()
+        self._twins.forget()
+        if device.type != "cpu":
+            torch.get_device_module(device).empty_cache()

@@ -1,0 +1,120 @@
+"""checkpoint-engine's hand-over of buffers between processes.
+
+The protocol is MoonshotAI/checkpoint-engine's (``checkpoint_engine/worker.py``, 0.4): the
+worker is the REP side; it receives a shared buffer's handle, then lists of what lies where
+in the buffer, each acknowledged when it was loaded, then None to let go of the buffer, and
+None again to finish. Its own worker needs CUDA and blocks for ever, so we speak it here,
+with an unpickler that takes tensors only and a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import zmq
+from sglang.srt.platforms import current_platform
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import IPCSource
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.regular_file import describe
+from sglang_inflight.scheduler.update.sources.unpickling import unpickle
+from sglang_inflight.scheduler.update.sources.weights import Weights
+
+POLL_MS = 100
+
+
+def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], None]) -> Weights:
+    """Yield the tensors in the shared buffer; ``check`` raises when it is time to give up."""
+    key = _device_key(device)
+    if key not in source.zmq_handles:
+        known = ", ".join(source.zmq_handles) or "none"
+        raise Refused(f"zmq_handles has no entry for this rank's device {key!r} (there is {known})")
+    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+        socket.linger = 1000
+        try:
+            socket.connect(source.zmq_handles[key])
+        except zmq.ZMQError as error:
+            raise Refused(f"zmq_handles: {source.zmq_handles[key]!r}: {error}") from error
+        yield from _converse(socket, device, check)
+
+
+def _converse(
+    socket: zmq.Socket[bytes], device: torch.device, check: Callable[[], None]
+) -> Weights:
+    finished = False
+    try:
+        handle = _receive(socket, check)
+        # of what another process has, which may be stopped or gone
+        with Aside(check, device) as aside:
+            buffer: torch.Tensor | None = aside.do(lambda: _rebuild(handle, device))
+        _acknowledge(socket, device)
+        while (listing := _unpickle(_receive(socket, check))) is not None:
+            assert buffer is not None
+            yield from _extract(listing, buffer)
+            _acknowledge(socket, device)
+        buffer = None
+        _acknowledge(socket, device)
+        _receive(socket, check)
+        finished = True
+        _acknowledge(socket, device)
+    finally:
+        if not finished:
+            # the other side waits for an answer, and reads text as an error; it may be gone
+            with suppress(zmq.ZMQError):
+                socket.send_string("the update was refused", zmq.NOBLOCK)
+
+
+def _device_key(device: torch.device) -> str:
+    return f"GPU-{current_platform.get_device_uuid(device.index or 0)}"
+
+
+def _receive(socket: zmq.Socket[bytes], check: Callable[[], None]) -> bytes:
+    while not socket.poll(POLL_MS):
+        check()
+    return socket.recv()
+
+
+def _unpickle(message: bytes) -> Any:
+    try:
+        return unpickle(message)
+    except Exception as error:
+        raise Refused(
+            f"the checkpoint engine's message cannot be unpickled: {describe(error)}"
+        ) from error
+
+
+def _acknowledge(socket: zmq.Socket[bytes], device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream().synchronize()
+    socket.send(b"")
+
+
+def _rebuild(handle: bytes, device: torch.device) -> torch.Tensor:
+    unpickled = _unpickle(handle)
+    try:
+        rebuild, arguments = unpickled
+        if device.type != "cpu":
+            # the two processes may number the devices differently
+            arguments = (*arguments[:6], device.index, *arguments[7:])
+        buffer = rebuild(*arguments)
+    except Exception as error:
+        raise Refused(
+            f"the checkpoint engine's buffer cannot be opened: {describe(error)}"
+        ) from error
+    if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.uint8:
+        raise Refused("the checkpoint engine's buffer must be a tensor of uint8")
+    return buffer
+
+
+def _extract(listing: Any, buffer: torch.Tensor) -> Weights:
+    try:
+        for item in listing:
+            shape, dtype, offset = torch.Size(item["shape"]), item["dtype"], item["offset"]
+            nbytes = dtype.itemsize * shape.numel()
+            yield item["name"], buffer[offset : offset + nbytes].view(dtype).view(shape)
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise Refused(f"the checkpoint engine's listing is malformed: {error!r}") from error

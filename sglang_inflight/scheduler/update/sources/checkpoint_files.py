@@ -1,0 +1,154 @@
+"""The files of a checkpoint, from the first to the last.
+
+They are all opened before a tensor is handed out, and at the end all must be what they were
+then: so what was read is of one checkpoint, though somebody may be writing the next over it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
+from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
+from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
+from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.rate import Pace
+
+# What is read in one go, and small tensors together. It stays in a cache until it is copied.
+PIECE_BYTES = 4 << 20
+
+F = TypeVar("F", bound=RegularFile)
+
+
+def read_safetensors(
+    paths: list[str], aside: Aside, pace: Pace, *, forgets_pages: bool = False
+) -> Weights:
+    """The tensors of each file in the order in which they lie there.
+
+    What comes next is read while the caller is at work on what it was given.
+    ``forgets_pages`` asks the kernel to keep none of a file in memory that has been read.
+    """
+    with _opened(paths, SafetensorsFile, aside) as files:
+        _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
+        batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
+        buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
+        # a second one, because the reading is another thread's and needs a rest of its own
+        pace = pace.for_another_thread()
+
+        def begin(index: int) -> torch.Tensor | None:
+            if index == len(batches):
+                return None
+            file, batch = batches[index]
+            content = buffers.take(max(1, _span(batch)))[: _span(batch)]
+            aside.begin(partial(_read, file, content, batch, pace, forgets_pages))
+            return content
+
+        coming = begin(0)
+        try:
+            for index, (_, batch) in enumerate(batches):
+                aside.end()
+                content, coming = coming, begin(index + 1)
+                assert content is not None
+                for place in batch:
+                    yield place.name, place.of(content, batch[0].start)
+                # or the buffer would be in use when it could be taken again
+                del content
+        finally:
+            del coming
+            buffers.give_back()
+
+
+def _read(
+    file: SafetensorsFile,
+    content: torch.Tensor,
+    batch: list[Place],
+    pace: Pace,
+    forgets_pages: bool,
+) -> None:
+    """Fill ``content``, a piece at a time, as fast as staging may go.
+
+    If its caller has left it behind, the file is closed, and the next piece is not read.
+    """
+    view = content.numpy().data
+    start, done = batch[0].start, 0
+    while done < len(view):
+        read = file.read_into(view[done : done + PIECE_BYTES], start + done)
+        if not read:
+            raise file.was_cut()
+        pace.spend(read)
+        done += read
+    if batch[-1] is file.places[-1]:
+        _finish(file, forgets_pages)
+
+
+def read_pickled(
+    paths: list[str], aside: Aside, pace: Pace, *, forgets_pages: bool = False
+) -> Weights:
+    """Those of files of ``torch.save``, a whole one at a time: their tensors lie in no order."""
+    seen: dict[str, str] = {}
+    with _opened(paths, RegularFile, aside) as files:
+        for file in files:
+            tensors = aside.do(partial(_unpickle, file))
+            pace.spend(file.size)
+            _refuse_twice([(file.name, tensors)], seen)
+            for name in list(tensors):
+                # out of the dict, which would keep all their memory to the end
+                yield name, tensors.pop(name)
+            aside.do(partial(_finish, file, forgets_pages))
+
+
+@contextmanager
+def _opened(paths: list[str], kind: type[F], aside: Aside) -> Iterator[list[F]]:
+    files: list[F] = []
+    with ExitStack() as stack:
+        for path in paths:
+            file = aside.do(partial(kind, path, os.path.basename(path)))
+            stack.callback(file.close)
+            files.append(file)
+        yield files
+        for file in files:
+            aside.do(file.check_unchanged)
+
+
+def _finish(file: RegularFile, forgets_pages: bool) -> None:
+    # again at the end, with all the others, but sooner is better
+    file.check_unchanged()
+    if forgets_pages:
+        file.forget_pages()
+
+
+def _span(batch: list[Place]) -> int:
+    return batch[-1].end - batch[0].start
+
+
+def _unpickle(file: RegularFile) -> dict[str, Any]:
+    try:
+        with Stream.of(file) as stream:
+            tensors = torch.load(stream, map_location="cpu", weights_only=True)
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{file.name} cannot be read: {describe(error)}") from error
+    if not isinstance(tensors, dict):
+        raise Refused(f"{file.name} must hold tensors by name, not a {type(tensors).__name__}")
+    return tensors
+
+
+def _refuse_twice(
+    files: Iterable[tuple[str, Iterable[str]]], seen: dict[str, str] | None = None
+) -> None:
+    """Without an index nothing says which of two tensors of one name is meant."""
+    seen = {} if seen is None else seen
+    for file, names in files:
+        for name in names:
+            if (first := seen.setdefault(name, file)) != file:
+                raise Refused(f"tensor {shorten(name)!r} is in {first} and in {file}")

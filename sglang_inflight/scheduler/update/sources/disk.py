@@ -1,0 +1,196 @@
+"""Tensors of a checkpoint in a directory.
+
+Nothing that somebody does to the directory meanwhile can stop the server or end it. Files are
+read and not mapped (``RegularFile``), and no mixture of two checkpoints is loaded
+(``checkpoint_files``). Whatever touches the directory is done ``Aside``: its mount may stall.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import stat
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sglang.srt.configs.load_config import LoadConfig, LoadFormat
+from sglang.srt.model_loader.loader import DefaultModelLoader
+from sglang.srt.model_loader.weight_utils import (
+    _prefetch_all_checkpoints,
+    maybe_add_mtp_safetensors,
+)
+from sglang.srt.runtime_context import get_model
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import DiskSource
+from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
+from sglang_inflight.scheduler.update.sources.regular_file import describe
+from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.rate import Pace
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+# What these name is how SGLang's default loader finds files; all others load by other means,
+# which write the live model, or fetch from elsewhere, or make weights up.
+LOAD_FORMATS = (
+    LoadFormat.AUTO,
+    LoadFormat.SAFETENSORS,
+    LoadFormat.PT,
+    LoadFormat.MISTRAL,
+    # these name a library that reads safetensors, and here it is read by ours
+    LoadFormat.FASTSAFETENSORS,
+    LoadFormat.INSTANTTENSOR,
+)
+
+# The interpreter is held for as long as these are decoded. The index of a checkpoint of
+# 90,000 tensors is of 9 MB.
+_MOST_CONFIG_BYTES = 4 << 20
+_MOST_INDEX_BYTES = 64 << 20
+_CONFIG = "config.json"
+_INDEXES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")
+
+
+def read_disk(
+    source: DiskSource,
+    runner: ModelRunner,
+    *,
+    of_draft: bool,
+    check: Callable[[], None],
+    pace: Pace,
+) -> Weights:
+    """A checkpoint's tensors, on the host, read file by file.
+
+    A draft takes what it has in common with its target's checkpoint, of whatever kind.
+    ``check`` raises when it is time to give up.
+    """
+    load_format = _known(source.load_format)
+    with Aside(check) as aside, ExitStack() as stack:
+        folder = aside.do(lambda: _Folder(source.model_path))
+        stack.callback(folder.close)
+        with _named(folder):
+            if not of_draft:
+                aside.do(lambda: _check_architecture(folder, runner))
+            paths, is_safetensors = aside.do(lambda: _select(folder, runner, load_format))
+            read = read_safetensors if is_safetensors else read_pickled
+            forgets = get_model().weight_loader_drop_cache_after_load
+            with _prefetched(paths, is_safetensors):
+                yield from read(paths, aside, pace, forgets_pages=forgets)
+
+
+def _known(load_format: str | None) -> LoadFormat:
+    if load_format is None:
+        return LoadFormat.AUTO
+    for known in LOAD_FORMATS:
+        if load_format.lower() == known.value:
+            return known
+    raise Refused(
+        f"load_format {shorten(load_format)!r} is not known for updates from disk; there are "
+        + ", ".join(known.value for known in LOAD_FORMATS)
+    )
+
+
+class _Folder:
+    """A directory, held open: another one that takes its name meanwhile is not looked into."""
+
+    def __init__(self, path: str) -> None:
+        self.named = repr(shorten(path))
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            fd = os.open(path, flags)
+        except (OSError, ValueError) as error:
+            raise Refused(
+                f"model_path {self.named} is not a directory on the server: {describe(error)}"
+            ) from error
+        # at the latest when it was opened for one who had given up by then
+        self.close = weakref.finalize(self, os.close, fd)
+        # whatever is in its name, here it has none that is a pattern
+        self.path = f"/proc/self/fd/{fd}"
+
+    def check_size(self, name: str, most: int) -> bool:
+        """Whether the file is there; raises ``Refused`` if it is too large to be decoded."""
+        try:
+            found = os.stat(os.path.join(self.path, name))
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(f"{name} is no regular file")
+        if found.st_size > most:
+            raise Refused(f"{name} is of {found.st_size} bytes, {most} at most")
+        return True
+
+
+@contextmanager
+def _named(folder: _Folder) -> Iterator[None]:
+    """Every failure says which checkpoint it is about, by the name that the caller knows."""
+    try:
+        yield
+    except Refused as error:
+        raise type(error)(f"checkpoint {folder.named}: {error}") from error
+    except Exception as error:
+        reason = describe(error).replace(f"{folder.path}/", "").replace(folder.path, folder.named)
+        raise Refused(f"checkpoint {folder.named} cannot be read: {reason}") from error
+
+
+def _check_architecture(folder: _Folder, runner: ModelRunner) -> None:
+    if not folder.check_size(_CONFIG, _MOST_CONFIG_BYTES):
+        return
+    try:
+        config = json.loads(Path(folder.path, _CONFIG).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{_CONFIG} cannot be read: {shorten(str(error))}") from error
+    if not isinstance(config, dict):
+        raise Refused(f"{_CONFIG} must hold an object, not a {type(config).__name__}")
+    found = config.get("architectures")
+    served = runner.model_config.hf_config.architectures
+    if not found or not served:
+        return
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise Refused(
+            f"architectures in {_CONFIG} must be a list of names, not {shorten(repr(found))}"
+        )
+    if found != served:
+        raise Refused(
+            f"it is a {shorten(', '.join(found))}; this server serves a {', '.join(served)}"
+        )
+
+
+def _select(
+    folder: _Folder, runner: ModelRunner, load_format: LoadFormat
+) -> tuple[list[str], bool]:
+    """The files that SGLang would load, and whether they are safetensors."""
+    for index in _INDEXES:
+        folder.check_size(index, _MOST_INDEX_BYTES)
+    config = copy.copy(runner.model_config)
+    config.model_path = folder.path
+    loader = DefaultModelLoader(LoadConfig(load_format=load_format))
+    source = DefaultModelLoader.Source.init_new(config, runner.model)
+    path, files, is_safetensors = loader._prepare_weights(
+        source.model_or_path,
+        source.revision,
+        source.fall_back_to_pt,
+        source.allow_patterns_overrides,
+    )
+    if is_safetensors:
+        files = maybe_add_mtp_safetensors(files, path, _INDEXES[0], config.hf_config)
+    return files, is_safetensors
+
+
+@contextmanager
+def _prefetched(paths: list[str], is_safetensors: bool) -> Iterator[None]:
+    """As SGLang does it: the ranks of a node share the reading from a slow mount."""
+    if not is_safetensors or not get_model().weight_loader_prefetch_checkpoints:
+        yield
+        return
+    threads = get_model().weight_loader_prefetch_num_threads
+    prefetching = _prefetch_all_checkpoints(sorted(paths), num_threads=threads)
+    try:
+        yield
+    finally:
+        prefetching.stop()

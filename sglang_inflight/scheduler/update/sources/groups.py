@@ -1,0 +1,289 @@
+"""Process groups with trainers, from which a rank receives broadcasts."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from sglang.srt.runtime_context import get_parallel
+from torch.distributed.distributed_c10d import _abort_process_group, _world
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.update.sources.process_group import is_nccl
+from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
+
+logger = logging.getLogger(__name__)
+
+# asking takes the interpreter from the loop for a moment, so not too often
+POLL_S = 0.005
+# for a trainer to say that it is still there
+ANSWERS_S = 2.0
+
+
+class Group:
+    """One process group in which the trainer is rank 0.
+
+    A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
+    stops costs its own update and nothing else. NCCL's runs on the device until its data come,
+    and what waits for the whole device, such as giving memory back, would wait with it. So
+    one that is given up is ended, and its group with it.
+
+    Broadcasts carry no name: the next one received is the next one sent. So a group is out
+    of step with its trainer after a broadcast that did not end, and after a call that was
+    refused before all of its broadcasts were taken in, because what is left of them would
+    be the next update's. It is broken then, and every later use is refused.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+        self._name = name
+        self._group = group
+        self._broken: str | None = None
+        self._is_retired = False
+        # held while a broadcast is awaited, and while it is left
+        self._in_use = threading.Lock()
+        # the last transfer of which every broadcast was taken in
+        self._taken: str | None = None
+        # a broadcast that is awaited, or was given up, and what it may still write
+        self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
+        self._aborted = False
+
+    def note_taken(self, transfer_id: str) -> None:
+        self._taken = transfer_id
+
+    def give_up(self, transfer_id: str | None, reason: str) -> bool:
+        """A call failed. Returns whether the group is out of step with its trainer now."""
+        if self._broken is None and (transfer_id is None or transfer_id != self._taken):
+            self._broken = f"what its trainer broadcast for a refused call is still in it: {reason}"
+        return self._broken is not None
+
+    def is_of_use(self) -> bool:
+        """Whether it is in step with a trainer that is still there. Takes a moment."""
+        return self._broken is None and self._trainer_answers()
+
+    def _trainer_answers(self) -> bool:
+        """It keeps the store in which the group was formed, and that ends with it.
+
+        Asked on a thread that is left behind where no answer comes: the store's socket can be
+        given no time limit, and a process that was stopped does not answer either.
+        """
+        store = _world.pg_map[self._group][1]
+        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                store.check(["inflight"])
+            except RuntimeError:
+                answers.put(False)
+            else:
+                answers.put(True)
+
+        threading.Thread(target=ask, name="inflight-ask-trainer", daemon=True).start()
+        try:
+            return answers.get(timeout=ANSWERS_S)
+        except queue.Empty:
+            return False
+
+    def retire(self, reason: str) -> None:
+        """Leave it, from any thread; a broadcast that is awaited ends first."""
+        self._broken = self._broken or reason
+        self._is_retired = True
+        self.leave()
+
+    def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+        """Fill ``tensor`` with the trainer's next broadcast.
+
+        Raises whatever ``check`` raises while nothing comes (dropped, out of time), and
+        ``Refused`` where the trainer is gone.
+        """
+        if self._broken is not None:
+            raise Refused(
+                f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
+            )
+        try:
+            with self._in_use:
+                self._await_broadcast(tensor, check)
+        except Refused as error:
+            self._break(f"{error}")
+            raise
+        except Exception as error:
+            reason = f"{error}".split("\n")[0]
+            self._break(reason)
+            raise Refused(
+                f"the trainer's broadcast in group {self._name!r} failed: {reason}"
+            ) from error
+
+    def _await_broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+        if self._is_retired:
+            raise Refused(f"group {self._name!r} is left: {self._broken}")
+        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+        assert work is not None
+        self._unfinished = work, tensor
+        while not work.is_completed():
+            check()
+            if self._is_retired:
+                raise Refused(f"group {self._name!r} is left: {self._broken}")
+            time.sleep(POLL_S)
+        self._unfinished = None
+        # NCCL's wait says nothing of what its watchdog saw
+        if (failure := work.exception()) is not None:
+            raise RuntimeError(f"{failure}")
+        work.wait()
+
+    def describe(self) -> str:
+        return "in step" if self._broken is None else f"broken: {self._broken}"
+
+    def _break(self, reason: str) -> None:
+        self._broken = reason
+        if not is_nccl(dist.get_backend(self._group)):
+            return
+        with self._in_use:
+            if self._aborted:
+                return
+            self._aborted = True
+            try:
+                _abort_process_group(self._group)
+            except Exception:
+                logger.exception("The communicator of group %r could not be ended.", self._name)
+            else:
+                self._unfinished = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a broadcast may still write into memory of this process."""
+        return self._unfinished is not None and not self._unfinished[0].is_completed()
+
+    def leave(self) -> None:
+        with self._in_use:
+            if self._aborted:
+                return
+            if self.is_waiting:
+                # destroying waits for what may never come, and so does the object's end
+                _abort_process_group(self._group)
+            else:
+                dist.destroy_process_group(self._group)
+
+
+class Groups:
+    """The groups of one rank, by name.
+
+    The staging thread receives in them and leaves them; threads of their own form them
+    (``Rendezvous``), and leave one whose name they take. ``_lock`` guards the tables.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._groups: dict[str, Group] = {}
+        self._joining: dict[str, Rendezvous] = {}
+        # left while they waited: with their threads and sockets until their trainer dies
+        self._left: list[Group] = []
+
+    def get(self, name: str) -> Group:
+        with self._lock:
+            if name in self._groups:
+                return self._groups[name]
+            known = ", ".join(map(repr, self._groups)) or "none"
+        raise Refused(
+            f"group_name {name!r} is not known (there is {known}): call "
+            "/init_weights_update_group first"
+        )
+
+    def join(self, call: JoinGroupCall, answers: AnswerChannel) -> None:
+        """Begin to meet the trainer. Replicas and stages count on, so every rank has its own
+        number; ``call`` is answered when the group is formed, or was not.
+
+        rank = rank_offset + (dp_rank · pp_size + pp_rank) · tp_size + tp_rank
+
+        A group of that name gives way where it is of no use any more, because it is out of
+        step with its trainer or its trainer is gone, and so does a rendezvous that goes on.
+        """
+        rank = call.rank_offset + own_index()
+        if not 0 < rank < call.world_size:
+            raise Refused(
+                f"world_size {call.world_size} with rank_offset {call.rank_offset} leaves no "
+                f"place for rank {rank}"
+            )
+
+        def end(outcome: dist.ProcessGroup | Exception) -> None:
+            with self._lock:
+                if self._joining.get(name) is meeting:
+                    del self._joining[name]
+                if not isinstance(outcome, Exception):
+                    self._groups[name] = Group(name, outcome)
+            if isinstance(outcome, Exception):
+                answers.fail(call, outcome)
+            else:
+                answers.succeed(call)
+
+        name = call.group_name
+        meeting = Rendezvous(
+            call,
+            rank,
+            self._timeout_s,
+            make_way=lambda: self._make_way(name),
+            on_end=end,
+            discard=_abort_process_group,
+        )
+        self.stop_joining(name, "a newer call joins under this name")
+        with self._lock:
+            self._joining[name] = meeting
+        meeting.start()
+
+    def stop_joining(self, name: str, reason: str) -> None:
+        with self._lock:
+            meeting = self._joining.pop(name, None)
+        if meeting is not None:
+            meeting.give_up(reason)
+
+    def leave(self, name: str) -> None:
+        group = self.get(name)
+        with self._lock:
+            del self._groups[name]
+        group.leave()
+        self._keep_while_waiting(group)
+
+    def give_up(self, call: GiveUpTransferCall) -> bool:
+        """Whether there is such a group, and it is broken now."""
+        with self._lock:
+            group = self._groups.get(call.group_name)
+        return group is not None and group.give_up(call.transfer_id, call.reason)
+
+    def _make_way(self, name: str) -> None:
+        """On a rendezvous' thread: torch has no two groups of one name."""
+        with self._lock:
+            group = self._groups.get(name)
+        if group is None:
+            return
+        if group.is_of_use():
+            raise Refused(f"group_name {name!r} is taken: destroy that group first")
+        with self._lock:
+            if self._groups.get(name) is group:
+                del self._groups[name]
+        group.retire("a newer group takes its name")
+        self._keep_while_waiting(group)
+
+    def _keep_while_waiting(self, group: Group) -> None:
+        with self._lock:
+            self._left = [left for left in (*self._left, group) if left.is_waiting]
+
+    def describe(self) -> dict[str, str]:
+        """How each is, by name."""
+        with self._lock:
+            joining = dict.fromkeys(self._joining, "waiting for its trainer")
+            return {name: group.describe() for name, group in self._groups.items()} | joining
+
+
+def own_index() -> int:
+    """This rank's place among all ranks of all replicas."""
+    parallel = get_parallel()
+    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    stage: int = replica * parallel.pp_size + parallel.pp_rank
+    index: int = stage * parallel.tp_size + parallel.tp_rank
+    return index

@@ -1,0 +1,118 @@
+"""Meeting one trainer: on a thread of its own, because it waits for somebody else."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import torch.distributed as dist
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import JoinGroupCall
+from sglang_inflight.scheduler.update.sources.process_group import form_group
+
+# between two looks whether the trainer listens
+LOOK_S = 0.05
+CONNECT_S = 1.0
+
+
+class Rendezvous:
+    """Forms one process group, or is given up, whichever comes first.
+
+    Torch can neither be asked how far it is nor be interrupted, and it tries twice for as long
+    as it is allowed to. So first the trainer is waited for by asking whether it listens, which
+    can be given up at any moment; and the time limit is kept by a timer, not by torch. What
+    torch forms after the end is handed to ``discard``.
+
+    ``_lock`` guards the one decision, how it ended: the thread, the timer and whoever gives it
+    up may come to it at once, and the first one counts. ``on_end`` is called once, outside of
+    the lock, by the thread that came first.
+    """
+
+    def __init__(
+        self,
+        call: JoinGroupCall,
+        rank: int,
+        timeout_s: float,
+        *,
+        make_way: Callable[[], None],
+        on_end: Callable[[dist.ProcessGroup | Exception], None],
+        discard: Callable[[dist.ProcessGroup], None],
+    ) -> None:
+        """``make_way`` is called first, on the thread; what it raises ends the rendezvous."""
+        self._call = call
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._make_way = make_way
+        self._on_end = on_end
+        self._discard = discard
+        self._address = NetworkAddress(call.master_address, call.master_port)
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="inflight-rendezvous", daemon=True).start()
+
+    def give_up(self, reason: str) -> None:
+        self._end(self._refusal(reason))
+
+    def _run(self) -> None:
+        timer = threading.Timer(
+            self._timeout_s, self.give_up, [f"nobody came within {self._timeout_s:g} s"]
+        )
+        timer.daemon = True
+        timer.start()
+        try:
+            self._make_way()
+            self._wait_until_the_trainer_listens()
+            if self._has_ended:
+                return
+            group = self._form()
+        except Refused as refused:
+            self._end(refused)
+        except Exception as error:
+            self._end(self._refusal(f"{error}"))
+        else:
+            if not self._end(group):
+                self._discard(group)
+        finally:
+            timer.cancel()
+
+    def _wait_until_the_trainer_listens(self) -> None:
+        where = (self._call.master_address, self._call.master_port)
+        while not self._has_ended:
+            try:
+                socket.create_connection(where, timeout=CONNECT_S).close()
+                return
+            except socket.gaierror:
+                raise
+            except OSError:
+                time.sleep(LOOK_S)
+
+    def _form(self) -> dist.ProcessGroup:
+        return form_group(
+            self._call.backend,
+            self._address.to_tcp(),
+            name=self._call.group_name,
+            rank=self._rank,
+            world_size=self._call.world_size,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+
+    def _end(self, outcome: dist.ProcessGroup | Exception) -> bool:
+        """Whether this is how it ended."""
+        with self._lock:
+            if self._has_ended:
+                return False
+            self._has_ended = True
+        self._on_end(outcome)
+        return True
+
+    def _refusal(self, reason: str) -> Refused:
+        return Refused(
+            f"group {self._call.group_name!r} at {self._address.to_tcp()} was not formed: {reason}"
+        )

@@ -1,0 +1,151 @@
+"""A file of the safetensors format, read tensor by tensor.
+
+The format's library maps the file, and holds the interpreter while it opens it. The format is
+small: eight bytes that say how long the header is, the header in JSON, and the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import torch
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
+
+# The interpreter is held for a fiftieth of a second while so much is decoded: more than a
+# hundred thousand tensors. The library's own limit is 100 MB.
+MOST_HEADER_BYTES = 16 << 20
+_LENGTH_BYTES = 8
+_METADATA = "__metadata__"
+
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: list[_Natural]
+    data_offsets: tuple[_Natural, _Natural]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its file, and what it is."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    def of(self, content: torch.Tensor, start: int) -> torch.Tensor:
+        """The tensor out of ``content``, the file's bytes from ``start`` on."""
+        mine = content[self.start - start : self.end - start]
+        if self.start == self.end:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if mine.data_ptr() % self.dtype.itemsize:
+            # the format promises no more than whole bytes
+            mine = mine.clone()
+        return mine.view(self.dtype).view(self.shape)
+
+
+class SafetensorsFile(RegularFile):
+    """An open file, whose header has been read and holds together."""
+
+    def __init__(self, path: str, name: str) -> None:
+        super().__init__(path, name)
+        try:
+            # in the order of the file
+            self.places = self._read_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def batches(self, most: int) -> Iterator[list[Place]]:
+        """Neighbours that are of ``most`` bytes together, or one that is of more alone."""
+        batch: list[Place] = []
+        for place in self.places:
+            if batch and place.end - batch[0].start > most:
+                yield batch
+                batch = []
+            batch.append(place)
+        if batch:
+            yield batch
+
+    def _read_header(self) -> list[Place]:
+        if self.size < _LENGTH_BYTES:
+            raise self._malformed("it is too short")
+        length = int.from_bytes(self.read(_LENGTH_BYTES, 0), "little")
+        if length > self.size - _LENGTH_BYTES:
+            raise self._malformed(f"its header should be of {length} bytes, which it has not")
+        if length > MOST_HEADER_BYTES:
+            raise self._malformed(f"its header is of {length} bytes, {MOST_HEADER_BYTES} at most")
+        header = self.read(length, _LENGTH_BYTES)
+        try:
+            # first the whole and then each entry, so that others get at the interpreter
+            entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            entries.pop(_METADATA, None)
+            places = [
+                self._place(name, msgspec.json.decode(entry, type=_Entry), _LENGTH_BYTES + length)
+                for name, entry in entries.items()
+            ]
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self._malformed(f"its header: {shorten(str(error))}") from error
+        places.sort(key=lambda place: (place.start, place.end))
+        self._check_tiles(places, _LENGTH_BYTES + length)
+        return places
+
+    def _place(self, name: str, entry: _Entry, base: int) -> Place:
+        if (dtype := _DTYPES.get(entry.dtype)) is None:
+            raise self._malformed(
+                f"tensor {shorten(name)!r} is of dtype {shorten(entry.dtype)!r}, which is not known"
+            )
+        start, end = entry.data_offsets
+        if math.prod(entry.shape) * dtype.itemsize != end - start:
+            raise self._malformed(
+                f"tensor {shorten(name)!r} should be of {entry.shape[:8]} and {entry.dtype}, "
+                f"and has {end - start} bytes"
+            )
+        return Place(name, dtype, tuple(entry.shape), base + start, base + end)
+
+    def _check_tiles(self, places: list[Place], base: int) -> None:
+        """Nothing lies between two tensors, nothing is in two of them, and nothing is missing."""
+        at = base
+        for place in places:
+            if place.start != at:
+                raise self._malformed(
+                    f"tensor {shorten(place.name)!r} does not follow the one before"
+                )
+            at = place.end
+        if at != self.size:
+            raise self._malformed(f"it should be of {at} bytes, and has {self.size}")
+
+    def _malformed(self, why: str) -> Refused:
+        return Refused(f"{self.name} is no safetensors file: {why}")

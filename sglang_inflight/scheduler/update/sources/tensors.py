@@ -1,0 +1,125 @@
+"""Tensors that arrive as a payload, which a trainer serialized."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from sglang.srt.model_executor.model_runner_components.weight_updater import (
+    LocalSerializedTensor,
+)
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.utils.common import normalize_serialized_named_tensor_payload
+from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
+from sglang_inflight.scheduler.update.sources.unpickling import unpickle
+from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.release_pages import unmapping
+
+
+def read_tensors(source: TensorSource, device: torch.device, check: Callable[[], None]) -> Weights:
+    """Tensors that a trainer serialized for this rank, moved to ``device`` one by one.
+
+    A payload may be a handle to what another process has, which may be stopped or gone: so it
+    is opened ``Aside``. ``check`` raises when it is time to give up.
+    """
+    for name, tensor in unmapping(_deserialize(source, device, check)):
+        yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
+
+
+def _deserialize(source: TensorSource, device: torch.device, check: Callable[[], None]) -> Weights:
+    if torch.cuda.is_available():
+        # as upstream's reader does, for handles to CUDA memory; it also changes how this process
+        # writes tensors, and without CUDA it then fails at each one
+        monkey_patch_torch_reductions()
+    payload = _own_payload(source.serialized_named_tensors)
+    with Aside(check, device) as aside:
+        named = aside.do(lambda: _unpickle(payload))
+        if source.load_format == FLATTENED_BUCKET:
+            yield from _unflatten(named)
+            return
+        if not isinstance(named, list):
+            raise Refused(
+                "serialized_named_tensors must hold a list of (name, tensor) pairs, "
+                f"not a {type(named).__name__}"
+            )
+        # one by one out of the list, which would keep all their memory to the end
+        named.reverse()
+        while named:
+            pair = named.pop()
+            if not (isinstance(pair, tuple | list) and len(pair) == 2):
+                raise Refused("serialized_named_tensors must hold a list of (name, tensor) pairs")
+            name, tensor = pair
+            if isinstance(tensor, LocalSerializedTensor):
+                tensor = aside.do(partial(_unpickle, _of_rank(tensor)))
+            yield name, tensor
+
+
+def _of_rank(tensor: LocalSerializedTensor) -> bytes:
+    """That of this rank's, of payloads for each tensor-parallel rank."""
+    payloads, rank = getattr(tensor, "values", None), get_parallel().tp_rank
+    if not isinstance(payloads, list | tuple) or rank >= len(payloads):
+        raise Refused(f"a LocalSerializedTensor holds no payload for rank {rank}")
+    try:
+        return normalize_serialized_named_tensor_payload(payloads[rank])
+    except (TypeError, ValueError) as error:
+        raise Refused(f"a LocalSerializedTensor holds no payload: {describe(error)}") from error
+
+
+def _unpickle(payload: Payload) -> Any:
+    try:
+        if isinstance(payload, bytes):
+            return unpickle(payload)
+        with closing(RegularFile(payload.path, "the payload")) as file, Stream.of(file) as stream:
+            return unpickle(stream)
+    except Exception as error:
+        raise Refused(f"serialized_named_tensors cannot be unpickled: {describe(error)}") from error
+
+
+def _own_payload(payloads: list[Payload]) -> Payload:
+    """One payload per tensor-parallel rank, or one for each rank of each replica.
+
+    A payload may be readable once only (it can be a handle to shared memory), so
+    replicas need payloads of their own, unless the trainer's can be read again.
+    """
+    parallel = get_parallel()
+    ranks = parallel.tp_size
+    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
+    if len(payloads) == ranks * replicas:
+        return payloads[(parallel.dp_rank or 0) * ranks + parallel.tp_rank]
+    if len(payloads) == ranks:
+        return payloads[parallel.tp_rank]
+    raise Refused(
+        f"serialized_named_tensors holds {len(payloads)} payloads; this server takes "
+        f"{ranks}, one for each tensor-parallel rank"
+        + (f", or {ranks * replicas}, one for each rank of each replica" if replicas > 1 else "")
+    )
+
+
+def _unflatten(bucket: Any) -> Weights:
+    try:
+        metadata = [
+            FlattenedTensorMetadata(
+                name=m.name,
+                shape=m.shape,
+                dtype=m.dtype,
+                start_idx=m.start_idx,
+                end_idx=m.end_idx,
+                numel=m.numel,
+            )
+            for m in bucket["metadata"]
+        ]
+        tensors = FlattenedTensorBucket(
+            flattened_tensor=bucket["flattened_tensor"], metadata=metadata
+        ).reconstruct_tensors()
+    except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise Refused(f"not a {FLATTENED_BUCKET}: {error!r}") from error
+    yield from tensors

@@ -1,0 +1,266 @@
+"""Payloads of tensors, unpickled so that one which is refused has done nothing."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.sources.regular_file import Stream
+
+
+def unpickle(payload: bytes | BinaryIO) -> Any:
+    """What ``MultiprocessingSerializer`` or plain pickling made of tensors.
+
+    Raises ``pickle.UnpicklingError`` or whatever else goes wrong.
+    """
+    return _Unpickler(io.BytesIO(payload) if isinstance(payload, bytes) else payload).load()
+
+
+class _Function:
+    """Something that a payload may call."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+
+class _Record:
+    """A class of which a payload may make an instance, and say what is in it."""
+
+    __slots__ = ("type",)
+
+    def __init__(self, type: type) -> None:
+        self.type = type
+
+
+def _plain(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """A loader needs what is in a parameter, not what it is to its owner."""
+    return tensor
+
+
+def _of_type(rebuild: Any, _type: Any, args: Any, *_: Any) -> Any:
+    if not isinstance(rebuild, _Function):
+        raise pickle.UnpicklingError("a tensor is made by no function")
+    return rebuild(*args)
+
+
+def _no_items() -> OrderedDict[str, Any]:
+    return OrderedDict()
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    """How bytes are pickled where the protocol has none."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"bytes are encoded by {shorten(encoding)!r}")
+    return text.encode("latin1")
+
+
+def _load_storage(content: bytes) -> Any:
+    """A storage as torch pickles one by value, which is by saving it."""
+    source = memoryview(content)
+
+    def read_into(buffer: memoryview, offset: int) -> int:
+        size = min(len(buffer), len(source) - offset)
+        # which does not need the interpreter
+        np.copyto(
+            np.frombuffer(buffer, np.uint8, size), np.frombuffer(source, np.uint8, size, offset)
+        )
+        return size
+
+    with io.BufferedReader(Stream(len(source), read_into)) as stream:
+        storage = torch.load(stream, weights_only=True)
+    if not isinstance(storage, torch.storage.TypedStorage | torch.storage.UntypedStorage):
+        raise pickle.UnpicklingError(f"expected a storage, got a {type(storage).__name__}")
+    return storage
+
+
+def _within(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Torch would give the storage whatever memory a tensor asks for."""
+
+    def rebuild_within(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
+        # the dtype is the storage's, or comes after the gradient and the hooks
+        dtype = rest[2] if len(rest) > 2 else storage.dtype
+        untyped = getattr(storage, "_untyped_storage", storage)
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if 0 not in size and not 0 <= last < untyped.nbytes() // dtype.itemsize:
+            raise pickle.UnpicklingError("a tensor is larger than its storage")
+        return rebuild(storage, offset, size, stride, *rest)
+
+    return rebuild_within
+
+
+# By module and name: what senders' payloads call, and what stands in for it here, where that is
+# something else.
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
+    ("torch", "Size"): None,
+    ("torch", "device"): None,
+    ("torch._utils", "_rebuild_tensor"): _within(torch._utils._rebuild_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): _within(torch._utils._rebuild_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): _within(torch._utils._rebuild_tensor_v3),
+    ("torch._utils", "_rebuild_parameter"): _plain,
+    ("torch._utils", "_rebuild_parameter_with_state"): _plain,
+    ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
+    ("torch.storage", "_load_from_bytes"): _load_storage,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): None,
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): None,
+    ("torch.multiprocessing.reductions", "rebuild_storage_fd"): None,
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"): None,
+    ("torch.multiprocessing.reductions", "rebuild_storage_empty"): None,
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"): None,
+    ("torch_npu.multiprocessing.reductions", "rebuild_npu_tensor"): None,
+    ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): None,
+    ("sglang.srt.utils.patch_torch", "_rebuild_npu_tensor_modified"): None,
+    # of a tensor's hooks, which it has none of
+    ("collections", "OrderedDict"): _no_items,
+    ("_codecs", "encode"): _encode,
+}
+
+_RECORDS = frozenset(
+    {
+        ("multiprocessing.resource_sharer", "DupFd"),
+        ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"),
+        (
+            "sglang.srt.model_executor.model_runner_components.weight_updater",
+            "LocalSerializedTensor",
+        ),
+        ("sglang.srt.model_executor.model_runner", "LocalSerializedTensor"),
+    }
+)
+
+# handed to the functions, and never called or written to
+_TYPES = frozenset(
+    {
+        ("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch", "UntypedStorage"),
+        ("torch.storage", "UntypedStorage"),
+        ("torch.storage", "TypedStorage"),
+    }
+)
+
+# Those that make data, of protocol 2 and later. A dict's keys, see below, are all that is hashed.
+_OPCODES = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.MEMOIZE, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT,
+    pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE,
+    pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.LONG4, pickle.BINFLOAT,
+    pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8,
+    pickle.SHORT_BINBYTES, pickle.BINBYTES, pickle.BINBYTES8, pickle.BYTEARRAY8,
+    pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE,
+    pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS,
+    pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS,
+    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.REDUCE, pickle.NEWOBJ, pickle.BUILD,
+)  # fmt: skip
+
+
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        raise pickle.UnpicklingError(f"it has the opcode {bytes([code])!r}")
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own in Python, with less in it.
+
+    SGLang's looks at the names of globals alone. That leaves what a payload does with them: it
+    may write the attributes of a class, which stay written, or have a loop of C's run for as
+    long as it likes, or hash a tuple of tuples that are all the same, with the interpreter held.
+    Here it calls functions that rebuild tensors and nothing else, writes to what it has made
+    itself, and is read opcode by opcode, so that the loop's thread gets in between.
+
+    What senders need for tensors is here, and the rest of what SGLang allows is not: sparse,
+    nested and quantized tensors, which no loader takes, and containers.
+    """
+
+    stack: list[Any]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._made: set[type] = set()
+
+    def find_class(self, module: str, name: str) -> Any:
+        asked = (module, name)
+        if asked in _FUNCTIONS:
+            return _Function(_FUNCTIONS[asked] or super().find_class(module, name))
+        if asked in _RECORDS:
+            return _Record(super().find_class(module, name))
+        if asked in _TYPES:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(
+            f"it names {shorten(f'{module}.{name}')}, which no payload of tensors needs"
+        )
+
+    def load_reduce(self) -> None:
+        args = self.stack.pop()
+        call = self.stack.pop()
+        if not isinstance(call, _Function) or not isinstance(args, tuple):
+            raise pickle.UnpicklingError("it calls what is no function")
+        self.stack.append(call(*args))
+
+    def load_newobj(self) -> None:
+        args = self.stack.pop()
+        record = self.stack.pop()
+        if not isinstance(record, _Record) or type(args) is not tuple or args:
+            raise pickle.UnpicklingError("it makes an object of no known kind")
+        self._made.add(record.type)
+        self.stack.append(object.__new__(record.type))
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        made = self.stack[-1]
+        if type(made) not in self._made or not isinstance(state, dict):
+            raise pickle.UnpicklingError("it writes to an object of no known kind")
+        vars(made).update(state)
+
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def load_setitem(self) -> None:
+        value = self.stack.pop()
+        self._set([self.stack.pop(), value])
+
+    def load_setitems(self) -> None:
+        self._set(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        to = self.stack[-1]
+        if type(to) is not list:
+            raise pickle.UnpicklingError("it appends to what is no list")
+        to.extend(items)
+
+    def _set(self, items: list[Any]) -> None:
+        to = self.stack[-1]
+        if not isinstance(to, dict):
+            raise pickle.UnpicklingError("it puts items into what is no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) is not str:
+                raise pickle.UnpicklingError(f"a dict has a key of {type(key).__name__}")
+            to[key] = value
+
+    dispatch = _Opcodes({code[0]: pickle._Unpickler.dispatch[code[0]] for code in _OPCODES})
+    dispatch |= {
+        pickle.REDUCE[0]: load_reduce,
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.BUILD[0]: load_build,
+        pickle.APPEND[0]: load_append,
+        pickle.APPENDS[0]: load_appends,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+    }

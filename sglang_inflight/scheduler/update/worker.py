@@ -1,0 +1,115 @@
+"""The staging thread: everything slow happens here, and nothing else does."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers.utils import allocate_distinct_stream
+from sglang.srt.runtime_context import get_resources
+
+from sglang_inflight.messages import InflightCall
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.update.throttle.rate import yield_cores
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+Job = Callable[[], dict[str, Any]]
+
+
+class InlineWorker:
+    """Does each job at once, on the caller's thread: for the mode without a shadow."""
+
+    def __init__(self, answers: AnswerChannel, drain: Callable[[], None]) -> None:
+        self._answers = answers
+        self._drain = drain
+
+    def submit(self, call: InflightCall, job: Job) -> None:
+        # no forward may read weights that the job writes
+        self._drain()
+        try:
+            with torch.no_grad():
+                detail = job()
+        except Exception as error:
+            self._answers.fail(call, error)
+        else:
+            self._answers.succeed(call, **detail)
+
+
+class StagingWorker:
+    """One thread per rank that does the jobs it is given, in order, and answers for each.
+
+    The scheduler's thread only puts jobs in. A job that raises answers with its error and
+    the thread goes on: no call can end it. On CUDA it works on a stream of its own, and a
+    job is answered when that stream has finished, so the caller's buffers are free then.
+    """
+
+    def __init__(
+        self,
+        answers: AnswerChannel,
+        device: torch.device,
+        niceness: int,
+        streams_in_use: Callable[[], Iterable[Any]],
+    ) -> None:
+        """``streams_in_use`` are those of the loop and its forwards, asked for once it runs."""
+        self._answers = answers
+        self._device = device
+        self._niceness = niceness
+        self._streams_in_use = streams_in_use
+        self._jobs: queue.SimpleQueue[tuple[InflightCall, Job]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
+
+    def submit(self, call: InflightCall, job: Job) -> None:
+        """Do ``job`` after all others, then answer ``call`` with what it returns."""
+        self._jobs.put((call, job))
+
+    def _run(self) -> None:
+        stream: Any = None
+        on_device = self._device.type != "cpu"
+        if on_device:
+            torch.get_device_module(self._device).set_device(self._device)
+        else:
+            yield_cores(self._niceness)
+        while True:
+            call, job = self._jobs.get()
+            try:
+                if on_device and stream is None:
+                    # not before: the loop may choose its own anew when it begins
+                    stream = own_stream(self._device, self._streams_in_use())
+                with torch.no_grad(), stream or nullcontext():
+                    detail = job()
+                if stream is not None:
+                    stream.synchronize()
+            except Exception as error:
+                self._answers.fail(call, error)
+            else:
+                self._answers.succeed(call, **detail)
+            # a job holds the caller's tensors: let them go before the next one comes
+            del call, job
+
+
+def streams_of(scheduler: Scheduler) -> list[Any]:
+    """Those on which the loop and its forwards run."""
+    own = ("schedule_stream", "forward_stream", "copy_stream", "pp_comm_stream")
+    found = [getattr(scheduler, name, None) for name in own]
+    return [s for s in (*found, *get_resources().streams.values()) if s is not None]
+
+
+def own_stream(device: torch.device, in_use: Iterable[Any]) -> Any:
+    """A stream that is none of those ``in_use``.
+
+    CUDA hands streams out of a pool of 32, over and over: a new one may be the very stream that
+    forwards run on, and they would wait for each job. Where a stream shows no handle there is
+    no such pool.
+    """
+    module = torch.get_device_module(device)
+    taken = [stream for stream in in_use if hasattr(stream, "cuda_stream")]
+    return allocate_distinct_stream(module, taken) if taken else module.Stream()
