@@ -9,7 +9,7 @@ UPDATES = 3
 READING = 80
 # how long an update may take, on a machine that is busy besides
 UPDATE_S = 10.0
-SHORTEST = 600
+SHORTEST = 480
 
 
 @dataclass(frozen=True)
