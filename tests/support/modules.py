@@ -9,7 +9,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.support.starting import ROOT
+from harness.starting import ROOT
 
 PACKAGE = ROOT / "sglang_inflight"
 ARCHITECTURE = ROOT / "docs" / "architecture.md"

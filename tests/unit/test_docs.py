@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from harness.starting import ROOT
 from sglang_inflight.errors import ERRORS, InflightError
 from sglang_inflight.frontend.http import routes
 from sglang_inflight.settings import PREFIX, Settings
 from tests.support import modules
-from tests.support.starting import ROOT
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
