@@ -21,6 +21,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_inflight import cpu
 from sglang_inflight.reference.lora import serve_adapters_without_pinning
+from sglang_inflight.upstream.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         serve_adapters_without_pinning()
 
-    def apply_server_args_defaults(self, server_args: Any) -> None:
+    def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """What the user left open: dtype, threads, cores of each rank, memory of kernels.
 
         The environment is what schedulers are started with: each is a new process, whose
@@ -88,7 +89,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         if ranks > 1 and THREADS_BIND not in os.environ:
             os.environ[THREADS_BIND] = _share_cores(ranks)
 
-    def _choose_dtype(self, server_args: Any, config: Any) -> None:
+    def _choose_dtype(self, server_args: ServerArgs, config: Any) -> None:
         """Quantized weights come with a dtype that their kernels want."""
         quantized = server_args.quantization or getattr(config, "quantization_config", None)
         if server_args.dtype == "auto" and not quantized:
@@ -96,7 +97,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
             server_args.dtype = dtype
             logger.info("The reference platform serves in %s: %s", dtype, why)
 
-    def _choose_threads(self, server_args: Any, config: Any, ranks: int) -> None:
+    def _choose_threads(self, server_args: ServerArgs, config: Any, ranks: int) -> None:
         """Threads that sleep while they wait, and no more of them than the matrices feed.
 
         By default they spin, one on each core, so that beside any other busy process the one
@@ -130,7 +131,7 @@ def describe_threads() -> str:
 _own: dict[str, str] = {}
 
 
-def _read_config(server_args: Any) -> Any:
+def _read_config(server_args: ServerArgs) -> Any:
     """The language model's configuration, or None where it cannot be read."""
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel
+
+from sglang_inflight.upstream.runtime_context import get_disagg, get_exec, get_model, get_parallel
+
+if TYPE_CHECKING:
+    from sglang_inflight.upstream.server_args import ServerArgs
 
 ONE_TOKENIZER = (
     "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
@@ -27,7 +31,7 @@ class Unsupported(SystemExit):
     """A server argument that goes with none of this. A ``SystemExit`` stops the start."""
 
 
-def refuse_at_start(engine_class: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
+def refuse_at_start(engine_class: type, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
     """Before any process is launched."""
     if server_args.tokenizer_worker_num > 1:
         raise Unsupported(ONE_TOKENIZER)
@@ -37,7 +41,8 @@ def refuse_at_start(engine_class: type, server_args: Any, *args: Any, **kwargs: 
         raise Unsupported(NO_RUST_SERVER)
     # as upstream does next; some of its features switch this one on
     server_args.resolve_once()
-    if resolved_view(server_args).enable_dp_attention_local_control_broadcast:
+    resolved: ServerArgs = resolved_view(server_args)
+    if resolved.enable_dp_attention_local_control_broadcast:
         raise Unsupported(NO_LOCAL_BROADCAST)
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.runtime_context import get_memory
-
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.ranks import Ranks, require_success
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.upstream.runtime_context import get_memory
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 # A step may take long, and a flush waits for its end.
 FLUSH_TIMEOUT_S = 120.0

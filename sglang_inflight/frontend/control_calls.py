@@ -20,8 +20,8 @@ from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import CONTROL_CALL, RankAnswer
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.communicator import FanOutCommunicator
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.adopted import AdoptedCommunicator
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +60,14 @@ class ControlCalls:
             if isinstance(value, FanOutCommunicator):
                 value.inflight = self
 
-    async def call(self, communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
+    async def call(self, communicator: AdoptedCommunicator, request: Any) -> list[Any]:
         """Send ``request`` and return the answer of every replica.
 
         Raises ``HandlerFailed``, or what else a rank said, where a rank said so.
         """
         return await self._lifetime.attend(self._call(communicator, request))
 
-    async def _call(self, communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
+    async def _call(self, communicator: AdoptedCommunicator, request: Any) -> list[Any]:
         async with communicator._queueing_lock:
             request.rid = CONTROL_CALL + uuid.uuid4().hex
             replicas = communicator._fan_out
@@ -101,12 +101,11 @@ class ControlCalls:
             awaited.complete.set_exception(error(answer.message))
 
 
-async def call(communicator: FanOutCommunicator[Any], request: Any) -> list[Any]:
+async def call(communicator: AdoptedCommunicator, obj: Any) -> list[Any]:
     """Instead of ``FanOutCommunicator.queueing_call``."""
-    answers: list[Any] = await communicator.inflight.call(communicator, request)
-    return answers
+    return await communicator.inflight.call(communicator, obj)
 
 
-def hear(communicator: FanOutCommunicator[Any], answer: Any) -> None:
+def hear(communicator: AdoptedCommunicator, recv_obj: Any) -> None:
     """Instead of ``FanOutCommunicator.handle_recv``."""
-    communicator.inflight.hear(answer)
+    communicator.inflight.hear(recv_obj)

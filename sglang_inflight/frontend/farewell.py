@@ -6,12 +6,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import SignalHandler
+    from sglang_inflight.frontend.adopted import AdoptedSignalHandler
 
 logger = logging.getLogger(__name__)
 
 
-def end_pauses(_: None, handler: SignalHandler, *args: Any) -> None:
+def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
     """After upstream's handler of SIGTERM, on the event loop.
 
     Upstream then waits until the last request has ended, and in a pause none ends.

@@ -23,7 +23,7 @@ from sglang_inflight.messages import GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.errors import Conflict
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.upstream.requests import UnloadAdapterRequest
 
 # How often an unloading that waits for requests looks whether somebody paused them.
 LOOK_S = 0.2
@@ -24,7 +24,7 @@ Unload = Callable[..., Awaitable[Any]]
 
 
 async def refuse_to_unload_in_a_pause(
-    unload: Unload, tm: TokenizerManager, obj: UnloadLoRAAdapterReqInput, *args: Any
+    unload: Unload, tm: AdoptedTokenizerManager, obj: UnloadAdapterRequest, *args: Any
 ) -> Any:
     """Around the call of a user. Raises ``Conflict`` before anything is changed.
 
@@ -40,7 +40,7 @@ async def refuse_to_unload_in_a_pause(
 
 
 async def stop_unloading_in_a_pause(
-    unload: Unload, tm: TokenizerManager, obj: UnloadLoRAAdapterReqInput
+    unload: Unload, tm: AdoptedTokenizerManager, obj: UnloadAdapterRequest
 ) -> Any:
     """Around what holds the lock of adapters, also to make room for one that is loaded.
 
@@ -60,15 +60,15 @@ async def stop_unloading_in_a_pause(
         await asyncio.wait({unloading})
 
 
-def _users(tm: TokenizerManager, name: str | None) -> int:
+def _users(tm: AdoptedTokenizerManager, name: str) -> int:
     """How many requests use the adapter, which may wait to be unloaded already."""
     ref = tm.lora_registry.get_all_adapters().get(name)
     lora_id = ref.lora_id if ref is not None else tm.pending_lora_unloads.get(name)
-    counter = tm.lora_registry._counters.get(lora_id)
+    counter = tm.lora_registry._counters.get(lora_id) if lora_id is not None else None
     return counter.value() if counter is not None else 0
 
 
-def _say(name: str | None, users: int) -> str:
+def _say(name: str, users: int) -> str:
     return (
         f"the adapter {name!r} cannot be unloaded while generation is paused: {users} paused "
         f"request{'s' if users > 1 else ''} of it cannot end. Continue or abort, then unload it"

@@ -26,7 +26,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0

@@ -6,13 +6,12 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, TypeVar
 
-from sglang.srt.runtime_context import get_parallel
-
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 from sglang_inflight.messages import InflightCall, RankAnswer
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 Rank = tuple[int, int, int]
 

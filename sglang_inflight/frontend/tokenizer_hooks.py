@@ -8,21 +8,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-)
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 
@@ -52,12 +40,15 @@ from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.upstream.requests import Request, UpdateFromTensorRequest
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
-def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **kw: Any) -> None:
+def create_frontend(
+    _: None, tokenizer_manager: AdoptedTokenizerManager, *args: Any, **kw: Any
+) -> None:
     tokenizer_manager.inflight = Frontend(tokenizer_manager)
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
@@ -71,91 +62,92 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
             vllm_routes.mount(http_server.app, frontend, tokenizer_manager)
 
 
-async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -> None:
+async def pause_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
     await tm.inflight.pauses.pause(_convert(obj, PauseBody).mode)
 
 
-async def continue_generation(tm: TokenizerManager, obj: ContinueGenerationReqInput) -> None:
+async def continue_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
     body = _convert(obj, ContinueBody)
     await tm.inflight.pauses.resume(torch_empty_cache=body.torch_empty_cache)
 
 
 async def update_weights_from_disk(
-    tm: TokenizerManager, obj: UpdateWeightFromDiskReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str, int]:
     success, message = await settle(tm.inflight.updates.update(_convert(obj, DiskBody)))
     return success, message, 0
 
 
 async def update_weights_from_tensor(
-    tm: TokenizerManager, obj: UpdateWeightsFromTensorReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: UpdateFromTensorRequest, request: object = None
 ) -> tuple[bool, str]:
     payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
-    body = _convert(msgspec.structs.replace(obj, serialized_named_tensors=payloads), TensorBody)
+    changed = msgspec.structs.replace(cast("Any", obj), serialized_named_tensors=payloads)
+    body = _convert(changed, TensorBody)
     return await settle(tm.inflight.updates.update(body))
 
 
 async def update_weights_from_distributed(
-    tm: TokenizerManager, obj: UpdateWeightsFromDistributedReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.updates.update(_convert(obj, DistributedBody)))
 
 
 async def update_weights_from_ipc(
-    tm: TokenizerManager, obj: UpdateWeightsFromIPCReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.updates.update(_convert(obj, IPCBody)))
 
 
 async def begin_weight_update(
-    tm: TokenizerManager, obj: BeginWeightUpdateReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.updates.begin(_convert(obj, BeginBody)))
 
 
 async def end_weight_update(
-    tm: TokenizerManager, obj: EndWeightUpdateReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.updates.end(_convert(obj, EndBody)))
 
 
 async def init_weights_update_group(
-    tm: TokenizerManager, obj: InitWeightsUpdateGroupReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
 
 
 async def destroy_weights_update_group(
-    tm: TokenizerManager, obj: DestroyWeightsUpdateGroupReqInput, request: object = None
+    tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
 
 
-def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
+def _convert(obj: Any, body: type[Any]) -> Any:
     """Upstream's message as one of our bodies, which have upstream's fields."""
     known = body.__struct_fields__
     fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
     return convert(fields, body, "request")
 
 
-def refuse_when_over(tm: TokenizerManager, *args: Any) -> None:
+def refuse_when_over(tm: AdoptedTokenizerManager, *args: Any) -> None:
     tm.inflight.lifetime.require()
 
 
 def take_kv_versions(
     accumulate: Callable[..., None],
-    tm: TokenizerManager,
+    tm: AdoptedTokenizerManager,
     meta_info: dict[str, Any],
     state: object,
-    info: dict[str, list[Any]],
+    customized_info: dict[str, list[Any]],
     index: int,
     *args: Any,
 ) -> None:
     """They come once and whole; upstream would take them for a value per token."""
-    spans = info.get(KV_VERSIONS)
+    spans = customized_info.get(KV_VERSIONS)
     if spans is not None and spans[index] is not None:
         meta_info[KV_VERSIONS] = spans[index]
-    rest = {key: values for key, values in info.items() if key != KV_VERSIONS}
+    rest = {key: values for key, values in customized_info.items() if key != KV_VERSIONS}
     accumulate(tm, meta_info, state, rest, index, *args)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.messages import MAX_VERSION_LAG
 
 if TYPE_CHECKING:
-    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang_inflight.upstream.sampling_params import SamplingParams
 
 
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:

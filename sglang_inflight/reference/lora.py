@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.runtime_context import get_lora
+
+from sglang_inflight.upstream.runtime_context import get_lora
 
 
 class _WithoutPinning:

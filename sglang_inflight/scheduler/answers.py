@@ -8,7 +8,6 @@ from typing import Any
 
 import zmq
 from sglang.srt.managers.io_struct import sock_send
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.errors import InflightError
@@ -19,6 +18,7 @@ from sglang_inflight.messages import (
     InflightCall,
     RankAnswer,
 )
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 
 class Boundary:

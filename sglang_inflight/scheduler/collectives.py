@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import broadcast_pyobj
+
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 T = TypeVar("T")
 

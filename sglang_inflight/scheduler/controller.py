@@ -47,9 +47,11 @@ from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.server_args import PortArgs
+    from sglang_inflight.scheduler.adopted import FinishedReq, ReservingScheduler
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.upstream.requests import ContinueRequest, PauseRequest
+    from sglang_inflight.upstream.server_args import PortArgs
 
 
 class Controller:
@@ -59,7 +61,7 @@ class Controller:
     handler can end the scheduler: an exception becomes the rank's answer.
     """
 
-    def __init__(self, scheduler: Scheduler, port_args: PortArgs) -> None:
+    def __init__(self, scheduler: ReservingScheduler, port_args: PortArgs) -> None:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
@@ -147,7 +149,7 @@ class Controller:
         """A speculating forward brought each of ``reqs`` its ``tokens``."""
         self._kv_versions.note_taken(reqs, tokens, behind=self.versions.changes_behind)
 
-    def before_release(self, req: Req) -> None:
+    def before_release(self, req: FinishedReq) -> None:
         """A request is about to lose its row of KV slots."""
         if req.finished():
             req.inflight_kv_versions = self._kv_versions.read(req, self.versions.label)
@@ -189,10 +191,10 @@ class Controller:
 
         return contained
 
-    def _take_upstream_pause(self, request: PauseGenerationReqInput) -> None:
+    def _take_upstream_pause(self, request: PauseRequest) -> None:
         self.pause.pause(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
 
-    def _take_upstream_continue(self, request: ContinueGenerationReqInput) -> None:
+    def _take_upstream_continue(self, request: ContinueRequest) -> None:
         self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
 
     def _take_pause(self, call: PauseCall) -> None:

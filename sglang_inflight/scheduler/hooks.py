@@ -15,24 +15,25 @@ from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import AbortReq
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.managers.scheduler_components.batch_result_processor import (
-        SchedulerBatchResultProcessor,
+    from sglang_inflight.scheduler.adopted import (
+        AdoptedReqToTokenPool,
+        AdoptedResultProcessor,
+        AdoptedScheduler,
+        FinishedReq,
+        ReservingScheduler,
     )
-    from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
-    from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.server_args import PortArgs, ServerArgs
+    from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
 
 
-def reserve_shadow(scheduler: Scheduler) -> None:
+def reserve_shadow(scheduler: ReservingScheduler) -> None:
     scheduler.inflight_reservation = reserve(scheduler, Settings.from_environment().staging)
 
 
 def create_controller(
-    _: None, scheduler: Scheduler, server_args: ServerArgs, port_args: PortArgs
+    _: None, scheduler: AdoptedScheduler, server_args: ServerArgs, port_args: PortArgs
 ) -> None:
     controller = scheduler.inflight = Controller(scheduler, port_args)
     scheduler.output_streamer.inflight = controller
@@ -40,42 +41,42 @@ def create_controller(
 
 
 def hold_back_while_draining(
-    schedule: Callable[..., Any], scheduler: Scheduler, *args: Any, **kwargs: Any
+    schedule: Callable[..., Any], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
 ) -> Any:
     return scheduler.inflight.admit(lambda: schedule(scheduler, *args, **kwargs))
 
 
-def enqueue(scheduler: Scheduler, req: Req, *args: Any, **kwargs: Any) -> None:
+def enqueue(scheduler: AdoptedScheduler, req: Req, *args: Any, **kwargs: Any) -> None:
     scheduler.inflight.enqueue(req)
 
 
-def keep_accepted(limit: Callable[..., bool], scheduler: Scheduler, req: Req) -> bool:
+def keep_accepted(limit: Callable[..., bool], scheduler: AdoptedScheduler, recv_req: Req) -> bool:
     """A retracted request was accepted once: a full queue does not drop it."""
-    return not req.is_retracted and limit(scheduler, req)
+    return not recv_req.is_retracted and limit(scheduler, recv_req)
 
 
 def label_after_result(
-    _: None, scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+    _: None, scheduler: AdoptedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> None:
     scheduler.inflight.after_result(batch)
 
 
 def change_label(
-    change: Callable[..., None], scheduler: Scheduler, new_version: str | None
+    change: Callable[..., None], scheduler: AdoptedScheduler, new_version: str | None
 ) -> None:
     """Every change of the label waits for the results of the weights before it."""
     scheduler.inflight.versions.rename(new_version)
 
 
 def stop_clocks_while_frozen(
-    poll: Callable[[Scheduler], list[AbortReq]], scheduler: Scheduler
-) -> list[AbortReq]:
+    poll: Callable[[AdoptedScheduler], list[Any]], scheduler: AdoptedScheduler
+) -> list[Any]:
     """No request times out while a pause holds it."""
     return [] if scheduler.inflight.is_frozen else poll(scheduler)
 
 
 def answer_health_while_frozen(
-    is_fully_idle: Callable[..., bool], scheduler: Scheduler, *args: Any, **kwargs: Any
+    is_fully_idle: Callable[..., bool], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
 ) -> bool:
     """A health check must not wait for a forward that a pause holds back."""
     if kwargs.get("for_health_check") and scheduler.inflight.is_frozen:
@@ -91,24 +92,26 @@ def name_the_call(
         output.rid = recv_obj.rid
 
 
-def note_launch(scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
+def note_launch(
+    scheduler: AdoptedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+) -> None:
     scheduler.inflight.before_launch(batch)
 
 
 def note_taken(
     tokens: list[list[int]],
-    processor: SchedulerBatchResultProcessor,
-    result: GenerationBatchResult,
+    processor: AdoptedResultProcessor,
+    result: object,
     batch: ScheduleBatch,
 ) -> None:
     processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
 
 
-def read_before_release(pool: ReqToTokenPool, req: Req) -> None:
+def read_before_release(pool: AdoptedReqToTokenPool, req: FinishedReq) -> None:
     pool.inflight.before_release(req)
 
 
-def extend_output_streamer(get_class: Callable[..., type], scheduler: Scheduler) -> type:
+def extend_output_streamer(get_class: Callable[..., type], scheduler: AdoptedScheduler) -> type:
     return extend(get_class(scheduler))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.runtime_context import get_observability, get_parallel
+from sglang_inflight.upstream.runtime_context import get_observability, get_parallel
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.messages import KV_VERSIONS
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-
     from sglang_inflight.scheduler.controller import Controller
+    from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
+    from sglang_inflight.scheduler.upstream.req import Req
 
 
 def extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:

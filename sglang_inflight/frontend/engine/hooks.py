@@ -13,7 +13,7 @@ from sglang_inflight.frontend.engine.shared_loop import share
 from sglang_inflight.unsupported import refuse_at_start
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang_inflight.frontend.adopted import AdoptedEngine
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 # upstream's, which are replaced; the others are new
@@ -48,7 +48,7 @@ def add_methods() -> None:
             upstreams.__doc__ = method.waiting.__doc__
 
 
-def _home(engine: Engine) -> asyncio.AbstractEventLoop:
+def _home(engine: AdoptedEngine) -> asyncio.AbstractEventLoop:
     """The loop that the engine lives on: where its answers come in, once it was used.
 
     Upstream's is the one that was current when the engine was made. An engine that was made
@@ -61,11 +61,11 @@ def _home(engine: Engine) -> asyncio.AbstractEventLoop:
     return home
 
 
-def _adopt(engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+def _adopt(engine: AdoptedEngine, loop: asyncio.AbstractEventLoop) -> None:
     vars(engine)["loop"] = loop
 
 
-def end_what_waits(engine: Engine) -> None:
+def end_what_waits(engine: AdoptedEngine) -> None:
     """Before the ranks are ended: nobody answers any more."""
     frontend = getattr(getattr(engine, "tokenizer_manager", None), "inflight", None)
     if frontend is not None:

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang_inflight.errors import OutcomeUnknown, Refused
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from sglang_inflight.frontend.engine.arguments import Arguments, Given
 from sglang_inflight.frontend.engine.shared_loop import refuse_where_a_loop_runs
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang_inflight.frontend.adopted import AdoptedEngine
 
 B = TypeVar("B", bound=Body)
 
@@ -33,14 +33,14 @@ class EngineMethod(Generic[B]):
         self.name = do.__name__
         arguments = Arguments(self.name, shape, positional, prepare)
 
-        async def attend(engine: Engine, body: B) -> Any:
+        async def attend(engine: AdoptedEngine, body: B) -> Any:
             return await engine.tokenizer_manager.inflight.lifetime.attend(do(engine, body))
 
-        async def asynchronous(engine: Engine, *args: Any, **named: Any) -> Any:
+        async def asynchronous(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
             require_home(engine)
             return await attend(engine, arguments.read(engine, args, named))
 
-        def waiting(engine: Engine, *args: Any, **named: Any) -> Any:
+        def waiting(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
             refuse_where_a_loop_runs(f"await engine.async_{self.name}(...) instead")
             body = arguments.read(engine, args, named)
             return engine.loop.run_until_complete(attend(engine, body))
@@ -58,7 +58,7 @@ def engine_method(
     return lambda do: EngineMethod(do, shape, positional, prepare)
 
 
-def require_home(engine: Engine) -> None:
+def require_home(engine: AdoptedEngine) -> None:
     """Raises ``RuntimeError`` on another event loop than the one that the engine lives on."""
     home = engine.tokenizer_manager.event_loop
     if home is not None and home is not asyncio.get_running_loop():

@@ -43,7 +43,7 @@ from sglang_inflight.frontend.updates.receipt import Receipt, settle
 from sglang_inflight.messages import FLATTENED_BUCKET
 
 if TYPE_CHECKING:
-    from sglang.srt.entrypoints.engine import Engine
+    from sglang_inflight.frontend.adopted import AdoptedEngine
 
 Outcome = Receipt | tuple[bool, str] | tuple[bool, str, int]
 
@@ -57,7 +57,7 @@ class MemoryTags(Body, kw_only=True):
     tags: list[str] | None = None
 
 
-def _frontend(engine: Engine) -> Frontend:
+def _frontend(engine: AdoptedEngine) -> Frontend:
     frontend: Frontend = engine.tokenizer_manager.inflight
     return frontend
 
@@ -66,7 +66,7 @@ def _frontend(engine: Engine) -> Frontend:
 
 
 @engine_method(PauseBody, "mode")
-async def pause_generation(engine: Engine, body: PauseBody) -> dict[str, Any]:
+async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> dict[str, Any]:
     """Pause generation, or renew a pause. Returns when every rank stands still.
 
     ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the
@@ -86,7 +86,7 @@ async def pause_generation(engine: Engine, body: PauseBody) -> dict[str, Any]:
 
 
 @engine_method(ContinueBody)
-async def continue_generation(engine: Engine, body: ContinueBody) -> dict[str, Any]:
+async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> dict[str, Any]:
     """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
@@ -97,13 +97,13 @@ async def continue_generation(engine: Engine, body: ContinueBody) -> dict[str, A
 
 
 @engine_method(NoArguments)
-async def is_paused(engine: Engine, body: NoArguments) -> bool:
+async def is_paused(engine: AdoptedEngine, body: NoArguments) -> bool:
     """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
     return await _frontend(engine).pauses.is_paused()
 
 
 @engine_method(NoArguments)
-async def inflight_status(engine: Engine, body: NoArguments) -> dict[str, Any]:
+async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> dict[str, Any]:
     """State, holders, versions and staging: of the first rank, and in ``ranks`` of each."""
     return await _frontend(engine).status()
 
@@ -111,14 +111,14 @@ async def inflight_status(engine: Engine, body: NoArguments) -> dict[str, Any]:
 # ---- updates -----------------------------------------------------------------------
 
 
-def _say_where(engine: Engine, given: Given) -> Given:
+def _say_where(engine: AdoptedEngine, given: Given) -> Given:
     if isinstance(given["model_path"], os.PathLike):
         given["model_path"] = os.fspath(given["model_path"])
     return given
 
 
 @engine_method(DiskBody, "model_path", "load_format", prepare=_say_where)
-async def update_weights_from_disk(engine: Engine, body: DiskBody) -> Outcome:
+async def update_weights_from_disk(engine: AdoptedEngine, body: DiskBody) -> Outcome:
     """Update from a checkpoint's folder: a whole one, unless ``partial`` is true.
 
     The README has a table of the fields. With ``non_blocking=True`` requests run on
@@ -128,7 +128,7 @@ async def update_weights_from_disk(engine: Engine, body: DiskBody) -> Outcome:
     return (*outcome, 0) if isinstance(outcome, tuple) else outcome
 
 
-def _serialize(engine: Engine, given: Given) -> Given:
+def _serialize(engine: AdoptedEngine, given: Given) -> Given:
     """One payload per rank of each replica: a payload may be readable only once."""
     tensors = given.pop("named_tensors")
     if given.get("load_format") == FLATTENED_BUCKET:
@@ -141,7 +141,7 @@ def _serialize(engine: Engine, given: Given) -> Given:
 
 
 @engine_method(TensorBody, "named_tensors", "load_format", "flush_cache", prepare=_serialize)
-async def update_weights_from_tensor(engine: Engine, body: TensorBody) -> Outcome:
+async def update_weights_from_tensor(engine: AdoptedEngine, body: TensorBody) -> Outcome:
     """Update from ``(name, tensor)`` pairs, or from one serialized payload per rank.
 
     Within a session, or with ``non_blocking=True``. The README has a table of the fields.
@@ -149,7 +149,7 @@ async def update_weights_from_tensor(engine: Engine, body: TensorBody) -> Outcom
     return await _update(engine, body)
 
 
-def _name_dtypes(engine: Engine, given: Given) -> Given:
+def _name_dtypes(engine: AdoptedEngine, given: Given) -> Given:
     """Upstream takes the dtypes themselves, too."""
     names = [
         str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
@@ -168,7 +168,7 @@ def _name_dtypes(engine: Engine, given: Given) -> Given:
     "load_format",
     prepare=_name_dtypes,
 )
-async def update_weights_from_distributed(engine: Engine, body: DistributedBody) -> Outcome:
+async def update_weights_from_distributed(engine: AdoptedEngine, body: DistributedBody) -> Outcome:
     """Update from what rank 0 of ``group_name`` broadcasts.
 
     Within a session, or with ``non_blocking=True``. The README has a table of the fields.
@@ -177,13 +177,13 @@ async def update_weights_from_distributed(engine: Engine, body: DistributedBody)
 
 
 @engine_method(IPCBody, "zmq_handles", "flush_cache")
-async def update_weights_from_ipc(engine: Engine, body: IPCBody) -> Outcome:
+async def update_weights_from_ipc(engine: AdoptedEngine, body: IPCBody) -> Outcome:
     """Update from a checkpoint-engine process. The README has a table of the fields."""
     return await _update(engine, body)
 
 
 @engine_method(BeginBody, "selector")
-async def begin_weight_update(engine: Engine, body: BeginBody) -> Outcome:
+async def begin_weight_update(engine: AdoptedEngine, body: BeginBody) -> Outcome:
     """Open a session: its calls go live together, at ``end_weight_update``.
 
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
@@ -193,25 +193,25 @@ async def begin_weight_update(engine: Engine, body: BeginBody) -> Outcome:
 
 
 @engine_method(SealBody)
-async def seal_weight_update(engine: Engine, body: SealBody) -> Receipt:
+async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> Receipt:
     """Check the session and vote for it on every rank, without committing it."""
     return await _frontend(engine).updates.seal(body)
 
 
 @engine_method(EndBody)
-async def end_weight_update(engine: Engine, body: EndBody) -> Outcome:
+async def end_weight_update(engine: AdoptedEngine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
     return await _settle(_frontend(engine).updates.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
-async def abort_weight_update(engine: Engine, body: AbortUpdateBody) -> None:
+async def abort_weight_update(engine: AdoptedEngine, body: AbortUpdateBody) -> None:
     """Drop the session, and the tensors staged in it."""
     await _frontend(engine).updates.abort(body)
 
 
 @engine_method(RollbackBody)
-async def rollback_weights(engine: Engine, body: RollbackBody) -> Receipt:
+async def rollback_weights(engine: AdoptedEngine, body: RollbackBody) -> Receipt:
     """Return to the version before the last commit.
 
     Raises ``Conflict`` where another version than ``expected_version`` is serving.
@@ -228,18 +228,20 @@ async def rollback_weights(engine: Engine, body: RollbackBody) -> Receipt:
     "group_name",
     "backend",
 )
-async def init_weights_update_group(engine: Engine, body: JoinGroupBody) -> tuple[bool, str]:
+async def init_weights_update_group(engine: AdoptedEngine, body: JoinGroupBody) -> tuple[bool, str]:
     """Join a group with a trainer, whose ranks count from ``rank_offset``."""
     return await settle(_frontend(engine).groups.join(body))
 
 
 @engine_method(LeaveGroupBody, "group_name")
-async def destroy_weights_update_group(engine: Engine, body: LeaveGroupBody) -> tuple[bool, str]:
+async def destroy_weights_update_group(
+    engine: AdoptedEngine, body: LeaveGroupBody
+) -> tuple[bool, str]:
     """Leave the group with a trainer."""
     return await settle(_frontend(engine).groups.leave(body))
 
 
-async def _update(engine: Engine, body: UpdateBody) -> Receipt | tuple[bool, str]:
+async def _update(engine: AdoptedEngine, body: UpdateBody) -> Receipt | tuple[bool, str]:
     return await _settle(_frontend(engine).updates.update(body), body.non_blocking)
 
 
@@ -251,20 +253,20 @@ async def _settle(updating: Awaitable[Receipt], non_blocking: bool) -> Receipt |
 
 
 @engine_method(NoArguments)
-async def flush_cache(engine: Engine, body: NoArguments) -> Any:
+async def flush_cache(engine: AdoptedEngine, body: NoArguments) -> Any:
     """Forget every cached prefix. The answer says whether requests kept it from that."""
     return await engine.tokenizer_manager.flush_cache()
 
 
 @engine_method(MemoryTags, "tags")
-async def release_memory_occupation(engine: Engine, body: MemoryTags) -> None:
+async def release_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
     """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph."""
     request = ReleaseMemoryOccupationReqInput(tags=body.tags)
     await engine.tokenizer_manager.release_memory_occupation(request, None)
 
 
 @engine_method(MemoryTags, "tags")
-async def resume_memory_occupation(engine: Engine, body: MemoryTags) -> None:
+async def resume_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
     """Take back the memory of ``tags`` that were released."""
     request = ResumeMemoryOccupationReqInput(tags=body.tags)
     await engine.tokenizer_manager.resume_memory_occupation(request, None)

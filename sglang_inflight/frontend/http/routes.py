@@ -46,7 +46,7 @@ from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.updates.naming import name_version
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 from sglang_inflight.frontend.bodies import NameBody
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 
 async def name_version(tokenizer_manager: TokenizerManager, body: NameBody) -> dict[str, Any]:

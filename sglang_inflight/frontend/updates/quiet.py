@@ -17,7 +17,7 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 # How often a call that waits for running requests looks whether somebody paused them.
 LOOK_S = 0.05

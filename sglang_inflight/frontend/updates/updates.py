@@ -20,8 +20,6 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang.srt.runtime_context import get_memory
-
 from sglang_inflight.errors import (
     ERRORS,
     Conflict,
@@ -63,9 +61,10 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.upstream.runtime_context import get_memory
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 Handler = Callable[[Any], Any]
 

@@ -27,7 +27,6 @@ from sglang.srt.managers.io_struct import (
     TokenizedEmbeddingReqInput,
     TokenizedGenerateReqInput,
 )
-from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CONTROL_CALL
@@ -38,7 +37,8 @@ from sglang_inflight.scheduler.guard.preconditions import Preconditions
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.upstream.dispatcher import TypeBasedDispatcher
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.upstream.requests import MemoryRequest
 
 # Every step sleeps this long: the watchdog takes a longer one for a hang.
 LONGEST_SLOW_DOWN_S = 10.0
@@ -56,11 +57,10 @@ class Preconditions:
 
     @property
     def _released(self) -> set[str]:
-        released: set[str] = self._scheduler.weight_updater.offload_tags
-        return released
+        return self._scheduler.weight_updater.offload_tags
 
 
-def _tags(request: Any) -> list[str]:
+def _tags(request: MemoryRequest) -> list[str]:
     """The kinds of memory that ``request`` means; upstream takes none for all of them."""
     known = list(GPU_MEMORY_ALL_TYPES)
     tags = list(request.tags or known)

@@ -39,8 +39,8 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

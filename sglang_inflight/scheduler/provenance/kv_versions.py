@@ -30,8 +30,9 @@ from sglang.srt.utils import is_pin_memory_available
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 Spans = list[dict[str, Any]]
 
@@ -77,6 +78,7 @@ class KVVersions:
             if not (req.is_retracted or req.finished()):
                 end = req.kv.kv_committed_len
                 positions += range(end - len(taken), end)
+                assert req.kv.req_pool_idx is not None
                 rows += [req.kv.req_pool_idx] * len(taken)
         at = torch.tensor([rows, positions], dtype=torch.int64, pin_memory=self._pins)
         row, position = at.to(self._device, non_blocking=True)

@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
+    from sglang_inflight.scheduler.upstream.req import Req
 
 _MARK = "|inflight-epoch:"
 

@@ -8,7 +8,7 @@ know) or the server's (``SGLANG_INFLIGHT_MAX_VERSION_LAG``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -17,8 +17,9 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.adopted import AgingReq
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 
 class Staleness:
@@ -52,7 +53,7 @@ class Staleness:
         """A request has finished."""
         self._metrics.version_lag.observe(epoch - getattr(req, "inflight_first_epoch", epoch))
 
-    def _started(self) -> list[Req]:
+    def _started(self) -> list[AgingReq]:
         """Requests that have a token, or whose first token is in a queued result."""
         # of a prompt that is not yet whole a forward makes none
         sampled = {
@@ -61,7 +62,7 @@ class Staleness:
             for req in batch.reqs
             if req is not self._scheduler.chunked_req
         }
-        live = self._boundary.live_requests()
+        live = cast("set[AgingReq]", self._boundary.live_requests())
         return [r for r in live if not r.finished() and (r.output_ids or r in sampled)]
 
     def _limit(self, req: Req) -> int | None:

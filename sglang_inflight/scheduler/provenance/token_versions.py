@@ -18,15 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.runtime_context import get_context, get_serving
 from sglang.srt.utils.weight_versions import record_weight_version_events
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
+from sglang_inflight.upstream.runtime_context import get_context, get_serving
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
 
 # The epoch of what is processed now. The name is upstream's, and as this one it is the
 # process's: functions that write spans have nothing else at hand.

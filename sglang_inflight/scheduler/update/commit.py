@@ -29,7 +29,7 @@ from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.staging import Staging
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import logging
 
 import psutil
 import torch
-from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.scheduler.collectives import smallest
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 

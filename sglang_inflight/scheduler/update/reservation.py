@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.runtime_context import get_schedule
 from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
@@ -16,10 +15,11 @@ from sglang_inflight.scheduler.collectives import smallest
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import Kept, weights_of
+from sglang_inflight.upstream.runtime_context import get_schedule
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 
 @dataclass(frozen=True)

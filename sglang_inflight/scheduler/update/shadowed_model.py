@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.update.throttle.copies import paced
 from sglang_inflight.scheduler.update.throttle.rate import Pace
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

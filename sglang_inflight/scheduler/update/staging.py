@@ -69,8 +69,7 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_no_pause, why_no_update
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
-
+    from sglang_inflight.scheduler.adopted import ReservingScheduler
     from sglang_inflight.scheduler.boundary import Boundary
 
 
@@ -94,7 +93,7 @@ class Staging:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: ReservingScheduler,
         boundary: Boundary,
         answers: AnswerChannel,
         metrics: Metrics,

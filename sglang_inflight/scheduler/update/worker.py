@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.managers.utils import allocate_distinct_stream
-from sglang.srt.runtime_context import get_resources
 
 from sglang_inflight.messages import InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.throttle.rate import yield_cores
+from sglang_inflight.upstream.runtime_context import get_resources
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request
-from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
 from sglang_inflight.frontend.bodies import decode
@@ -36,9 +35,10 @@ from sglang_inflight.frontend.http.vllm.bodies import (
 from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checksums
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.updates.naming import name_version
+from sglang_inflight.upstream.runtime_context import get_device, get_parallel
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 

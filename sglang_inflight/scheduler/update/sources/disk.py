@@ -23,7 +23,6 @@ from sglang.srt.model_loader.weight_utils import (
     _prefetch_all_checkpoints,
     maybe_add_mtp_safetensors,
 )
-from sglang.srt.runtime_context import get_model
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DiskSource
@@ -33,9 +32,10 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickl
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.upstream.runtime_context import get_model
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
 
 # What these name is how SGLang's default loader finds files; all others load by other means,
 # which write the live model, or fetch from elsewhere, or make weights up.

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from sglang.srt.runtime_context import get_parallel
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from sglang_inflight.errors import Refused
@@ -18,6 +17,7 @@ from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.process_group import is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 

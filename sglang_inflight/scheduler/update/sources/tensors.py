@@ -11,7 +11,6 @@ import torch
 from sglang.srt.model_executor.model_runner_components.weight_updater import (
     LocalSerializedTensor,
 )
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils.common import normalize_serialized_named_tensor_payload
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
@@ -23,6 +22,8 @@ from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, S
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.release_pages import unmapping
+from sglang_inflight.scheduler.upstream.serialized_tensor import SerializedTensor
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 
 def read_tensors(source: TensorSource, device: torch.device, check: Callable[[], None]) -> Weights:
@@ -63,7 +64,7 @@ def _deserialize(source: TensorSource, device: torch.device, check: Callable[[],
             yield name, tensor
 
 
-def _of_rank(tensor: LocalSerializedTensor) -> bytes:
+def _of_rank(tensor: SerializedTensor) -> bytes:
     """That of this rank's, of payloads for each tensor-parallel rank."""
     payloads, rank = getattr(tensor, "values", None), get_parallel().tp_rank
     if not isinstance(payloads, list | tuple) or rank >= len(payloads):

@@ -1,0 +1,30 @@
+"""SGLang's objects with ours on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from sglang_inflight.frontend.upstream.communicator import FanOutCommunicator
+from sglang_inflight.frontend.upstream.engine import Engine
+from sglang_inflight.frontend.upstream.tokenizer_manager import SignalHandler, TokenizerManager
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.control_calls import ControlCalls
+    from sglang_inflight.frontend.frontend import Frontend
+
+
+class AdoptedTokenizerManager(TokenizerManager, Protocol):
+    inflight: Frontend
+
+
+class AdoptedSignalHandler(SignalHandler, Protocol):
+    tokenizer_manager: AdoptedTokenizerManager
+
+
+class AdoptedEngine(Engine, Protocol):
+    @property
+    def tokenizer_manager(self) -> AdoptedTokenizerManager: ...
+
+
+class AdoptedCommunicator(FanOutCommunicator, Protocol):
+    inflight: ControlCalls

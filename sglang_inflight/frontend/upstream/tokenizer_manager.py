@@ -1,0 +1,71 @@
+"""The front end's own object of SGLang's. It lives on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from sglang_inflight.frontend.upstream.lora_registry import LoRARegistry
+from sglang_inflight.upstream.describes import describes
+from sglang_inflight.upstream.dispatcher import TypeBasedDispatcher
+from sglang_inflight.upstream.requests import Request
+
+
+@describes("sglang.srt.utils.aio_rwlock.RWLock")
+class RWLock(Protocol):
+    async def acquire_writer(self) -> None: ...
+    async def release_writer(self) -> None: ...
+
+
+@describes("sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor")
+class MultimodalProcessor(Protocol):
+    def clear_preprocess_cache(self) -> None: ...
+
+
+@describes("sglang.srt.managers.tokenizer_manager.TokenizerManager")
+class TokenizerManager(Protocol):
+    # ---- its process ---------------------------------------------------------------
+    # None until the first call
+    event_loop: asyncio.AbstractEventLoop | None
+    asyncio_tasks: set[asyncio.Future[Any]]
+    gracefully_exit: bool
+
+    def auto_create_handle_loop(self) -> None: ...
+
+    # ---- requests ------------------------------------------------------------------
+    is_pause: bool
+    rid_to_state: Mapping[str, Any]
+    lora_registry: LoRARegistry
+    # ids, by the names of adapters that wait for the end of their last request
+    pending_lora_unloads: dict[str, str]
+    # None where the model takes text alone
+    mm_processor: MultimodalProcessor | None
+
+    def abort_request(self, rid: str = "", abort_all: bool = False) -> None: ...
+    def _handle_abort_req(self, recv_obj: Request) -> None: ...
+
+    # ---- weights -------------------------------------------------------------------
+    model_path: str
+    model_update_lock: RWLock
+
+    async def check_weights(
+        self, obj: Any
+    ) -> tuple[bool, str, list[dict[str, Any]] | None, str | None]: ...
+    async def update_weight_version(self, obj: Any) -> None: ...
+    def _update_weight_version_if_provided(self, weight_version: str | None) -> None: ...
+    async def flush_cache(self) -> Any: ...
+    async def release_memory_occupation(self, obj: Any, request: Any | None = None) -> None: ...
+    async def resume_memory_occupation(self, obj: Any, request: Any | None = None) -> None: ...
+
+    # ---- configuration and messages ------------------------------------------------
+    _result_dispatcher: TypeBasedDispatcher
+
+    def config_value(self, name: str) -> Any: ...
+    def record_config_updates(self, source: str, **fields: Any) -> None: ...
+    async def _async_dispatch_to_scheduler(self, obj: Any) -> None: ...
+
+
+@describes("sglang.srt.managers.tokenizer_manager.SignalHandler")
+class SignalHandler(Protocol):
+    tokenizer_manager: TokenizerManager

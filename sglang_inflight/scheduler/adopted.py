@@ -1,0 +1,49 @@
+"""SGLang's objects with ours on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
+from sglang_inflight.scheduler.upstream.pools import ReqToTokenPool
+from sglang_inflight.scheduler.upstream.req import Req
+from sglang_inflight.scheduler.upstream.result_processor import SchedulerBatchResultProcessor
+from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.controller import Controller
+    from sglang_inflight.scheduler.update.reservation import Reservation
+
+
+class ReservingScheduler(Scheduler, Protocol):
+    """One that has its models, and nothing else of ours yet."""
+
+    inflight_reservation: Reservation | None
+
+
+class AdoptedReqToTokenPool(ReqToTokenPool, Protocol):
+    inflight: Controller
+
+
+class AdoptedResultProcessor(SchedulerBatchResultProcessor, Protocol):
+    req_to_token_pool: AdoptedReqToTokenPool
+
+
+class AdoptedOutputStreamer(SchedulerOutputStreamer, Protocol):
+    inflight: Controller
+
+
+class AdoptedScheduler(ReservingScheduler, Protocol):
+    inflight: Controller
+    output_streamer: AdoptedOutputStreamer
+    req_to_token_pool: AdoptedReqToTokenPool
+
+
+class AgingReq(Req, Protocol):
+    """One that had a token when the weights changed."""
+
+    inflight_first_epoch: int
+
+
+class FinishedReq(Req, Protocol):
+    inflight_kv_versions: list[dict[str, Any]] | None

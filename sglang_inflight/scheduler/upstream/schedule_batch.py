@@ -1,0 +1,39 @@
+"""Requests that make a step together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from sglang_inflight.scheduler.upstream.req import Req
+from sglang_inflight.upstream.describes import describes
+
+if TYPE_CHECKING:
+    import torch
+
+
+@describes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm")
+class SpeculativeAlgorithm(Protocol):
+    def is_none(self) -> bool: ...
+
+
+@describes("sglang.srt.model_executor.forward_batch_info.ForwardMode")
+class ForwardMode(Protocol):
+    def is_extend(self) -> bool: ...
+
+
+@describes("sglang.srt.managers.schedule_batch.ScheduleBatch")
+class ScheduleBatch(Protocol):
+    reqs: list[Req]
+    # None where the forward writes no KV
+    out_cache_loc: torch.Tensor | None
+    forward_mode: ForwardMode
+    spec_algorithm: SpeculativeAlgorithm
+
+    def is_empty(self) -> bool: ...
+
+
+@describes("sglang.srt.managers.scheduler_pp_mixin.PPBatchMetadata")
+class PPBatchMetadata(Protocol):
+    """``fwd_batch`` is the microbatch as it was launched, where it may have changed since."""
+
+    fwd_batch: ScheduleBatch | None

@@ -1,0 +1,139 @@
+"""What SGLang's arguments were resolved to, by the names of its ``arg_groups.fields``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_inflight.upstream.describes import describes
+
+if TYPE_CHECKING:
+    import torch
+
+_FIELDS = "sglang.srt.arg_groups.fields"
+
+
+@describes("sglang.srt.distributed.parallel_state.GroupCoordinator")
+class GroupCoordinator(Protocol):
+    """Ranks that compute together."""
+
+    rank: int
+    ranks: list[int]
+    world_size: int
+    cpu_group: torch.distributed.ProcessGroup
+
+
+@describes(f"{_FIELDS}.parallel.Parallel")
+class Parallel(Protocol):
+    """What is derived, and what belongs to this rank, is read here too."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_group(self) -> GroupCoordinator: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int | None: ...
+    @property
+    def attn_tp_rank(self) -> int: ...
+    @property
+    def attn_cp_rank(self) -> int: ...
+    @property
+    def attn_dp_enabled(self) -> bool: ...
+    @property
+    def attn_dp_size(self) -> int: ...
+    @property
+    def attn_dp_rank(self) -> int: ...
+
+
+@describes(f"{_FIELDS}.device.Device")
+class Device(Protocol):
+    @property
+    def device(self) -> str | None: ...
+
+
+@describes(f"{_FIELDS}.disagg.Disagg")
+class Disaggregation(Protocol):
+    @property
+    def disaggregation_mode(self) -> str: ...
+    @property
+    def enable_pdmux(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.exec_.ExecMoe")
+class Experts(Protocol):
+    @property
+    def enable_eplb(self) -> bool: ...
+    @property
+    def elastic_ep_backend(self) -> str | None: ...
+
+
+class Execution(Protocol):
+    """A bag of bags, which SGLang makes at run time: no class of it has members."""
+
+    @property
+    def moe(self) -> Experts: ...
+
+
+@describes(f"{_FIELDS}.lora.Lora")
+class Lora(Protocol):
+    @property
+    def enable_lora(self) -> bool | None: ...
+
+
+@describes(f"{_FIELDS}.memory.Memory")
+class Memory(Protocol):
+    @property
+    def enable_hierarchical_cache(self) -> bool: ...
+    @property
+    def enable_lmcache(self) -> bool: ...
+    @property
+    def enable_flexkv(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.model.Model")
+class Model(Protocol):
+    @property
+    def weight_cache_mode(self) -> str: ...
+    @property
+    def weight_loader_drop_cache_after_load(self) -> bool: ...
+    @property
+    def weight_loader_prefetch_checkpoints(self) -> bool: ...
+    @property
+    def weight_loader_prefetch_num_threads(self) -> int: ...
+
+
+@describes(f"{_FIELDS}.observability.Observability")
+class Observability(Protocol):
+    @property
+    def enable_metrics(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.schedule.Schedule")
+class Schedule(Protocol):
+    # not None any more, when it is read
+    @property
+    def mem_fraction_static(self) -> float: ...
+
+
+@describes(f"{_FIELDS}.serving.Serving")
+class Serving(Protocol):
+    @property
+    def weight_version(self) -> str: ...
+
+
+@describes("sglang.srt.runtime_context.Resources")
+class Resources(Protocol):
+    # named side streams
+    streams: dict[str, Any]
+
+
+@describes("sglang.srt.runtime_context.RuntimeContext")
+class RuntimeContext(Protocol):
+    def override(self, source: str, **values: object) -> None: ...

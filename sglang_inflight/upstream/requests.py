@@ -1,0 +1,42 @@
+"""Messages of SGLang's that we read, in ``sglang.srt.managers.io_struct``."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from sglang_inflight.upstream.describes import describes
+
+_IO = "sglang.srt.managers.io_struct"
+
+
+@describes(f"{_IO}.BaseReq")
+class Request(Protocol):
+    """``http_worker_ipc`` is where its answer goes."""
+
+    rid: str | None
+    http_worker_ipc: str | None
+
+
+@describes(f"{_IO}.PauseGenerationReqInput")
+class PauseRequest(Request, Protocol):
+    mode: Literal["abort", "in_place", "retract"]
+
+
+@describes(f"{_IO}.ContinueGenerationReqInput")
+class ContinueRequest(Request, Protocol):
+    torch_empty_cache: bool
+
+
+@describes(f"{_IO}.UnloadLoRAAdapterReqInput")
+class UnloadAdapterRequest(Request, Protocol):
+    lora_name: str
+
+
+@describes(f"{_IO}.UpdateWeightsFromTensorReqInput")
+class UpdateFromTensorRequest(Request, Protocol):
+    serialized_named_tensors: list[str | bytes]
+
+
+@describes(f"{_IO}.ReleaseMemoryOccupationReqInput", f"{_IO}.ResumeMemoryOccupationReqInput")
+class MemoryRequest(Request, Protocol):
+    tags: list[str] | None

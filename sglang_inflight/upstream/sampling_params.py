@@ -1,0 +1,13 @@
+"""How a request wants its tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sglang_inflight.upstream.describes import describes
+
+
+@describes("sglang.srt.sampling.sampling_params.SamplingParams")
+class SamplingParams(Protocol):
+    # upstream's place for what it does not know; a dict, unless a client sent something else
+    custom_params: Any

@@ -1,0 +1,39 @@
+"""A server's arguments, before and while they are resolved."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang_inflight.upstream.describes import describes
+
+_FIELDS = "sglang.srt.arg_groups.fields"
+
+
+@describes(
+    "sglang.srt.server_args.ServerArgs",
+    f"{_FIELDS}.model.Model",
+    f"{_FIELDS}.parallel.Parallel",
+    f"{_FIELDS}.serving.Serving",
+)
+class ServerArgs(Protocol):
+    """SGLang puts its fields together from these classes."""
+
+    model_path: str
+    revision: str | None
+    trust_remote_code: bool
+    quantization: str | None
+    dtype: str
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    enable_dp_attention: bool
+    enable_dp_attention_local_control_broadcast: bool
+    nnodes: int
+    tokenizer_worker_num: int
+
+    def resolve_once(self) -> None: ...
+
+
+@describes("sglang.srt.server_args.PortArgs")
+class PortArgs(Protocol):
+    tokenizer_ipc_name: str
