@@ -1,0 +1,44 @@
+"""Is there what our hooks are put on, and does it take what they take?"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.parameters import Parameters, why_no_replacement
+from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
+
+HOOK_LISTS = (
+    "sglang_inflight.scheduler.hooks",
+    "sglang_inflight.frontend.tokenizer_hooks",
+    "sglang_inflight.frontend.engine.hooks",
+)
+# what SGLang's registry gives a hook ahead of the function's own arguments
+_AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
+
+
+def look_at_hooks(tree: SourceTree) -> list[Finding]:
+    return [
+        Finding("hook", target, why_not_hooked(tree, target, hook, kind.name), (target,))
+        for name in HOOK_LISTS
+        for target, hook, kind in importlib.import_module(name).HOOKS
+    ]
+
+
+def why_not_hooked(
+    tree: SourceTree, target: str, hook: Callable[..., Any], kind: str
+) -> str | None:
+    definition = tree.find(target)
+    if definition is None:
+        return "it is not there"
+    node = definition.node
+    if not isinstance(node, FunctionNode) or is_property(node):
+        return "it is no function there"
+    theirs = Parameters.of_node(node)
+    ours = Parameters.of_function(hook).without_first(_AHEAD[kind])
+    if definition.owner is not None and theirs.positional and ours.positional:
+        # whatever each calls the object itself
+        theirs, ours = theirs.without_first(), ours.without_first()
+    return why_no_replacement(theirs, ours)

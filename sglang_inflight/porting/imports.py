@@ -1,0 +1,115 @@
+"""Is there what our modules import, and can it be called as they call it?"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import sglang_inflight
+from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.parameters import Parameters
+from sglang_inflight.porting.source_tree import Definition, FunctionNode, SourceTree
+
+HOUSE = Path(sglang_inflight.__file__).parent
+UPSTREAM = "sglang"
+
+
+def look_at_imports(tree: SourceTree, house: Path = HOUSE) -> list[Finding]:
+    """One finding for each name, which is the first thing that is wrong with it."""
+    findings: dict[str, Finding] = {}
+    for file in sorted(house.rglob("*.py")):
+        source = ast.parse(file.read_text(encoding="utf-8"))
+        where = str(file.relative_to(house.parent))
+        for finding in _look_at(tree, source, where):
+            known = findings.get(finding.name)
+            if known is None or known.fits:
+                findings[finding.name] = finding
+    return sorted(findings.values(), key=lambda finding: finding.name)
+
+
+def _look_at(tree: SourceTree, source: ast.Module, where: str) -> Iterator[Finding]:
+    # by what they are called in this file
+    names: dict[str, str] = {}
+    for node in ast.walk(source):
+        if isinstance(node, ast.ImportFrom) and _is_upstreams(node.module):
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names if _is_upstreams(alias.name)]
+            yield from (_there(tree, name, where) for name in wanted)
+        elif isinstance(node, ast.Constant) and _is_dotted_name(node.value):
+            # what is imported by name: hooks and Protocols are looked at elsewhere
+            if tree.file(node.value) is None and where.endswith(
+                ("doctor.py", "tokenizer_hooks.py")
+            ):
+                yield _there(tree, node.value, where)
+    yield from (_there(tree, name, where) for name in names.values())
+    for node in ast.walk(source):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            dotted = names.get(node.value.id)
+            definition = tree.find(dotted) if dotted is not None else None
+            if definition is not None and _has_members(tree, definition):
+                yield _there(tree, f"{dotted}.{node.attr}", where)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            dotted = names.get(node.func.id)
+            definition = tree.find(dotted) if dotted is not None else None
+            if definition is not None and dotted is not None:
+                reason = _why_not_called(tree, definition, node)
+                if reason is not None:
+                    at = f"{where}:{node.lineno}: {reason}"
+                    yield Finding("import", dotted, at, (dotted,))
+
+
+def _there(tree: SourceTree, dotted: str, where: str) -> Finding:
+    reason = None if tree.find(dotted) is not None else f"{where}: it is not there"
+    return Finding("import", dotted, reason, (dotted,))
+
+
+def _has_members(tree: SourceTree, definition: Definition) -> bool:
+    """Whether all of them can be read off the source: no class of another package is below."""
+    if definition.node is None:
+        return True
+    return isinstance(definition.node, ast.ClassDef) and not definition.node.decorator_list
+
+
+def _why_not_called(tree: SourceTree, definition: Definition, call: ast.Call) -> str | None:
+    """Whether the names and the number of the arguments are right, where that can be seen."""
+    if isinstance(definition.node, FunctionNode):
+        parameters = Parameters.of_node(definition.node)
+    elif isinstance(definition.node, ast.ClassDef):
+        init = tree.member(definition, "__init__")
+        if init is None or not isinstance(init.node, FunctionNode):
+            return _why_no_fields(tree, definition, call)
+        parameters = Parameters.of_node(init.node).without_first()
+    else:
+        return None
+    if isinstance(definition.node, FunctionNode) and definition.node.decorator_list:
+        return None
+    given = {keyword.arg for keyword in call.keywords}
+    is_starred = None in given or any(isinstance(arg, ast.Starred) for arg in call.args)
+    for name in sorted(each for each in given if each is not None):
+        if name not in parameters.all and not parameters.takes_names:
+            return f"it takes no parameter {name!r}"
+    if is_starred:
+        return None
+    if len(call.args) > len(parameters.positional) and not parameters.takes_rest:
+        return f"it takes {len(parameters.positional)} positional arguments"
+    reached = given | set(parameters.positional[: len(call.args)])
+    if missing := parameters.all - parameters.optional - reached:
+        return f"it needs {', '.join(sorted(missing))}, too"
+    return None
+
+
+def _why_no_fields(tree: SourceTree, definition: Definition, call: ast.Call) -> str | None:
+    """Of a dataclass, or a struct."""
+    fields = tree.member_names(definition)
+    unknown = [k.arg for k in call.keywords if k.arg is not None and k.arg not in fields]
+    return f"it has no field {unknown[0]!r}" if unknown else None
+
+
+def _is_upstreams(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] == UPSTREAM
+
+
+def _is_dotted_name(value: object) -> bool:
+    return isinstance(value, str) and value.startswith(f"{UPSTREAM}.") and value.isascii()

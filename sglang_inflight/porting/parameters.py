@@ -1,0 +1,110 @@
+"""Parameters of a function, whether it is here or in a source that is only read."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_inflight.porting.source_tree import FunctionNode
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """``positional`` may be given by position, ``named`` by name alone.
+
+    ``takes_rest`` and ``takes_names`` say whether there are ``*args`` and ``**kwargs``.
+    """
+
+    positional: tuple[str, ...]
+    named: frozenset[str]
+    optional: frozenset[str]
+    takes_rest: bool
+    takes_names: bool
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.named | set(self.positional)
+
+    def without_first(self, count: int = 1) -> Parameters:
+        return Parameters(
+            self.positional[count:], self.named, self.optional, self.takes_rest, self.takes_names
+        )
+
+    @classmethod
+    def of_node(cls, node: FunctionNode) -> Parameters:
+        """Of a method without ``self``."""
+        args = node.args
+        positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
+        defaults = positional[len(positional) - len(args.defaults) :]
+        named = [arg.arg for arg in args.kwonlyargs]
+        optional = [n for n, d in zip(named, args.kw_defaults, strict=True) if d is not None]
+        return cls(
+            tuple(positional),
+            frozenset(named),
+            frozenset([*defaults, *optional]),
+            args.vararg is not None,
+            args.kwarg is not None,
+        )
+
+    @classmethod
+    def of_function(cls, function: Callable[..., Any]) -> Parameters:
+        parameters = inspect.signature(function).parameters.values()
+        by_position = (
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        return cls(
+            tuple(each.name for each in parameters if each.kind in by_position),
+            frozenset(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY),
+            frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty),
+            any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters),
+            any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
+        )
+
+
+def why_not_callable_as(theirs: Parameters, ours: Parameters) -> str | None:
+    """Why ``theirs`` cannot be called in every way that ``ours`` says."""
+    for at, name in enumerate(ours.positional):
+        if at >= len(theirs.positional):
+            if not theirs.takes_rest and name not in theirs.named:
+                return f"it takes no parameter {name!r}{_has(theirs)}"
+        elif theirs.positional[at] != name:
+            return f"its parameter {at + 1} is {theirs.positional[at]!r}, not {name!r}"
+    if (unknown := ours.named - theirs.all) and not theirs.takes_names:
+        return f"it takes no parameter {min(unknown)!r}{_has(theirs)}"
+    if needed := theirs.all - theirs.optional - ours.all:
+        return f"it needs {', '.join(sorted(needed))}, too"
+    if needed := ours.optional & theirs.all - theirs.optional:
+        return f"it needs {', '.join(sorted(needed))}, which ours leaves out"
+    return None
+
+
+def why_no_replacement(theirs: Parameters, ours: Parameters) -> str | None:
+    """Why ``ours`` cannot be called in every way that ``theirs`` is."""
+    for at, (name, said) in enumerate(zip(theirs.positional, ours.positional, strict=False)):
+        if name != said:
+            return f"its parameter {at + 1} is {name!r}, our hook's is {said!r}"
+    extra = theirs.positional[len(ours.positional) :]
+    if extra and not ours.takes_rest:
+        return f"our hook does not take its {_listed(extra)}"
+    unknown = theirs.named - ours.named
+    if unknown and not ours.takes_names:
+        return f"our hook does not take its {_listed(sorted(unknown))}"
+    if needed := ours.all - ours.optional - theirs.all:
+        return f"it has no {_listed(sorted(needed))}, which our hook needs"
+    return None
+
+
+def _has(parameters: Parameters) -> str:
+    return f"; it has {_listed(sorted(parameters.all))}" if parameters.all else "; it has none"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names)
+
+
+def is_static(node: FunctionNode) -> bool:
+    return any(ast.unparse(each) == "staticmethod" for each in node.decorator_list)

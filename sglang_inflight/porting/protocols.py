@@ -1,0 +1,98 @@
+"""Do SGLang's classes have the attributes and methods that our Protocols say?"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Iterator
+from typing import Any
+
+import sglang_inflight
+from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.parameters import Parameters, is_static, why_not_callable_as
+from sglang_inflight.porting.source_tree import (
+    Definition,
+    FunctionNode,
+    SourceTree,
+    is_property,
+    is_settable,
+)
+from sglang_inflight.upstream.describes import DESCRIBED
+
+FOLDERS = ("upstream", "scheduler.upstream", "frontend.upstream")
+
+
+def look_at_protocols(tree: SourceTree) -> list[Finding]:
+    return [
+        finding
+        for protocol, classes in described().items()
+        for finding in _look_at(tree, protocol, classes)
+    ]
+
+
+def described() -> dict[type, tuple[str, ...]]:
+    """Every Protocol, and the classes that it is of. Imports what has not been yet."""
+    for folder in FOLDERS:
+        package = importlib.import_module(f"{sglang_inflight.__name__}.{folder}")
+        for module in pkgutil.iter_modules(package.__path__):
+            # its values are SGLang's own functions, which a source that is read has not
+            if module.name != "runtime_context":
+                importlib.import_module(f"{package.__name__}.{module.name}")
+    return dict(DESCRIBED)
+
+
+def _look_at(tree: SourceTree, protocol: type, classes: tuple[str, ...]) -> Iterator[Finding]:
+    found: list[Definition] = []
+    for name in classes:
+        definition = tree.find(name)
+        if definition is None or not isinstance(definition.node, ast.ClassDef):
+            yield Finding("protocol", protocol.__name__, f"there is no class {name}", (name,))
+        else:
+            found.append(definition)
+    if not found:
+        return
+    for name, ours in members_of_protocol(protocol).items():
+        theirs = next((m for each in found if (m := tree.member(each, name)) is not None), None)
+        if theirs is None:
+            reason: str | None = f"{classes[0].rpartition('.')[2]} has no such member"
+        else:
+            reason = _why_not(theirs, ours)
+        yield Finding(
+            "protocol",
+            f"{protocol.__name__}.{name}",
+            reason,
+            tuple(f"{each}.{name}" for each in classes),
+        )
+
+
+def members_of_protocol(protocol: type) -> dict[str, Any]:
+    """By name: a function, a property, or None for an attribute that may be written."""
+    names = [
+        *inspect.get_annotations(protocol),
+        *(n for n, value in vars(protocol).items() if inspect.isfunction(value)),
+        *(n for n, value in vars(protocol).items() if isinstance(value, property)),
+    ]
+    # what Python's Protocol puts into each
+    return {n: vars(protocol).get(n) for n in names if n not in ("__init__", "__subclasshook__")}
+
+
+def _why_not(theirs: Definition, ours: Any) -> str | None:
+    node = theirs.node
+    is_method = isinstance(node, FunctionNode) and not is_property(node)
+    if not inspect.isfunction(ours):
+        if is_method:
+            return "it is a method there"
+        if ours is None and is_property(node) and not is_settable(node):
+            return "it can only be read there: make it a property"
+        return None
+    if not isinstance(node, FunctionNode) or not is_method:
+        return "it is no method there"
+    if isinstance(node, ast.AsyncFunctionDef) != inspect.iscoroutinefunction(ours):
+        is_async = isinstance(node, ast.AsyncFunctionDef)
+        return "it is async there" if is_async else "it is not async there"
+    parameters = Parameters.of_node(node)
+    if not is_static(node):
+        parameters = parameters.without_first()
+    return why_not_callable_as(parameters, Parameters.of_function(ours).without_first())
