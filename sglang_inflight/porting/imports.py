@@ -37,12 +37,6 @@ def _look_at(tree: SourceTree, source: ast.Module, where: str) -> Iterator[Findi
         elif isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names if _is_upstreams(alias.name)]
             yield from (_there(tree, name, where) for name in wanted)
-        elif isinstance(node, ast.Constant) and _is_dotted_name(node.value):
-            # what is imported by name: hooks and Protocols are looked at elsewhere
-            if tree.file(node.value) is None and where.endswith(
-                ("doctor.py", "tokenizer_hooks.py")
-            ):
-                yield _there(tree, node.value, where)
     yield from (_there(tree, name, where) for name in names.values())
     for node in ast.walk(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -109,7 +103,3 @@ def _why_no_fields(tree: SourceTree, definition: Definition, call: ast.Call) -> 
 
 def _is_upstreams(module: str | None) -> bool:
     return module is not None and module.partition(".")[0] == UPSTREAM
-
-
-def _is_dotted_name(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(f"{UPSTREAM}.") and value.isascii()

@@ -9,6 +9,8 @@ import pkgutil
 from collections.abc import Iterator
 from typing import Any
 
+from packaging.version import Version
+
 import sglang_inflight
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.parameters import Parameters, is_static, why_not_callable_as
@@ -19,20 +21,21 @@ from sglang_inflight.porting.source_tree import (
     is_property,
     is_settable,
 )
-from sglang_inflight.upstream.describes import DESCRIBED
+from sglang_inflight.upstream.describes import DESCRIBED, Description
 
 FOLDERS = ("upstream", "scheduler.upstream", "frontend.upstream")
 
 
-def look_at_protocols(tree: SourceTree) -> list[Finding]:
+def look_at_protocols(tree: SourceTree, version: str) -> list[Finding]:
     return [
         finding
-        for protocol, classes in described().items()
-        for finding in _look_at(tree, protocol, classes)
+        for protocol, of in described().items()
+        if of.since is None or Version(of.since) <= Version(version)
+        for finding in _look_at(tree, protocol, of.classes)
     ]
 
 
-def described() -> dict[type, tuple[str, ...]]:
+def described() -> dict[type, Description]:
     """Every Protocol, and the classes that it is of. Imports what has not been yet."""
     for folder in FOLDERS:
         package = importlib.import_module(f"{sglang_inflight.__name__}.{folder}")

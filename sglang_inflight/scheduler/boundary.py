@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
@@ -127,9 +128,8 @@ class Boundary:
         running = self.running_requests()
         self._metrics.retracted.inc(len(running))
         self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in running))
-        was_paused, started_at = scheduler._engine_paused, scheduler._pause_started_at
-        scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
-        scheduler._engine_paused, scheduler._pause_started_at = was_paused, started_at
+        with paused_as_it_was(scheduler):
+            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         return len(running)
 
     def flush(self, *, empty_cache: bool) -> None:

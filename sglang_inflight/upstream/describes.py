@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 P = TypeVar("P", bound=type)
 
-DESCRIBED: dict[type, tuple[str, ...]] = {}
+
+@dataclass(frozen=True)
+class Description:
+    """``since`` is the first version that has it all, or None where all that we support have."""
+
+    classes: tuple[str, ...]
+    since: str | None
 
 
-def describes(*classes: str) -> Callable[[P], P]:
+DESCRIBED: dict[type, Description] = {}
+
+
+def describes(*classes: str, since: str | None = None) -> Callable[[P], P]:
     """Each member of the Protocol is one of the class, or of one of the ``classes``."""
 
     def note(protocol: P) -> P:
-        DESCRIBED[protocol] = classes
+        DESCRIBED[protocol] = Description(classes, since)
         return protocol
 
     return note

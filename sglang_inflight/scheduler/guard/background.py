@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_inflight.scheduler.upstream.by_version import send_control_output
+
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
@@ -41,7 +43,7 @@ class Errands:
         while self._done:
             request, output = self._done.popleft()
             if output is not None:
-                self._scheduler.send_control_output(output, request)
+                send_control_output(self._scheduler, output, request)
 
     def _run(self, handler: Handler, request: Any) -> None:
         device = next(self._scheduler.tp_worker.model_runner.model.parameters()).device

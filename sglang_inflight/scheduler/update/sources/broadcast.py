@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
-from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, DistributedSource
@@ -16,6 +16,8 @@ from sglang_inflight.scheduler.update.sources.weights import Weights
 
 # name, dtype and shape of a tensor that is to be broadcast
 _Layout = tuple[str, torch.dtype, list[int]]
+# what is broadcast at once, and the tensors that are in it then
+_Received = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]
 
 
 def receive(
@@ -50,7 +52,7 @@ def receive(
 
 def _broadcasts(
     source: DistributedSource, dtypes: list[torch.dtype], device: torch.device
-) -> Iterator[tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]]:
+) -> Iterator[_Received]:
     """What to receive into, one after the other, and the tensors that are in it then."""
     tensors = list(zip(source.names, dtypes, source.shapes, strict=True))
     if source.load_format != FLATTENED_BUCKET:
@@ -60,10 +62,36 @@ def _broadcasts(
         return
     for part in _split(tensors, source.bucket_bytes):
         try:
-            bucket = FlattenedTensorBucket.empty(*zip(*part, strict=True), device)
+            received = _empty_bucket(part, device)
         except ValueError as error:
             raise Refused(f"not a {FLATTENED_BUCKET}: {error}") from error
-        yield bucket.get_flattened_tensor(), bucket.reconstruct_tensors()
+        yield received
+
+
+def _empty_bucket(part: list[_Layout], device: torch.device) -> _Received:
+    """One to receive into. Raises ``ValueError`` where tensors cannot lie so."""
+    metadata = []
+    offset = 0
+    for name, dtype, shape in part:
+        if any(size < 0 for size in shape):
+            raise ValueError(f"{name} has a negative dimension: {shape}")
+        if offset % dtype.itemsize:
+            raise ValueError(f"{name} would begin at byte {offset}, amid a {dtype}")
+        size = math.prod(shape) * dtype.itemsize
+        metadata.append(
+            FlattenedTensorMetadata(
+                name=name,
+                shape=torch.Size(shape),
+                dtype=dtype,
+                start_idx=offset,
+                end_idx=offset + size,
+                numel=size,
+            )
+        )
+        offset += size
+    flat = torch.empty(offset, dtype=torch.uint8, device=device)
+    bucket = FlattenedTensorBucket(flattened_tensor=flat, metadata=metadata)
+    return flat, bucket.reconstruct_tensors()
 
 
 def _split(tensors: list[_Layout], most: int | None) -> Iterator[list[_Layout]]:
