@@ -73,8 +73,6 @@ def _empty_bucket(part: list[_Layout], device: torch.device) -> _Received:
     metadata = []
     offset = 0
     for name, dtype, shape in part:
-        if any(size < 0 for size in shape):
-            raise ValueError(f"{name} has a negative dimension: {shape}")
         if offset % dtype.itemsize:
             raise ValueError(f"{name} would begin at byte {offset}, amid a {dtype}")
         size = math.prod(shape) * dtype.itemsize
