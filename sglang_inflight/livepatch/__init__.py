@@ -27,6 +27,8 @@ from sglang_inflight.livepatch.series import (
     Series,
     apply_series,
     load_series,
+    read_series,
+    supported_versions,
 )
 
 __all__ = [
@@ -38,5 +40,7 @@ __all__ = [
     "apply_series",
     "expect_hook",
     "load_series",
+    "read_series",
+    "supported_versions",
     "verify_hooks",
 ]

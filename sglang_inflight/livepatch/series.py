@@ -8,11 +8,13 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from sglang_inflight.livepatch import compiling, exact, hooks
 from sglang_inflight.livepatch.errors import PatchRefused
@@ -105,6 +107,12 @@ class Series:
     version: str
     folder: Path
     patches: tuple[Patch, ...]
+    # the folder that holds the package, where it is not the installed one
+    elsewhere: Path | None = None
+
+    def within(self, root: Path) -> Series:
+        """The same patches, for the package that lies in ``root``."""
+        return replace(self, elsewhere=root)
 
     @property
     def name(self) -> str:
@@ -117,6 +125,8 @@ class Series:
     @cached_property
     def root(self) -> Path:
         """The folder that holds the installed package. Found without importing it."""
+        if self.elsewhere is not None:
+            return self.elsewhere
         spec = importlib.util.find_spec(self.distribution)
         if spec is None or spec.origin is None:
             raise PatchRefused("its package cannot be found", found=self.found)
@@ -269,6 +279,17 @@ class Series:
         return PatchRefused(reason, found=self.found, patch=patch, function=function)
 
 
+def supported_versions(distribution: str = "sglang", patches: Path | None = None) -> list[str]:
+    """Those that have a series, the oldest first."""
+    prefix = f"{distribution}-"
+    folders = (place.name for place in _house(patches).glob(f"{prefix}*"))
+    return sorted((name.removeprefix(prefix) for name in folders), key=Version)
+
+
+def _house(patches: Path | None) -> Path:
+    return patches or next((place for place in _PATCHES if place.is_dir()), _PATCHES[0])
+
+
 def load_series(distribution: str = "sglang", patches: Path | None = None) -> Series:
     """Read the series for the installed version of ``distribution``, below ``patches``."""
     try:
@@ -277,16 +298,23 @@ def load_series(distribution: str = "sglang", patches: Path | None = None) -> Se
         raise PatchRefused(
             "it is not installed", found=f"a machine without {distribution}"
         ) from None
-    found = f"{distribution} {installed}"
-    house = patches or next((place for place in _PATCHES if place.is_dir()), _PATCHES[0])
-    folder = house / f"{distribution}-{installed}"
+    return read_series(installed, distribution, patches)
+
+
+def read_series(version: str, distribution: str = "sglang", patches: Path | None = None) -> Series:
+    """Read the series for ``version``, whether that is installed or not."""
+    found = f"{distribution} {version}"
+    folder = _house(patches) / f"{distribution}-{version}"
     if not folder.is_dir():
-        there = sorted(place.name for place in house.glob(f"{distribution}-*"))
-        raise PatchRefused(f"the patches are for {_names(there) or 'no version'}", found=found)
+        there = supported_versions(distribution, patches)
+        raise PatchRefused(
+            f"the patches are for {distribution} {' or '.join(there) or 'of no version'}",
+            found=found,
+        )
     files = sorted(folder.glob("*.patch"))
     if not files:
         raise PatchRefused(f"{folder.name} holds no patch", found=found)
-    return Series(distribution, installed, folder, tuple(_read_patch(f, found) for f in files))
+    return Series(distribution, version, folder, tuple(_read_patch(f, found) for f in files))
 
 
 def apply_series() -> list[AppliedFunction]:

@@ -1,0 +1,57 @@
+"""``python -m sglang_inflight.porting VERSION``: what would have to be done for that SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+from sglang_inflight.porting.download import default_cache, fetch
+from sglang_inflight.porting.survey import Survey, survey
+
+# in the order in which they are to be mended
+_HEADS = {
+    "patch": "Patches",
+    "hook": "Hooks",
+    "protocol": "Members of SGLang's classes",
+    "import": "Imported names",
+}
+
+
+def main(words: list[str] | None = None) -> int:
+    """Exit code 0 only if all fits."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_inflight.porting")
+    parser.add_argument("version", help="of SGLang, as pip names it")
+    parser.add_argument(
+        "--source", type=Path, help="a folder that holds `sglang`, instead of pip's wheel"
+    )
+    parser.add_argument("--cache", type=Path, default=default_cache(), help="of unpacked wheels")
+    given = parser.parse_args(words)
+    if given.source is not None and not (given.source / "sglang").is_dir():
+        parser.error(f"{given.source} holds no folder `sglang`")
+    try:
+        root = given.source or fetch(given.version, given.cache)
+    except subprocess.CalledProcessError:
+        print(f"pip has no wheel of sglang=={given.version} for this Python", file=sys.stderr)
+        return 2
+    found = survey(root, given.version)
+    print("\n".join(describe(found)))
+    return 1 if found.misfits else 0
+
+
+def describe(found: Survey) -> list[str]:
+    lines = [f"SGLang {found.version}, with the patches of {found.series}", ""]
+    for kind, head in _HEADS.items():
+        of_kind = [finding for finding in found.findings if finding.kind == kind]
+        misfits = [finding for finding in of_kind if not finding.fits]
+        lines.append(f"{head}: {len(of_kind) - len(misfits)} of {len(of_kind)} fit")
+        for finding in misfits:
+            lines.append(f"  {finding.name}: {finding.reason}")
+            lines += [f"    {hint}" for hint in found.hints.get(finding.name, [])]
+    lines += ["", "docs/porting.md says what to do." if found.misfits else "All of it fits."]
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""All that we say of SGLang, held against one of its versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from sglang_inflight.livepatch import Series, read_series, supported_versions
+from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.hooks import look_at_hooks
+from sglang_inflight.porting.imports import look_at_imports
+from sglang_inflight.porting.patches import look_at_patches
+from sglang_inflight.porting.protocols import look_at_protocols
+from sglang_inflight.porting.source_tree import SourceTree
+from sglang_inflight.porting.whereabouts import Whereabouts
+
+
+@dataclass(frozen=True)
+class Survey:
+    """``hints`` are by the name of what does not fit."""
+
+    version: str
+    series: str
+    findings: tuple[Finding, ...]
+    hints: dict[str, list[str]]
+
+    @property
+    def misfits(self) -> list[Finding]:
+        return [finding for finding in self.findings if not finding.fits]
+
+
+def survey(root: Path, version: str) -> Survey:
+    """Of the SGLang whose package lies in ``root``. Nothing of it is imported."""
+    tree = SourceTree(root)
+    series = nearest_series(version)
+    findings = (
+        *look_at_patches(series, root),
+        *look_at_hooks(tree),
+        *look_at_protocols(tree, version),
+        *look_at_imports(tree),
+    )
+    whereabouts = Whereabouts(tree)
+    hints = {
+        finding.name: [hint for name in finding.upstream for hint in whereabouts.of(name)]
+        for finding in findings
+        if not finding.fits
+    }
+    return Survey(version, series.name, findings, hints)
+
+
+def nearest_series(version: str) -> Series:
+    """The version's own, or else that of the next older one, or of the oldest."""
+    known = sorted(supported_versions(), key=Version)
+    older = [each for each in known if Version(each) <= Version(version)]
+    return read_series(older[-1] if older else known[0])
