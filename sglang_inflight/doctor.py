@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import io
 import multiprocessing
 import pkgutil
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
@@ -16,13 +17,19 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from sglang_inflight.livepatch import AppliedFunction, PatchRefused, load_series
-
-HOOK_LISTS = (
-    "sglang_inflight.scheduler.hooks",
-    "sglang_inflight.frontend.tokenizer_hooks",
-    "sglang_inflight.frontend.engine.hooks",
+from sglang_inflight.livepatch import (
+    AppliedFunction,
+    PatchRefused,
+    installed_root,
+    load_series,
+    supported_versions,
 )
+from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.hooks import HOOK_LISTS
+from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
+from sglang_inflight.porting.imports import look_at_imports
+from sglang_inflight.porting.protocols import look_at_protocols
+from sglang_inflight.porting.source_tree import SourceTree
 
 
 @dataclass(frozen=True)
@@ -39,14 +46,18 @@ class Report:
     """``problems`` holds a sentence for everything that would stop a server.
 
     ``refused`` are the server arguments that would, whether asked for here or not.
+    ``supported`` are versions of SGLang, and ``upstream`` counts the members of its classes,
+    and the names of its modules, that were looked for in its source.
     ``on_cpu`` is what the reference platform chooses, and empty on any other.
     """
 
     versions: dict[str, str]
+    supported: list[str]
     series: str | None
     already_applied: bool
     functions: list[AppliedFunction]
     hooks: list[HookedFunction]
+    upstream: int
     platform: str | None
     on_cpu: dict[str, str]
     settings: dict[str, Any]
@@ -75,10 +86,12 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     chosen = _platform(problems)
     found = Report(
         versions=_versions(),
+        supported=supported_versions(),
         series=series,
         already_applied=already_applied,
         functions=functions,
         hooks=_hooks(problems),
+        upstream=_upstream(problems),
         platform=chosen,
         on_cpu=_on_cpu(chosen),
         settings=_settings(problems),
@@ -102,8 +115,8 @@ def _hooks(problems: list[str]) -> list[HookedFunction]:
             problems.append(f"{name} cannot be imported: {error!r}")
             continue
         hooks += [
-            HookedFunction(target, kind.name, why_not_hooked(target))
-            for target, _, kind in registered
+            HookedFunction(target, kind.name, why_not_hooked(target, hook, kind.name))
+            for target, hook, kind in registered
         ]
     problems += [
         f"SGLang cannot hook {hook.target}: {hook.reason}" for hook in hooks if hook.reason
@@ -111,8 +124,8 @@ def _hooks(problems: list[str]) -> list[HookedFunction]:
     return hooks
 
 
-def why_not_hooked(target: str) -> str | None:
-    """Found the way that SGLang's registry finds it."""
+def why_not_hooked(target: str, hook: Callable[..., Any], kind: str) -> str | None:
+    """Found the way that SGLang's registry finds it; what it takes is in the source."""
     owner, _, name = target.rpartition(".")
     try:
         function = inspect.getattr_static(pkgutil.resolve_name(owner), name)
@@ -120,7 +133,32 @@ def why_not_hooked(target: str) -> str | None:
         return f"{type(error).__name__}: {error}"
     if isinstance(function, staticmethod | classmethod):
         function = function.__func__
-    return None if callable(function) else f"it is a {type(function).__name__}"
+    if not callable(function):
+        return f"it is a {type(function).__name__}"
+    return why_not_by_source(_installed(), target, hook, kind)
+
+
+def _upstream(problems: list[str]) -> int:
+    """How many names of SGLang's we know it by; what is not as we know it is a problem."""
+    try:
+        findings = _look_at_names()
+    except Exception as error:
+        problems.append(f"SGLang's source cannot be read: {error!r}")
+        return 0
+    problems += [f"SGLang's {f.name}: {f.reason}" for f in findings if not f.fits]
+    return len(findings)
+
+
+@functools.cache
+def _installed() -> SourceTree:
+    return SourceTree(installed_root("sglang"))
+
+
+@functools.cache
+def _look_at_names() -> tuple[Finding, ...]:
+    """Once in a process: the installed source does not change."""
+    tree = _installed()
+    return (*look_at_protocols(tree, version("sglang")), *look_at_imports(tree))
 
 
 def _versions() -> dict[str, str]:

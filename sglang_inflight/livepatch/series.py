@@ -127,10 +127,7 @@ class Series:
         """The folder that holds the installed package. Found without importing it."""
         if self.elsewhere is not None:
             return self.elsewhere
-        spec = importlib.util.find_spec(self.distribution)
-        if spec is None or spec.origin is None:
-            raise PatchRefused("its package cannot be found", found=self.found)
-        return Path(spec.origin).parent.parent
+        return installed_root(self.distribution)
 
     @_collector_paused()
     def plan(self) -> Plan:
@@ -288,6 +285,14 @@ def supported_versions(distribution: str = "sglang", patches: Path | None = None
 
 def _house(patches: Path | None) -> Path:
     return patches or next((place for place in _PATCHES if place.is_dir()), _PATCHES[0])
+
+
+def installed_root(distribution: str) -> Path:
+    """The folder that holds the installed package. Found without importing it."""
+    spec = importlib.util.find_spec(distribution)
+    if spec is None or spec.origin is None:
+        raise PatchRefused("its package cannot be found", found=distribution)
+    return Path(spec.origin).parent.parent
 
 
 def load_series(distribution: str = "sglang", patches: Path | None = None) -> Series:

@@ -50,7 +50,8 @@ def _apply(patch: Patch, texts: dict[str, list[str]], root: Path) -> Iterator[st
         for number, (hunk, at) in enumerate(zip(diff.hunks, places, strict=True), start=1):
             where = f"{diff.file}: hunk {number}"
             if at is None:
-                yield f"{where} does not fit{_what_became(lines, hunk)}"
+                between = _between(places, diff.hunks, number - 1, len(lines))
+                yield f"{where} does not fit{_what_became(lines, between, hunk)}"
                 continue
             placed.append((at, hunk))
             if at != hunk.old - 1:
@@ -68,43 +69,56 @@ def _place(lines: Sequence[str], hunks: Sequence[exact.Hunk]) -> list[int | None
 
     In the hunks' order, and where there is more than one place, so that they have moved alike.
     """
-    places = [_places(lines, hunk) or [None] for hunk in hunks]
+    places = [_places(lines, hunk) for hunk in hunks]
 
-    def unlikely(chosen: Sequence[int | None]) -> tuple[int, int]:
-        moves = [at - hunk.old for at, hunk in zip(chosen, hunks, strict=True) if at is not None]
-        return (max(moves) - min(moves), abs(moves[0])) if moves else (0, 0)
+    def unlikely(chosen: Sequence[int | None]) -> tuple[int, int, int]:
+        pairs = zip(chosen, hunks, strict=True)
+        moves = [at + 1 - hunk.old for at, hunk in pairs if at is not None]
+        lost = len(hunks) - len(moves)
+        return (lost, max(moves) - min(moves), abs(moves[0])) if moves else (lost, 0, 0)
 
     def in_order(chosen: Sequence[int | None]) -> bool:
         found = [at for at in chosen if at is not None]
         return all(first < second for first, second in itertools.pairwise(found))
 
-    ways = [way for way in itertools.product(*places) if in_order(way)]
-    return list(min(ways, key=unlikely)) if ways else [None] * len(hunks)
+    return list(min(filter(in_order, itertools.product(*places)), key=unlikely))
 
 
 def _places(lines: Sequence[str], hunk: exact.Hunk) -> list[int | None]:
-    """The nearest of them."""
+    """The nearest of them, and that it is nowhere."""
     old = _old(hunk)
     places = [at for at in range(len(lines)) if list(lines[at : at + len(old)]) == old]
-    return [*sorted(places, key=lambda at: abs(at - hunk.old))[:_MOST_PLACES]]
+    return [*sorted(places, key=lambda at: abs(at - hunk.old))[:_MOST_PLACES], None]
 
 
-def _what_became(lines: Sequence[str], hunk: exact.Hunk) -> str:
+def _between(
+    places: Sequence[int | None], hunks: Sequence[exact.Hunk], number: int, end: int
+) -> range:
+    """The lines that lie between the hunks around it, which have their places."""
+    pairs = list(zip(places, hunks, strict=True))
+    before = [at + len(_old(hunk)) for at, hunk in pairs[:number] if at is not None]
+    after = [at for at, _ in pairs[number + 1 :] if at is not None]
+    return range(max(before, default=0), min(after, default=end))
+
+
+def _what_became(lines: Sequence[str], between: range, hunk: exact.Hunk) -> str:
     """The first line of the hunk that is nowhere near, and what is most like it there."""
     old = [text.strip() for text in _old(hunk) if text.strip()]
-    stripped = [line.strip() for line in lines]
+    stripped = [lines[at].strip() for at in between]
     # where most of its lines are within a window of its length
     window = 2 * len(old)
     if not old or not stripped:
         return ""
     wanted = set(old)
     scores = [len(wanted & set(stripped[at : at + window])) for at in range(len(stripped))]
-    best = max(range(len(scores)), key=lambda at: (scores[at], -abs(at - hunk.old)))
+    start = between.start
+    best = max(range(len(scores)), key=lambda at: (scores[at], -abs(start + at - hunk.old)))
     here = stripped[best : best + window]
-    missing = next((line for line in old if line not in here), None)
+    line = start + best + 1
+    missing = next((text for text in old if text not in here), None)
     if missing is None:
-        return f": its lines are near line {best + 1}, with others among them"
-    alike = difflib.get_close_matches(missing, [line for line in here if line], 1, _ALIKE)
+        return f": its lines are near line {line}, with others among them"
+    alike = difflib.get_close_matches(missing, [text for text in here if text], 1, _ALIKE)
     became = f", perhaps {alike[0]!r} now" if alike else ""
-    function = function_at("".join(lines), best + 1 + len(old) // 2)
-    return f": near line {best + 1} ({function or 'the module'}) {missing!r} is not there{became}"
+    function = function_at("".join(lines), line + len(old) // 2)
+    return f": near line {line} ({function or 'the module'}) {missing!r} is not there{became}"

@@ -1,0 +1,385 @@
+"""A survey of an SGLang says what does not fit, and where it has gone."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+
+from sglang_inflight.livepatch import PatchRefused, Series, read_series, supported_versions
+from sglang_inflight.porting import __main__ as command
+from sglang_inflight.porting import download, protocols
+from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.hooks import why_not_hooked
+from sglang_inflight.porting.imports import look_at_imports
+from sglang_inflight.porting.patches import look_at_patches
+from sglang_inflight.porting.protocols import look_at_protocols
+from sglang_inflight.porting.source_tree import SourceTree
+from sglang_inflight.porting.survey import Survey, nearest_series
+from sglang_inflight.porting.whereabouts import Whereabouts
+from sglang_inflight.upstream import describes as registry
+from sglang_inflight.upstream.describes import Description, describes
+
+Grow = Callable[[str], SourceTree]
+
+MODULE = """
+from dataclasses import dataclass
+from sglang.base import Base, helper as assistant
+
+KNOWN = 1
+
+class Thing(Base):
+    table: dict[str, int]
+
+    def __init__(self, first):
+        self.first = first
+        self.second, (self.third, _) = 2, (3, 4)
+        with open(first) as self.file:
+            self.table["x"] = first.unseen = 5
+
+    @property
+    def fixed(self):
+        return 1
+
+    @property
+    def free(self):
+        return 1
+
+    @free.setter
+    def free(self, value):
+        pass
+
+    async def later(self, obj, request=None):
+        pass
+
+    @staticmethod
+    def free_of_self(obj):
+        pass
+
+def build(first, second=2, *, third):
+    pass
+"""
+BASE = """
+class Base:
+    def start(self, at, *, twice=False):
+        self.started = at
+
+def helper():
+    pass
+"""
+
+
+@pytest.fixture
+def grow(tmp_path: Path) -> Grow:
+    def write(text: str) -> SourceTree:
+        package = tmp_path / "sglang"
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").write_text("from .thing import *\n")
+        (package / "thing.py").write_text(textwrap.dedent(text))
+        (package / "base.py").write_text(BASE)
+        return SourceTree(tmp_path)
+
+    return write
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the Protocols of a test are looked at."""
+    described: dict[type, Description] = {}
+    monkeypatch.setattr(protocols, "FOLDERS", ())
+    monkeypatch.setattr(protocols, "DESCRIBED", described)
+    monkeypatch.setattr(registry, "DESCRIBED", described)
+
+
+def misfits(findings: Sequence[Finding]) -> dict[str, str | None]:
+    return {finding.name: finding.reason for finding in findings if not finding.fits}
+
+
+# ---- source ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sglang.thing.Thing.first",
+        "sglang.thing.Thing.third",
+        "sglang.thing.Thing.file",
+        "sglang.thing.Thing.started",
+        "sglang.Thing.table",
+        "sglang.thing.assistant",
+        "sglang.thing.dataclass",
+        "sglang.KNOWN",
+        "sglang.base",
+    ],
+)
+def test_found(grow: Grow, name: str) -> None:
+    assert grow(MODULE).find(name) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["sglang.thing.Thing.unseen", "sglang.thing.Thing._", "sglang.other", "sglang.thing.helper"],
+)
+def test_not_found(grow: Grow, name: str) -> None:
+    assert grow(MODULE).find(name) is None
+
+
+def test_what_is_defined_elsewhere_is_found_there(grow: Grow) -> None:
+    found = grow(MODULE).find("sglang.thing.assistant")
+    assert found is not None
+    assert found.module == "sglang.base"
+
+
+# ---- Protocols ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("alone")
+def test_protocols_that_fit(grow: Grow) -> None:
+    @describes("sglang.thing.Thing")
+    class Thing(Protocol):
+        table: dict[str, int]
+        free: int
+
+        @property
+        def fixed(self) -> int: ...
+        @property
+        def first(self) -> Any: ...
+        def start(self, at: int, *, twice: bool = False) -> None: ...
+        async def later(self, obj: Any) -> None: ...
+        def free_of_self(self, obj: Any) -> None: ...
+
+    findings = look_at_protocols(grow(MODULE), "1.0")
+    assert len(findings) == 7
+    assert misfits(findings) == {}
+
+
+@pytest.mark.usefixtures("alone")
+def test_protocols_that_do_not_fit(grow: Grow) -> None:
+    @describes("sglang.thing.Thing")
+    class Thing(Protocol):
+        gone: int
+        fixed: int
+        start: Any
+
+        def first(self) -> None: ...
+        def later(self, obj: Any) -> None: ...
+        def free_of_self(self) -> None: ...
+
+    @describes("sglang.thing.Moved")
+    class Moved(Protocol):
+        there: int
+
+    assert misfits(look_at_protocols(grow(MODULE), "1.0")) == {
+        "Thing.gone": "Thing has no such member",
+        "Thing.fixed": "it can only be read there: make it a property",
+        "Thing.start": "it is a method there",
+        "Thing.first": "it is no method there",
+        "Thing.later": "it is async there",
+        "Thing.free_of_self": "it needs obj, too",
+        "Moved": "there is no class sglang.thing.Moved",
+    }
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("version", "fits"), [("0.9", True), ("1.0", False), ("1.10", False)])
+def test_protocols_of_newer_versions(grow: Grow, version: str, fits: bool) -> None:
+    @describes("sglang.thing.Thing", since="1.0")
+    class Newer(Protocol):
+        not_yet: int
+
+    assert (misfits(look_at_protocols(grow(MODULE), version)) == {}) is fits
+
+
+# ---- hooks -------------------------------------------------------------------------
+
+
+def before(thing: object, at: int, *args: Any, **kwargs: Any) -> None: ...
+def renamed(thing: object, when: int, *, twice: bool = False) -> None: ...
+def without_twice(thing: object, at: int) -> None: ...
+def around(start: object, thing: object, at: int, *, twice: bool = False) -> None: ...
+def of_a_function(first: int, second: int = 2, *, third: int) -> None: ...
+def wants_more(thing: object, at: int, more: int, *, twice: bool = False) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("target", "hook", "kind", "reason"),
+    [
+        ("Thing.start", before, "BEFORE", None),
+        ("Thing.start", around, "AROUND", None),
+        ("build", of_a_function, "REPLACE", None),
+        ("Thing.start", renamed, "REPLACE", "its parameter 1 is 'at', our hook's is 'when'"),
+        ("Thing.start", without_twice, "REPLACE", "our hook does not take its twice"),
+        ("Thing.start", wants_more, "REPLACE", "it has no more, which our hook needs"),
+        ("Thing.begin", before, "BEFORE", "it is not there"),
+        ("Thing.first", before, "BEFORE", "it is no function there"),
+    ],
+)
+def test_hooks(
+    grow: Grow, target: str, hook: Callable[..., Any], kind: str, reason: str | None
+) -> None:
+    assert why_not_hooked(grow(MODULE), f"sglang.thing.{target}", hook, kind) == reason
+
+
+# ---- imports -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "found"),
+    [
+        ("from sglang.thing import Thing, build\nbuild(1, third=3)\nThing(1)", {}),
+        ("from sglang import thing\nthing.KNOWN", {}),
+        ("from sglang.thing import Thing\nThing.later", {}),
+        ("from sglang.thing import gone", {"sglang.thing.gone": "it is not there"}),
+        ("from sglang import thing\nthing.gone", {"sglang.thing.gone": "it is not there"}),
+        ("from sglang.thing import build\nbuild(1)", {"sglang.thing.build": "it needs third, too"}),
+        (
+            "from sglang.thing import build\nbuild(1, third=3, fourth=4)",
+            {"sglang.thing.build": "it takes no parameter 'fourth'"},
+        ),
+    ],
+)
+def test_imports(grow: Grow, tmp_path: Path, ours: str, found: dict[str, str]) -> None:
+    house = tmp_path / "ours"
+    house.mkdir()
+    (house / "module.py").write_text(ours)
+    said = misfits(look_at_imports(grow(MODULE), house))
+    assert {name: str(reason).rpartition(": ")[2] for name, reason in said.items()} == found
+
+
+# ---- patches -----------------------------------------------------------------------
+
+LOOP = """\
+def first():
+    a = 1
+    b = 2
+    c = 3
+
+
+def second():
+    a = 1
+    b = 2
+    c = 3
+"""
+PATCH = """\
+--- a/sglang/thing.py
++++ b/sglang/thing.py
+@@ -2,3 +2,3 @@
+     a = 1
+-    b = 2
++    b = 20
+     c = 3
+@@ -8,3 +8,3 @@
+     a = 1
+-    b = 2
++    b = 20
+     c = 3
+"""
+
+
+@pytest.fixture
+def series(tmp_path: Path) -> Series:
+    folder = tmp_path / "patches" / "sglang-1.0"
+    folder.mkdir(parents=True)
+    (folder / "0001-twenty.patch").write_text(PATCH)
+    return read_series("1.0", patches=tmp_path / "patches")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (LOOP, []),
+        (f"\n\n{LOOP}", ["hunk 1 is at line 4, not at 2", "hunk 2 is at line 10, not at 8"]),
+        (
+            LOOP.replace("b = 2\n    c = 3\n\n", "b = 2\n    c = 4\n\n"),
+            ["hunk 1 does not fit", "(first) 'c = 3' is not there, perhaps 'c = 4' now"],
+        ),
+    ],
+)
+def test_patches(grow: Grow, series: Series, text: str, said: list[str]) -> None:
+    (finding,) = look_at_patches(series, grow(text).root)
+    assert finding.fits is (not said)
+    assert [words for words in said if words not in (finding.reason or "")] == []
+
+
+def test_patch_of_a_file_that_is_gone(grow: Grow, series: Series) -> None:
+    root = grow(LOOP).root
+    (root / "sglang" / "thing.py").unlink()
+    (finding,) = look_at_patches(series, root)
+    assert finding.reason == "sglang/thing.py is not there"
+
+
+def test_patch_that_fits_where_it_may_not(grow: Grow, series: Series) -> None:
+    """Two functions of one name: the lines fit, and no server would start."""
+    *_, last = look_at_patches(series, grow(LOOP.replace("second", "first")).root)
+    assert last.reason is not None
+    assert "defined more than once" in last.reason
+
+
+def test_an_unsupported_version_is_told_those_that_are(tmp_path: Path, series: Series) -> None:
+    (tmp_path / "patches" / "sglang-0.9").mkdir()
+    with pytest.raises(PatchRefused, match=re.escape("the patches are for sglang 0.9 or 1.0")):
+        read_series("0.8", patches=tmp_path / "patches")
+
+
+@pytest.mark.parametrize(
+    ("version", "taken"),
+    [("0.1", supported_versions()[0]), ("99.0", supported_versions()[-1])]
+    + [(each, each) for each in supported_versions()],
+)
+def test_a_new_version_is_held_against_the_nearest_series(version: str, taken: str) -> None:
+    assert nearest_series(version).version == taken
+
+
+# ---- what is said ------------------------------------------------------------------
+
+
+def test_where_it_has_gone(grow: Grow) -> None:
+    look = Whereabouts(grow(MODULE))
+    assert look.of("sglang.thing.Thing.first") == []
+    assert look.of("sglang.thing.Thing.star") == ["Thing has start, started"]
+    assert look.of("sglang.thing.helper") == ["sglang/base.py:6: def helper"]
+    assert look.of("sglang.thingy.Thing")[0] == "sglang/thing.py:7: class Thing"
+
+
+def test_a_survey_in_words() -> None:
+    findings = (Finding("patch", "0001.patch", None), Finding("hook", "a.b", "it is not there"))
+    lines = command.describe(Survey("9.9", "sglang-9.8", findings, {"a.b": ["a.c:1: def b"]}))
+    assert lines[0] == "SGLang 9.9, with the patches of sglang-9.8"
+    assert "Patches: 1 of 1 fit" in lines
+    at = lines.index("Hooks: 0 of 1 fit")
+    assert lines[at + 1 : at + 3] == ["  a.b: it is not there", "    a.c:1: def b"]
+
+
+@pytest.mark.parametrize(("reason", "code"), [(None, 0), ("it is not there", 1)])
+def test_the_exit_code(
+    grow: Grow, monkeypatch: pytest.MonkeyPatch, reason: str | None, code: int
+) -> None:
+    root = grow(MODULE).root
+    found = Survey("1.0", "sglang-1.0", (Finding("hook", "a.b", reason),), {})
+    monkeypatch.setattr(command, "survey", lambda *_: found)
+    assert command.main(["1.0", "--source", str(root)]) == code
+
+
+def test_a_wheel_is_fetched_once_and_nothing_but_source_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[list[str]] = []
+
+    def pip(words: list[str], *, check: bool) -> None:
+        called.append(words)
+        with zipfile.ZipFile(Path(words[words.index("--dest") + 1], "x.whl"), "w") as wheel:
+            wheel.writestr("sglang/__init__.py", "")
+            wheel.writestr("sglang/kernel.so", "")
+
+    monkeypatch.setattr(download.subprocess, "run", pip)
+    for _ in range(2):
+        root = download.fetch("1.0", tmp_path / "cache")
+    assert len(called) == 1
+    assert called[0][-1] == "sglang==1.0"
+    assert [path.name for path in (root / "sglang").iterdir()] == ["__init__.py"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["sglang-1.0"]

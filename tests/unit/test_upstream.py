@@ -1,0 +1,73 @@
+"""What we say of SGLang is so in the installed one, and mypy holds our code to it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import pytest
+
+from sglang_inflight.livepatch import installed_root, supported_versions
+from sglang_inflight.porting.hooks import look_at_hooks
+from sglang_inflight.porting.imports import HOUSE, look_at_imports
+from sglang_inflight.porting.protocols import look_at_protocols
+from sglang_inflight.porting.source_tree import SourceTree
+
+# what is written in annotations as itself: enums, which have no members of ours to miss
+ENUMS = {"HookType", "LoadFormat"}
+
+
+@pytest.fixture(scope="module")
+def installed() -> SourceTree:
+    return SourceTree(installed_root("sglang"))
+
+
+def test_the_installed_version_is_supported() -> None:
+    assert version("sglang") in supported_versions()
+
+
+def test_members_that_our_protocols_name(installed: SourceTree) -> None:
+    findings = look_at_protocols(installed, version("sglang"))
+    assert {"Scheduler.waiting_queue", "TokenizerManager.rid_to_state"} <= {
+        finding.name for finding in findings
+    }
+    assert [finding for finding in findings if not finding.fits] == []
+
+
+def test_names_that_our_modules_import(installed: SourceTree) -> None:
+    findings = look_at_imports(installed)
+    assert findings
+    assert [finding for finding in findings if not finding.fits] == []
+
+
+def test_functions_that_our_hooks_are_on(installed: SourceTree) -> None:
+    assert [finding for finding in look_at_hooks(installed) if not finding.fits] == []
+
+
+def test_no_annotation_names_a_class_of_sglangs() -> None:
+    """It would be ``Any`` to mypy, and every attribute of it right."""
+    named = {
+        f"{file.relative_to(HOUSE)}: {name}"
+        for file in HOUSE.rglob("*.py")
+        for name in _annotated_with_upstreams(ast.parse(file.read_text()))
+    }
+    assert named == set()
+
+
+def _annotated_with_upstreams(tree: ast.Module) -> Iterator[str]:
+    upstreams = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sglang"
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        annotation = None
+        if isinstance(node, ast.arg | ast.AnnAssign):
+            annotation = node.annotation
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            annotation = node.returns
+        if annotation is not None:
+            used = {each.id for each in ast.walk(annotation) if isinstance(each, ast.Name)}
+            yield from (used & upstreams) - ENUMS
