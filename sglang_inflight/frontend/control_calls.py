@@ -22,6 +22,7 @@ from sglang_inflight.messages import CONTROL_CALL, RankAnswer
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedCommunicator
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.upstream.requests import Request
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +61,14 @@ class ControlCalls:
             if isinstance(value, FanOutCommunicator):
                 value.inflight = self
 
-    async def call(self, communicator: AdoptedCommunicator, request: Any) -> list[Any]:
+    async def call(self, communicator: AdoptedCommunicator, request: Request) -> list[Any]:
         """Send ``request`` and return the answer of every replica.
 
         Raises ``HandlerFailed``, or what else a rank said, where a rank said so.
         """
         return await self._lifetime.attend(self._call(communicator, request))
 
-    async def _call(self, communicator: AdoptedCommunicator, request: Any) -> list[Any]:
+    async def _call(self, communicator: AdoptedCommunicator, request: Request) -> list[Any]:
         async with communicator._queueing_lock:
             request.rid = CONTROL_CALL + uuid.uuid4().hex
             replicas = communicator._fan_out
@@ -79,9 +80,9 @@ class ControlCalls:
             finally:
                 del self._awaited[request.rid]
 
-    def hear(self, answer: Any) -> None:
+    def hear(self, answer: Request) -> None:
         """An answer of upstream's type came in."""
-        awaited = self._awaited.get(answer.rid)
+        awaited = self._awaited.get(answer.rid or "")
         if awaited is None:
             logger.info("Nobody waits for this %s any more.", type(answer).__name__)
             return

@@ -7,22 +7,22 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
+import msgspec.structs
 
 from sglang_inflight.settings import Settings
+from sglang_inflight.upstream.weight_versions import WeightVersionSpan
 from sglang_inflight.version_label import VersionLabel
 
 Write = Callable[..., None]
 
 
 def write_spans(
-    write: Write, meta_info: dict[str, Any], spans: list[Any], num_output_tokens: int
+    write: Write, meta_info: dict[str, Any], spans: list[WeightVersionSpan], num_output_tokens: int
 ) -> None:
     """Around upstream's function, which knows names only."""
     labels = [VersionLabel.unpack(span.version) for span in spans]
     named = [
-        msgspec.structs.replace(span, version=label.version)
-        for span, label in zip(spans, labels, strict=True)
+        _changed(span, version=label.version) for span, label in zip(spans, labels, strict=True)
     ]
     if _as_sglang_writes_them():
         if meta_info["finish_reason"] is not None:
@@ -40,6 +40,12 @@ def _as_sglang_writes_them() -> bool:
     return Settings.from_environment().spans == "sglang"
 
 
-def _merge(spans: list[Any]) -> list[Any]:
+def _merge(spans: list[WeightVersionSpan]) -> list[WeightVersionSpan]:
     runs = [list(run) for _, run in itertools.groupby(spans, key=lambda span: span.version)]
-    return [msgspec.structs.replace(run[0], end=run[-1].end) for run in runs]
+    return [_changed(run[0], end=run[-1].end) for run in runs]
+
+
+def _changed(span: WeightVersionSpan, **fields: Any) -> WeightVersionSpan:
+    struct: Any = span
+    changed: WeightVersionSpan = msgspec.structs.replace(struct, **fields)
+    return changed

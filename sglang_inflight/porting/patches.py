@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from sglang_inflight.livepatch import Patch, PatchRefused, Series, exact
@@ -71,7 +71,7 @@ def _place(lines: Sequence[str], hunks: Sequence[exact.Hunk]) -> list[int | None
     """
     places = [_places(lines, hunk) for hunk in hunks]
 
-    def unlikely(chosen: Sequence[int | None]) -> tuple[int, int, int]:
+    def unlikely(chosen: Iterable[int | None]) -> tuple[int, int, int]:
         pairs = zip(chosen, hunks, strict=True)
         moves = [at + 1 - hunk.old for at, hunk in pairs if at is not None]
         lost = len(hunks) - len(moves)
@@ -81,7 +81,7 @@ def _place(lines: Sequence[str], hunks: Sequence[exact.Hunk]) -> list[int | None
         found = [at for at in chosen if at is not None]
         return all(first < second for first, second in itertools.pairwise(found))
 
-    return list(min(filter(in_order, itertools.product(*places)), key=unlikely))
+    return list(min((way for way in itertools.product(*places) if in_order(way)), key=unlikely))
 
 
 def _places(lines: Sequence[str], hunk: exact.Hunk) -> list[int | None]:

@@ -27,6 +27,21 @@ class ContinueRequest(Request, Protocol):
     torch_empty_cache: bool
 
 
+@describes(f"{_IO}.BatchTokenizedGenerateReqInput", f"{_IO}.BatchTokenizedEmbeddingReqInput")
+class BatchRequest(Protocol):
+    batch: list[Request]
+
+
+@describes(f"{_IO}.OpenSessionReqInput")
+class OpenSessionRequest(Request, Protocol):
+    session_id: str | None
+
+
+@describes(f"{_IO}.SlowDownReqInput")
+class SlowDownRequest(Request, Protocol):
+    forward_sleep_time: float | None
+
+
 @describes(f"{_IO}.UnloadLoRAAdapterReqInput")
 class UnloadAdapterRequest(Request, Protocol):
     lora_name: str

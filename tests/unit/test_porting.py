@@ -376,7 +376,7 @@ def test_a_wheel_is_fetched_once_and_nothing_but_source_is_unpacked(
             wheel.writestr("sglang/__init__.py", "")
             wheel.writestr("sglang/kernel.so", "")
 
-    monkeypatch.setattr(download.subprocess, "run", pip)
+    monkeypatch.setattr("sglang_inflight.porting.download.subprocess.run", pip)
     for _ in range(2):
         root = download.fetch("1.0", tmp_path / "cache")
     assert len(called) == 1

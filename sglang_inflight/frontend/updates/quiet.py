@@ -17,7 +17,7 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.upstream.tokenizer_manager import RWLock, TokenizerManager
 
 # How often a call that waits for running requests looks whether somebody paused them.
 LOOK_S = 0.05
@@ -68,7 +68,7 @@ class Quiet:
             await asyncio.shield(asyncio.ensure_future(_give_back(lock, acquiring)))
 
 
-async def _give_back(lock: object, acquiring: asyncio.Future[None]) -> None:
+async def _give_back(lock: RWLock, acquiring: asyncio.Future[None]) -> None:
     await asyncio.wait({acquiring})
     if not acquiring.cancelled() and acquiring.exception() is None:
-        await lock.release_writer()  # type: ignore[attr-defined]
+        await lock.release_writer()

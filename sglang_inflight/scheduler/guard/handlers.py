@@ -39,6 +39,7 @@ from sglang_inflight.unsupported import why_no_pause
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
     from sglang_inflight.upstream.dispatcher import TypeBasedDispatcher
+    from sglang_inflight.upstream.requests import BatchRequest, OpenSessionRequest, Request
 
 logger = logging.getLogger(__name__)
 
@@ -99,20 +100,22 @@ class Containment:
         if isinstance(request, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
             self._end([request], message)
         elif isinstance(request, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):
-            self._end(request.batch, message)
+            batched: BatchRequest = request
+            self._end(batched.batch, message)
         elif self._is_mute:
             self._answers.fail_request(request, error, message)
         elif isinstance(request, RpcReqInput):
             return RpcReqOutput(success=False, message=message)
         elif isinstance(request, OpenSessionReqInput):
-            return OpenSessionReqOutput(session_id=request.session_id, success=False)
+            opening: OpenSessionRequest = request
+            return OpenSessionReqOutput(session_id=opening.session_id, success=False)
         elif isinstance(error, Refused) or (output := _failure(request, message)) is None:
             self._answers.fail_request(request, error, message)
         else:
             return output
         return None
 
-    def _end(self, requests: list[Any], message: str) -> None:
+    def _end(self, requests: list[Request], message: str) -> None:
         """End those that did not come into the scheduler's hands."""
         status = HTTPStatus.INTERNAL_SERVER_ERROR
         reason: Any = {"type": "abort", "status_code": status, "message": message}

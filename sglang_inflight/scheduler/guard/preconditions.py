@@ -16,7 +16,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import MemoryRequest
+    from sglang_inflight.upstream.requests import MemoryRequest, SlowDownRequest
 
 # Every step sleeps this long: the watchdog takes a longer one for a hang.
 LONGEST_SLOW_DOWN_S = 10.0
@@ -35,7 +35,8 @@ class Preconditions:
         elif isinstance(request, ResumeMemoryOccupationReqInput):
             self._may_resume(_tags(request))
         elif isinstance(request, SlowDownReqInput):
-            _may_sleep(request.forward_sleep_time)
+            slower: SlowDownRequest = request
+            _may_sleep(slower.forward_sleep_time)
 
     def _may_release(self, tags: list[str]) -> None:
         if twice := self._released & set(tags):
