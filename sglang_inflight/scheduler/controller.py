@@ -36,7 +36,8 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.pause.pause import Pause, PauseState
+from sglang_inflight.scheduler.pause.machine import PauseState
+from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
@@ -83,7 +84,7 @@ class Controller:
             metrics,
         )
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
-            PauseCall: self._take_pause,
+            PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
             OpenCall: self._open,
             StageCall: self.staging.stage,
@@ -190,18 +191,10 @@ class Controller:
         return contained
 
     def _take_upstream_pause(self, request: PauseGenerationReqInput) -> None:
-        self.pause.pause(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
+        self.pause.ask(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
 
     def _take_upstream_continue(self, request: ContinueGenerationReqInput) -> None:
         self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
-
-    def _take_pause(self, call: PauseCall) -> None:
-        if call.renews or (call.may_be_held and self.pause.is_held(call.pause_id)):
-            self.pause.renew(call)
-        elif call.yields:
-            self.pause.wait_unless_frozen(call)
-        else:
-            self.pause.pause(call)
 
     def _open(self, call: OpenCall) -> None:
         self.staging.open(call, current_version=self.versions.current)
