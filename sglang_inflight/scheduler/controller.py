@@ -43,8 +43,10 @@ from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.provenance.staleness import Staleness
 from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
-from sglang_inflight.scheduler.update.staging import Staging, StagingState
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ if TYPE_CHECKING:
 class Controller:
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
 
-    Everything here runs on the scheduler's thread; only ``Staging``'s jobs do not. No
+    Everything here runs on the scheduler's thread; only ``Jobs`` do not. No
     handler can end the scheduler: an exception becomes the rank's answer.
     """
 
@@ -71,13 +73,20 @@ class Controller:
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
-        self.staging = Staging(
-            scheduler, boundary, self._answers, metrics, settings, is_busy=self._is_busy
-        )
-        self.commits = Commits(
+        self.live = LiveWeights(scheduler)
+        self.staging = make_staging(
             scheduler,
             boundary,
+            self.live,
+            self._answers,
+            metrics,
+            settings,
+            is_busy=self._is_busy,
+        )
+        self.commits = Commits(
+            boundary,
             self.staging,
+            self.live,
             self.versions,
             self.fence,
             self.staleness,
@@ -116,10 +125,10 @@ class Controller:
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
         self._errands.answer_for_those_done()
-        if self.staging.dirty is None:
+        if self.live.dirty is None:
             return self.pause.holds_the_loop()
         if self.staging.state is StagingState.EMPTY:
-            self._refuse_to_generate(f"The weights are a mixture: {self.staging.dirty}.")
+            self._refuse_to_generate(f"The weights are a mixture: {self.live.dirty}.")
         if not self.pause.holds_the_loop():
             self.pause.sleep()
         return True

@@ -13,6 +13,7 @@ from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
+from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
 from sglang_inflight.scheduler.update.checks.tensors import Guard
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import Shadow, Twins, unwatched
@@ -32,16 +33,14 @@ DIRECT = "direct"
 class ShadowedModel:
     """Loads tensors into the shadow of one model. Used on the staging thread."""
 
-    def __init__(
-        self, role: str, runner: ModelRunner, twins: Twins, on_write: Callable[[], None]
-    ) -> None:
-        """``on_write`` is called before each write of a parameter."""
+    def __init__(self, role: str, runner: ModelRunner, twins: Twins) -> None:
         self.role = role
         self.runner = runner
         # the one it was started with
         self.checkpoint = runner.model_config.model_path
         self._twins = twins
-        self._on_write = on_write
+        # called before each write of a parameter
+        self.on_write: Callable[[], None] = _tell_nobody
         self._shadow: Shadow | None = None
         self._served: Shapes | None = None
 
@@ -170,9 +169,21 @@ class ShadowedModel:
         self, guard: Guard, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
     ) -> Iterator[None]:
         guard.note_write(name)
-        self._on_write()
+        self.on_write()
         with paced(pace, twin, loaded):
             yield
+
+
+def why_not_staged(models: Iterable[ShadowedModel]) -> str | None:
+    """Why no update of ``models`` can be staged as they are now, or None where it can."""
+    for model in models:
+        if (reason := why_not_shadowed(model.runner.model)) is not None:
+            return f"weights of the {model.role} model cannot be staged: {reason}"
+    return None
+
+
+def _tell_nobody() -> None:
+    pass
 
 
 def _one_at_a_time(weights: Weights) -> Weights:
