@@ -41,6 +41,7 @@ from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.provenance.request_record import record_of
 from sglang_inflight.scheduler.provenance.staleness import Staleness
 from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.assembly import make_staging
@@ -160,7 +161,7 @@ class Controller:
     def before_release(self, req: Req) -> None:
         """A request is about to lose its row of KV slots."""
         if req.finished():
-            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.label)
+            record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def before_output(self, reqs: list[Req]) -> None:
         """The outputs of ``reqs`` are about to be sent."""

@@ -22,18 +22,17 @@ for no forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.utils import is_pin_memory_available
 
+from sglang_inflight.scheduler.provenance.request_record import Spans
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
-
-Spans = list[dict[str, Any]]
 
 
 class KVVersions:

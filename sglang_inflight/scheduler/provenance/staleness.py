@@ -15,6 +15,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.provenance.request_record import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -40,9 +41,10 @@ class Staleness:
         queued, so no token of the new weights is added to it.
         """
         for req in self._started():
-            if not hasattr(req, "inflight_first_epoch"):
-                req.inflight_first_epoch = epoch - 1
-            lag, most = epoch - req.inflight_first_epoch, self._limit(req)
+            record = record_of(req)
+            if record.first_epoch is None:
+                record.first_epoch = epoch - 1
+            lag, most = epoch - record.first_epoch, self._limit(req)
             if most is not None and lag > most:
                 self._end(
                     req, f"its oldest token is {lag} versions old, {MAX_VERSION_LAG} is {most}"
@@ -50,7 +52,8 @@ class Staleness:
 
     def observe(self, req: Req, epoch: int) -> None:
         """A request has finished."""
-        self._metrics.version_lag.observe(epoch - getattr(req, "inflight_first_epoch", epoch))
+        first = record_of(req).first_epoch
+        self._metrics.version_lag.observe(0 if first is None else epoch - first)
 
     def _started(self) -> list[Req]:
         """Requests that have a token, or whose first token is in a queued result."""
