@@ -60,9 +60,7 @@ def label_after_result(
     scheduler.inflight.after_result(batch)
 
 
-def change_label(
-    change: Callable[..., None], scheduler: Scheduler, new_version: str | None
-) -> None:
+def change_label(scheduler: Scheduler, new_version: str | None) -> None:
     """Every change of the label waits for the results of the weights before it."""
     scheduler.inflight.versions.rename(new_version)
 
@@ -126,7 +124,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
-    (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
+    (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),
     # where it is defined: SGLang then replaces it in whatever has imported it by name
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
