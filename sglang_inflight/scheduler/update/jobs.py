@@ -113,28 +113,28 @@ class Jobs:
         models = self._select(staged, selector)
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this update")
-        guards = []
+        checked = []
         for model, weights in self._read_for_each(models, update, source):
             # closed at once, because the sender waits to hear how it ended
             with closing(weights):
-                guard = model.load(
+                checks = model.load(
                     source,
                     self.take_in(update, weights),
                     takes_all=model is models[0],
                     check_finite=self._check_finite,
                     pace=self._pace,
                 )
-            update.names |= guard.names
-            guards.append(guard)
+            update.names |= checks.names
+            checked.append(checks)
             if isinstance(source, DiskSource):
                 update.checkpoints[model.role] = source
         staged_s = time.perf_counter() - started
         self._metrics.staged_seconds.inc(staged_s)
-        self._metrics.staged_bytes.inc(guards[0].bytes)
+        self._metrics.staged_bytes.inc(checked[0].bytes)
         return {
             "staged_s": staged_s,
-            "tensors": guards[0].tensors,
-            "bytes": guards[0].bytes,
+            "tensors": checked[0].tensors,
+            "bytes": checked[0].bytes,
         }
 
     def take_in(self, update: Update, weights: Weights) -> Weights:

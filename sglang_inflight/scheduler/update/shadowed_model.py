@@ -14,7 +14,7 @@ from sglang.srt.utils import dynamic_import
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
-from sglang_inflight.scheduler.update.checks.tensors import Guard
+from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import Shadow, Twins, unwatched
 from sglang_inflight.scheduler.update.sources.aside import Aside
@@ -111,7 +111,7 @@ class ShadowedModel:
         takes_all: bool,
         check_finite: bool,
         pace: Pace,
-    ) -> Guard:
+    ) -> TensorChecks:
         """Load ``weights`` through the model's own loader; returns what was counted.
 
         ``takes_all`` is false where some of them may be another model's.
@@ -122,15 +122,15 @@ class ShadowedModel:
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
-        guard = Guard(
+        checks = TensorChecks(
             served=self.served if is_checkpoint else {},
             expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
             ties_head=self._ties_head,
             check_finite=check_finite,
             pace=pace,
         )
-        watched = guard.watch(weights)
-        self._twins.writing = functools.partial(self._writing, guard, pace)
+        watched = checks.watch(weights)
+        self._twins.writing = functools.partial(self._writing, checks, pace)
         try:
             self._load(load_format, _one_at_a_time(watched))
             # a loader may stop before the end: what it did not take is not loaded
@@ -140,12 +140,12 @@ class ShadowedModel:
             # from itself it would be a cycle, which keeps the tensors of its frames
             raise
         except Exception as error:
-            if not guard.holds_a_tensor:
+            if not checks.holds_a_tensor:
                 raise
-            raise guard.explain(error) from error
+            raise checks.explain(error) from error
         finally:
             self._twins.writing = unwatched
-        return guard
+        return checks
 
     def _load(self, load_format: str | None, weights: Weights) -> Any:
         twin: Any = self.shadow.twin
@@ -166,9 +166,9 @@ class ShadowedModel:
 
     @contextmanager
     def _writing(
-        self, guard: Guard, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
+        self, checks: TensorChecks, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
     ) -> Iterator[None]:
-        guard.note_write(name)
+        checks.count_write(name)
         self.on_write()
         with paced(pace, twin, loaded):
             yield

@@ -16,11 +16,11 @@ _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64
 _HEAD = "lm_head.weight"
 
 
-class Guard:
+class TensorChecks:
     """Watches a loader take tensors one by one, and names the tensor that is wrong.
 
-    A loader skips a name that it does not know, some without a word. So the guard counts
-    the writes between one tensor and the next: a tensor that wrote nothing is refused,
+    A loader skips a name that it does not know, some without a word. So the writes are
+    counted between one tensor and the next: a tensor that wrote nothing is refused,
     unless the checkpoint that is being served holds a tensor of that name too, which the
     loader then skips for a reason of its own (another pipeline stage), or it is the head
     of a model that ties it to the embeddings: a checkpoint has those alone, but a
@@ -29,7 +29,7 @@ class Guard:
     A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
     served checkpoint holds must come in the same shape.
 
-    One guard serves one call, on the staging thread.
+    One object serves one call, on the staging thread.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Guard:
         self.bytes = 0
         self.names: set[str] = set()
 
-    def note_write(self, parameter: str) -> None:
+    def count_write(self, parameter: str) -> None:
         self._writes += 1
         if self._current is None:
             return
