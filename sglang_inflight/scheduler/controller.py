@@ -119,13 +119,13 @@ class Controller:
         }
         containment = Containment(scheduler, boundary, self._answers)
         containment.surround(scheduler._request_dispatcher)
-        self._errands = containment.errands
+        self._background = containment.background
 
     # ---- called by patches and hooks ----------------------------------------------
 
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
-        self._errands.answer_for_those_done()
+        self._background.answer_for_those_done()
         if self.live.dirty is None:
             return self.pause.holds_the_loop()
         if self.staging.state is StagingState.EMPTY:
