@@ -18,7 +18,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_n
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
-from sglang_inflight.scheduler.update.throttle.rate import Pace, choose_pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit, choose_rate
 from sglang_inflight.scheduler.update.worker import (
     InlineWorker,
     StagingWorker,
@@ -59,13 +59,13 @@ def make_staging(
     # in place nothing decodes meanwhile
     if in_place := mode is StagingMode.OFF:
         worker = InlineWorker(answers, boundary.drain)
-        pace = Pace(0, is_busy)
+        rate_limit = RateLimit(0, is_busy)
         for model in models:
             model.on_write = live.write_in_place
     else:
         streams = functools.partial(streams_of, scheduler)
         worker = StagingWorker(answers, device, settings.stage_nice, streams)
-        pace = Pace(choose_pace(settings.pace_bytes_per_s, device), is_busy)
+        rate_limit = RateLimit(choose_rate(settings.pace_bytes_per_s, device), is_busy)
     groups = Groups(settings.group_timeout_s)
     jobs = Jobs(
         models,
@@ -74,7 +74,7 @@ def make_staging(
         metrics,
         mode=mode,
         device=device,
-        pace=pace,
+        rate_limit=rate_limit,
         check_finite=settings.check_finite,
     )
     refusal = _why_refused(models, in_place=in_place)

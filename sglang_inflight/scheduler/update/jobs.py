@@ -31,7 +31,7 @@ from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Sealed, Update
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Jobs:
         *,
         mode: StagingMode,
         device: torch.device,
-        pace: Pace,
+        rate_limit: RateLimit,
         check_finite: bool,
     ) -> None:
         self._models = list(models)
@@ -70,7 +70,7 @@ class Jobs:
         self._metrics = metrics
         self._mode = mode
         self._device = device
-        self._pace = pace
+        self._rate_limit = rate_limit
         self._check_finite = check_finite
 
     def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> dict[str, Any]:
@@ -98,10 +98,10 @@ class Jobs:
             update.check()
             self._shadows.swap.check(name, live, shadow)
             if self._is_partial(update, model) or not can_mark(shadow):
-                for to, of in self._pace.cut(shadow, live):
+                for to, of in self._rate_limit.cut(shadow, live):
                     to.copy_(of)
             else:
-                for (piece,) in self._pace.cut(shadow):
+                for (piece,) in self._rate_limit.cut(shadow):
                     mark(piece)
         return {}
 
@@ -122,7 +122,7 @@ class Jobs:
                     self.take_in(update, weights),
                     takes_all=model is models[0],
                     check_finite=self._check_finite,
-                    pace=self._pace,
+                    rate_limit=self._rate_limit,
                 )
             update.names |= checks.names
             checked.append(checks)
@@ -199,7 +199,7 @@ class Jobs:
                     model.runner,
                     of_draft=model.role != "target",
                     check=update.check,
-                    pace=self._pace,
+                    rate_limit=self._rate_limit,
                 )
                 yield model, weights
         elif len(models) == 1:
@@ -237,7 +237,7 @@ class Jobs:
             for piece in digest.read(f"{model.role}.{name}", tensor):
                 update.check()
                 missing += count_marked(piece) if is_marked else 0
-                self._pace.spend(piece.nbytes)
+                self._rate_limit.spend(piece.nbytes)
             if missing:
                 unsent = self._unsent(update, whole)
                 raise Refused(

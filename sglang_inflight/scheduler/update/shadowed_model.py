@@ -19,8 +19,8 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import Shadow, Twins, unwatched
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
-from sglang_inflight.scheduler.update.throttle.copies import paced
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.copies import rate_limited
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -110,7 +110,7 @@ class ShadowedModel:
         *,
         takes_all: bool,
         check_finite: bool,
-        pace: Pace,
+        rate_limit: RateLimit,
     ) -> TensorChecks:
         """Load ``weights`` through the model's own loader; returns what was counted.
 
@@ -127,10 +127,10 @@ class ShadowedModel:
             expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
             ties_head=self._ties_head,
             check_finite=check_finite,
-            pace=pace,
+            rate_limit=rate_limit,
         )
         watched = checks.watch(weights)
-        self._twins.writing = functools.partial(self._writing, checks, pace)
+        self._twins.writing = functools.partial(self._writing, checks, rate_limit)
         try:
             self._load(load_format, _one_at_a_time(watched))
             # a loader may stop before the end: what it did not take is not loaded
@@ -166,11 +166,16 @@ class ShadowedModel:
 
     @contextmanager
     def _writing(
-        self, checks: TensorChecks, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
+        self,
+        checks: TensorChecks,
+        rate_limit: RateLimit,
+        name: str,
+        twin: torch.Tensor,
+        loaded: torch.Tensor,
     ) -> Iterator[None]:
         checks.count_write(name)
         self.on_write()
-        with paced(pace, twin, loaded):
+        with rate_limited(rate_limit, twin, loaded):
             yield
 
 

@@ -9,7 +9,7 @@ import torch
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.shorten import shorten
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -39,7 +39,7 @@ class TensorChecks:
         expects_writes: bool,
         ties_head: bool,
         check_finite: bool,
-        pace: Pace,
+        rate_limit: RateLimit,
     ) -> None:
         """``served`` has the shapes of the tensors in the checkpoint that is served.
 
@@ -49,7 +49,7 @@ class TensorChecks:
         self._expects_writes = expects_writes
         self._ties_head = ties_head
         self._check_finite = check_finite
-        self._pace = pace
+        self._rate_limit = rate_limit
         self._current: tuple[str, torch.Tensor] | None = None
         self._writes = 0
         self.tensors = 0
@@ -117,4 +117,4 @@ class TensorChecks:
             raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
-        return all(is_finite(piece) for (piece,) in self._pace.cut(tensor))
+        return all(is_finite(piece) for (piece,) in self._rate_limit.cut(tensor))
