@@ -152,11 +152,11 @@ class Controller:
 
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
-        self._kv_versions.note_launch(batch)
+        self._kv_versions.record_launch(batch)
 
     def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``."""
-        self._kv_versions.note_taken(reqs, tokens, behind=self.versions.changes_behind)
+        self._kv_versions.record_taken(reqs, tokens, behind=self.versions.changes_behind)
 
     def before_release(self, req: Req) -> None:
         """A request is about to lose its row of KV slots."""

@@ -89,11 +89,11 @@ def name_the_call(
         output.rid = recv_obj.rid
 
 
-def note_launch(scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
+def record_launch(scheduler: Scheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any) -> None:
     scheduler.inflight.before_launch(batch)
 
 
-def note_taken(
+def record_taken(
     tokens: list[list[int]],
     processor: SchedulerBatchResultProcessor,
     result: GenerationBatchResult,
@@ -130,8 +130,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
-    (f"{_SCHEDULER}.run_batch", note_launch, HookType.BEFORE),
-    (f"{_PROCESSOR}._resolve_spec_v2_tokens", note_taken, HookType.AFTER),
+    (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
+    (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
     (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
     (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",

@@ -55,14 +55,16 @@ class KVVersions:
             self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
         self._labels.append(new)
 
-    def note_launch(self, batch: ScheduleBatch) -> None:
+    def record_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
         if self._of_slot is None or batch.out_cache_loc is None:
             return
         if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
             self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._labels) - 1)
 
-    def note_taken(self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int) -> None:
+    def record_taken(
+        self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int
+    ) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``.
 
         It was launched ``behind`` changes of the version ago.
