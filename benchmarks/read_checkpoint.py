@@ -26,7 +26,7 @@ from benchmarks.common.report import Report, Summary
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -84,7 +84,7 @@ def measure(
 
 def ours(path: Path) -> Weights:
     with Aside(lambda: None) as aside:
-        yield from read_safetensors([str(path)], aside, Pace(0, lambda: False))
+        yield from read_safetensors([str(path)], aside, RateLimit(0, lambda: False))
 
 
 def mapped(path: Path) -> Weights:

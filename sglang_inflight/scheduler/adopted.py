@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
 from sglang_inflight.scheduler.upstream.pools import ReqToTokenPool
-from sglang_inflight.scheduler.upstream.req import Req
 from sglang_inflight.scheduler.upstream.result_processor import SchedulerBatchResultProcessor
 from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
@@ -37,13 +36,3 @@ class AdoptedScheduler(ReservingScheduler, Protocol):
     inflight: Controller
     output_streamer: AdoptedOutputStreamer
     req_to_token_pool: AdoptedReqToTokenPool
-
-
-class AgingReq(Req, Protocol):
-    """One that had a token when the weights changed."""
-
-    inflight_first_epoch: int
-
-
-class FinishedReq(Req, Protocol):
-    inflight_kv_versions: list[dict[str, Any]] | None

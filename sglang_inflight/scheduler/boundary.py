@@ -91,6 +91,9 @@ class Boundary:
         live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
         if scheduler.chunked_req is not None:
             live.add(scheduler.chunked_req)
+        # prefilled, and in no batch until HiSparse has backed their KV up
+        if scheduler.hisparse_coordinator is not None:
+            live.update(act.req for act in scheduler.hisparse_coordinator.ack_staging_queue)
         live.update(self._between_servers())
         return live
 

@@ -36,18 +36,22 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.pause.pause import Pause, PauseState
+from sglang_inflight.scheduler.pause.machine import PauseState
+from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.provenance.request_record import record_of
 from sglang_inflight.scheduler.provenance.staleness import Staleness
 from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
-from sglang_inflight.scheduler.update.staging import Staging, StagingState
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.adopted import FinishedReq, ReservingScheduler
+    from sglang_inflight.scheduler.adopted import ReservingScheduler
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.upstream.requests import ContinueRequest, PauseRequest
@@ -57,7 +61,7 @@ if TYPE_CHECKING:
 class Controller:
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
 
-    Everything here runs on the scheduler's thread; only ``Staging``'s jobs do not. No
+    Everything here runs on the scheduler's thread; only ``Jobs`` do not. No
     handler can end the scheduler: an exception becomes the rank's answer.
     """
 
@@ -72,20 +76,27 @@ class Controller:
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
-        self.staging = Staging(
-            scheduler, boundary, self._answers, metrics, settings, is_busy=self._is_busy
-        )
-        self.commits = Commits(
+        self.live = LiveWeights(scheduler)
+        self.staging = make_staging(
             scheduler,
             boundary,
+            self.live,
+            self._answers,
+            metrics,
+            settings,
+            is_busy=self._is_busy,
+        )
+        self.commits = Commits(
+            boundary,
             self.staging,
+            self.live,
             self.versions,
             self.fence,
             self.staleness,
             metrics,
         )
         handlers: dict[type[InflightCall], Callable[[Any], None]] = {
-            PauseCall: self._take_pause,
+            PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
             OpenCall: self._open,
             StageCall: self.staging.stage,
@@ -110,17 +121,17 @@ class Controller:
         }
         containment = Containment(scheduler, boundary, self._answers)
         containment.surround(scheduler._request_dispatcher)
-        self._errands = containment.errands
+        self._background = containment.background
 
     # ---- called by patches and hooks ----------------------------------------------
 
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
-        self._errands.answer_for_those_done()
-        if self.staging.dirty is None:
+        self._background.answer_for_those_done()
+        if self.live.dirty is None:
             return self.pause.holds_the_loop()
         if self.staging.state is StagingState.EMPTY:
-            self._refuse_to_generate(f"The weights are a mixture: {self.staging.dirty}.")
+            self._refuse_to_generate(f"The weights are a mixture: {self.live.dirty}.")
         if not self.pause.holds_the_loop():
             self.pause.sleep()
         return True
@@ -143,16 +154,16 @@ class Controller:
 
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
-        self._kv_versions.note_launch(batch)
+        self._kv_versions.record_launch(batch)
 
     def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``."""
-        self._kv_versions.note_taken(reqs, tokens, behind=self.versions.changes_behind)
+        self._kv_versions.record_taken(reqs, tokens, behind=self.versions.changes_behind)
 
-    def before_release(self, req: FinishedReq) -> None:
+    def before_release(self, req: Req) -> None:
         """A request is about to lose its row of KV slots."""
         if req.finished():
-            req.inflight_kv_versions = self._kv_versions.read(req, self.versions.label)
+            record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def before_output(self, reqs: list[Req]) -> None:
         """The outputs of ``reqs`` are about to be sent."""
@@ -192,18 +203,10 @@ class Controller:
         return contained
 
     def _take_upstream_pause(self, request: PauseRequest) -> None:
-        self.pause.pause(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
+        self.pause.ask(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
 
     def _take_upstream_continue(self, request: ContinueRequest) -> None:
         self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
-
-    def _take_pause(self, call: PauseCall) -> None:
-        if call.renews or (call.may_be_held and self.pause.is_held(call.pause_id)):
-            self.pause.renew(call)
-        elif call.yields:
-            self.pause.wait_unless_frozen(call)
-        else:
-            self.pause.pause(call)
 
     def _open(self, call: OpenCall) -> None:
         self.staging.open(call, current_version=self.versions.current)

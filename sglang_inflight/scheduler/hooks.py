@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         AdoptedReqToTokenPool,
         AdoptedResultProcessor,
         AdoptedScheduler,
-        FinishedReq,
         ReservingScheduler,
     )
     from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
@@ -61,9 +60,7 @@ def label_after_result(
     scheduler.inflight.after_result(batch)
 
 
-def change_label(
-    change: Callable[..., None], scheduler: AdoptedScheduler, new_version: str | None
-) -> None:
+def change_label(scheduler: AdoptedScheduler, new_version: str | None) -> None:
     """Every change of the label waits for the results of the weights before it."""
     scheduler.inflight.versions.rename(new_version)
 
@@ -92,13 +89,13 @@ def name_the_call(
         output.rid = recv_obj.rid
 
 
-def note_launch(
+def record_launch(
     scheduler: AdoptedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> None:
     scheduler.inflight.before_launch(batch)
 
 
-def note_taken(
+def record_taken(
     tokens: list[list[int]],
     processor: AdoptedResultProcessor,
     result: object,
@@ -107,7 +104,7 @@ def note_taken(
     processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
 
 
-def read_before_release(pool: AdoptedReqToTokenPool, req: FinishedReq) -> None:
+def read_before_release(pool: AdoptedReqToTokenPool, req: Req) -> None:
     pool.inflight.before_release(req)
 
 
@@ -129,14 +126,14 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
-    (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.AROUND),
+    (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),
     # where it is defined: SGLang then replaces it in whatever has imported it by name
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
-    (f"{_SCHEDULER}.run_batch", note_launch, HookType.BEFORE),
-    (f"{_PROCESSOR}._resolve_spec_v2_tokens", note_taken, HookType.AFTER),
+    (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
+    (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
     (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
     (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.scheduler.provenance.request_record import record_of
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.controller import Controller
@@ -22,7 +23,7 @@ def extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
             self.inflight.before_output(reqs)
-            spans = [getattr(req, "inflight_kv_versions", None) for req in reqs]
+            spans = [record_of(req).kv_versions for req in reqs]
             if any(each is not None for each in spans):
                 info = {**info, KV_VERSIONS: spans}
             return info

@@ -26,30 +26,36 @@ Pairs = Iterator[tuple[str, Any]]
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    staging = "sglang_inflight.scheduler.update.staging.Staging"
-    for method, hook in (("_fill", first), ("_counted", middle), ("_finish", vote)):
-        HookRegistry.register(f"{staging}.{method}", hook, HookType.AROUND)
-    boundary = "sglang_inflight.scheduler.boundary.Boundary"
-    HookRegistry.register(f"{boundary}.flush", flush, HookType.AROUND)
+    from sglang_inflight.scheduler.boundary import Boundary
+    from sglang_inflight.scheduler.update.jobs import Jobs
+
+    for method, hook in (
+        (Jobs.fill, first),
+        (Jobs.take_in, middle),
+        (Jobs.seal, vote),
+        (Boundary.flush, flush),
+    ):
+        target = f"{method.__module__}.{method.__qualname__}"
+        HookRegistry.register(target, hook, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
 
 
-def first(fill: Callable[..., Any], staging: Any, update: Any, call: Any) -> Any:
+def first(fill: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:
     fail("first", update)
-    return fill(staging, update, call)
+    return fill(jobs, update, *args)
 
 
-def middle(counted: Callable[..., Pairs], staging: Any, update: Any, weights: Pairs) -> Pairs:
-    for index, (name, tensor) in enumerate(counted(staging, update, weights)):
+def middle(take_in: Callable[..., Pairs], jobs: Any, update: Any, weights: Pairs) -> Pairs:
+    for index, (name, tensor) in enumerate(take_in(jobs, update, weights)):
         if index == MIDDLE and fail("middle", update):
             yield name, tensor.new_zeros([*tensor.shape, 3])
         yield name, tensor
 
 
-def vote(finish: Callable[..., Any], staging: Any, update: Any) -> Any:
+def vote(seal: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:
     fail("vote", update)
-    return finish(staging, update)
+    return seal(jobs, update, *args)
 
 
 def flush(flush_now: Callable[..., None], boundary: Any, *, empty_cache: bool) -> None:

@@ -15,7 +15,7 @@ from sglang_inflight.scheduler.update.sources import checkpoint_files
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 Weights = dict[str, torch.Tensor]
 PAIRS = Iterator[tuple[str, torch.Tensor]]
@@ -39,7 +39,7 @@ def weights(start: int = 0) -> Weights:
 def reading(*paths: Path) -> PAIRS:
     kind = read_safetensors if paths[0].suffix == ".safetensors" else read_pickled
     with Aside(lambda: None) as aside:
-        yield from kind([str(path) for path in paths], aside, Pace(0, lambda: False))
+        yield from kind([str(path) for path in paths], aside, RateLimit(0, lambda: False))
 
 
 def same(found: Weights, expected: Weights) -> bool:

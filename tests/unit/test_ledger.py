@@ -1,4 +1,4 @@
-"""``patches/README.md`` names every patch, and what it names exists."""
+"""``patches/README.md`` names every patch and every hook that mends, and what it names exists."""
 
 from __future__ import annotations
 
@@ -21,20 +21,37 @@ SECTIONS = {
     for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", LEDGER, re.M | re.S)
 }
 
+# of hooks that mend something in SGLang, as a patch does
+MENDS = {
+    title: text
+    for title, text in re.findall(
+        r"^### (.+?)\n(.*?)(?=^### |\Z)", SECTIONS["Hooks that mend SGLang"], re.M | re.S
+    )
+}
+ENTRIES = {**{patch: SECTIONS.get(patch, "") for patch in PATCHES}, **MENDS}
+
 
 def test_every_patch_has_a_section_and_every_section_a_patch() -> None:
     assert [title for title in SECTIONS if title.endswith(".patch")] == PATCHES
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-def test_a_section_answers_the_five_questions(patch: str) -> None:
-    answers = dict(re.findall(r"^- \*\*(.+?)\*\*: (\S.*)$", SECTIONS[patch], re.M))
+def test_every_hook_that_mends_has_a_section() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| \w+ \| .*\(mends\) \|$", SECTIONS["Hooks"], re.M)
+    named = [
+        hook for text in MENDS.values() for hook in re.findall(r"`([\w.]+)`", text.split("\n")[0])
+    ]
+    assert sorted(named) == sorted(rows)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_section_answers_the_five_questions(entry: str) -> None:
+    answers = dict(re.findall(r"^- \*\*(.+?)\*\*: (\S.*)$", ENTRIES[entry], re.M))
     assert tuple(answers) == HEADS
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-def test_a_section_names_tests_that_exist(patch: str) -> None:
-    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", SECTIONS[patch])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_section_names_tests_that_exist(entry: str) -> None:
+    named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", ENTRIES[entry])
     assert named
     for file, test in named:
         tree = ast.parse((ROOT / file).read_text())

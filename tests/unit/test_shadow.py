@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.reservation import set_aside
 from sglang_inflight.scheduler.update.shadow import Shadow, Twins
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.swap import ContentExchange, PointerExchange
+from sglang_inflight.scheduler.update.swap import ContentSwap, PointerSwap
 
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -180,7 +180,7 @@ def shadows_of(model: nn.Module, twins: Twins) -> Shadows:
 
     runner: Any = Runner()
     runner.model = model
-    return Shadows([ShadowedModel("target", runner, twins, on_write=lambda: None)], twins)
+    return Shadows([ShadowedModel("target", runner, twins)], twins)
 
 
 def test_a_weight_shown_as_a_view_keeps_its_memory() -> None:
@@ -188,21 +188,21 @@ def test_a_weight_shown_as_a_view_keeps_its_memory() -> None:
     model = Model()
     packed = shadows_of(model, Twins())
     packed.build(StagingMode.DEVICE, CPU)
-    assert isinstance(packed.exchange, PointerExchange)
+    assert isinstance(packed.swap, PointerSwap)
 
     model.attention.product = model.attention.weight.view(16)
     packed = shadows_of(model, Twins())
     packed.build(StagingMode.DEVICE, CPU)
-    assert isinstance(packed.exchange, ContentExchange)
+    assert isinstance(packed.swap, ContentSwap)
     weight = model.attention.weight
-    packed.exchange.swap(weight, torch.full((4, 4), 2.0))
+    packed.swap.swap(weight, torch.full((4, 4), 2.0))
     assert model.attention.product.tolist() == [2.0] * 16
 
 
 def test_a_swap_of_contents_shows_in_the_version() -> None:
     live, shadow = torch.ones(3), torch.zeros(3)
     version = live._version
-    ContentExchange(CPU, 64).swap(live, shadow)
+    ContentSwap(CPU, 64).swap(live, shadow)
     assert live._version > version
 
 

@@ -12,8 +12,9 @@ from sglang.srt.runtime_context import get_resources
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.update import worker
-from sglang_inflight.scheduler.update.commit import Commits
-from tests.support.device import Device, Event, Stream
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.swap import PreparedSwap
+from tests.support.device import Device, Stream
 
 
 class Loop:
@@ -39,20 +40,26 @@ class Loop:
             self.device_module.launch(name)
 
 
-class Shadow:
-    """Notes the swap, and what the next update is to wait for."""
-
-    next_waits_for: Event
+class OnDevice:
+    """A swap that the device does."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
 
-    def exchange(self, roles: Any) -> int:
-        self._device.launch("swap")
-        return 0
+    def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        pass
 
-    def wait_for(self, event: Event) -> None:
-        self.next_waits_for = event
+    def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        self._device.launch("swap")
+
+
+def swap_in(loop: Any) -> LiveWeights:
+    weights = LiveWeights(loop)
+    weights.digest = "old"
+    pair = torch.ones(1), torch.zeros(1)
+    swap = PreparedSwap(OnDevice(loop.device_module), (pair,))
+    assert weights.swap_in("new", swap, base_version="v0") == pair[0].nbytes
+    return weights
 
 
 @pytest.fixture(params=[True, False], ids=["overlap", "no overlap"])
@@ -63,28 +70,19 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
 
 
 def test_a_swap_comes_between_two_forwards(loop: Loop) -> None:
-    shadow = Shadow(loop.device_module)
-    scheduler: Any = loop
-    staging: Any = shadow
-    nothing: Any = None
-    commits = Commits(scheduler, nothing, staging, nothing, nothing, nothing, nothing)
     loop.forward("old")
-    commits._exchange(["target"])
+    weights = swap_in(loop)
     loop.forward("new")
     assert loop.device_module.is_ordered("old", "swap")
     assert loop.device_module.is_ordered("swap", "new")
-    assert "swap" in shadow.next_waits_for.done
+    assert "swap" in weights.swapped.done
     # the host waited for nothing
     assert loop.forward_stream.synchronized is None
     assert loop.schedule_stream.synchronized is None
 
 
 def test_what_the_loop_itself_puts_on_the_device_comes_after_the_swap(loop: Loop) -> None:
-    shadow = Shadow(loop.device_module)
-    scheduler: Any = loop
-    staging: Any = shadow
-    nothing: Any = None
-    Commits(scheduler, nothing, staging, nothing, nothing, nothing, nothing)._exchange(["target"])
+    swap_in(loop)
     loop.device_module.launch("read of the loop")
     assert loop.device_module.is_ordered("swap", "read of the loop")
 

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 Handler = Callable[[Any], Any]
 
 
-class Errands:
+class BackgroundHandlers:
     """A rendezvous whose peer never comes takes half an hour, and only its caller waits.
 
-    Each errand has a thread of its own. Its answer waits in ``_done`` for the scheduler's
+    Each of them has a thread of its own. Its answer waits in ``_done`` for the scheduler's
     thread, whose socket it goes out on: a deque is safe to share between the two.
     """
 
@@ -33,7 +33,7 @@ class Errands:
 
         def begin(request: Any) -> None:
             threading.Thread(
-                target=self._run, args=(handler, request), name="inflight-errand", daemon=True
+                target=self._run, args=(handler, request), name="inflight-background", daemon=True
             ).start()
 
         return begin

@@ -32,7 +32,7 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.guard.background import Errands
+from sglang_inflight.scheduler.guard.background import BackgroundHandlers
 from sglang_inflight.scheduler.guard.preconditions import Preconditions
 from sglang_inflight.unsupported import why_no_pause
 
@@ -50,7 +50,7 @@ _MESSAGE_FIELDS = ("message", "error_message", "error")
 class Containment:
     """Stands around every handler of a scheduler.
 
-    Only the scheduler's thread calls it, and the threads of ``errands``.
+    Only the scheduler's thread calls it, and the threads of ``background``.
     """
 
     def __init__(self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel) -> None:
@@ -58,7 +58,7 @@ class Containment:
         self._boundary = boundary
         self._answers = answers
         self._preconditions = Preconditions(scheduler, boundary)
-        self.errands = Errands(scheduler)
+        self.background = BackgroundHandlers(scheduler)
 
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:
         for request_type, handler in dispatcher._mapping.items():
@@ -66,7 +66,7 @@ class Containment:
             waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput
             # other loops do not come by to answer
             if waits and why_no_pause() is None:
-                contained = self.errands.send(contained)
+                contained = self.background.send(contained)
             dispatcher._mapping[request_type] = contained
         # it holds handlers as they were
         dispatcher._mro_cache.clear()

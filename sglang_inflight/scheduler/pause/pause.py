@@ -1,28 +1,15 @@
-"""Pause states, and the one object that moves between them.
+"""What the pause machine's moves and answers are on a scheduler.
 
-    state       the loop                              moves to
-    RUNNING     runs                                  FROZEN (in_place, retract)
-                                                      DRAINING (abort, wait)
-    DRAINING    runs; admits nothing new              FROZEN when nothing runs any more,
-                                                      or when "wait" has taken too long
-                                                      RUNNING (continue)
-    FROZEN      sleeps until a message comes          RUNNING (continue)
-                                                      DRAINING (abort, wait)
-                                                      FROZEN (in_place, retract)
-
-Every rank of a replica moves at the same boundary: all see the same messages in the same
-pass of their loops, and agree on what messages do not tell (``agreement.py``): which times
-have run out, and whether anything still runs.
+``machine.py`` has the states and who moves them. Every rank of a replica moves at the same
+boundary: all see the same messages in the same pass of their loops, and agree on what messages
+do not tell (``collectives.py``): which times have run out, and whether anything still runs.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -36,6 +23,27 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.pause.machine import (
+    AbortAll,
+    Asked,
+    Continued,
+    Drain,
+    Drained,
+    Event,
+    Freeze,
+    Grant,
+    HeldPauses,
+    LetGo,
+    Move,
+    PauseState,
+    Refuse,
+    Retract,
+    RunOn,
+    Saying,
+    SayThatGenerationContinues,
+    SayThatLeaseIsOver,
+    transition,
+)
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 
 if TYPE_CHECKING:
@@ -48,35 +56,8 @@ logger = logging.getLogger(__name__)
 LOAD_REFRESH_S = 0.05
 
 
-def _after(seconds: float | None) -> float | None:
-    return None if seconds is None else time.monotonic() + seconds
-
-
-class PauseState(enum.Enum):
-    RUNNING = "running"
-    DRAINING = "draining"
-    FROZEN = "frozen"
-
-
-@dataclass
-class _Holder:
-    mode: PauseMode
-    # time.monotonic() when the lease runs out; None: never
-    expires_at: float | None
-
-
-@dataclass
-class _Grant:
-    """A pause that is not answered yet, because the loop still drains."""
-
-    call: PauseCall
-    aborted: int
-    # time.monotonic() when "wait" gives up waiting
-    gives_up_at: float | None
-
-
 class Pause:
-    """The pause state of one scheduler. Only the scheduler's thread touches it."""
+    """The pauses of one scheduler. Only the scheduler's thread touches it."""
 
     def __init__(
         self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel, metrics: Metrics
@@ -86,93 +67,47 @@ class Pause:
         self._answers = answers
         self._metrics = metrics
         self._sleeper = Sleeper(scheduler)
-        self._holders: dict[str, _Holder] = {}
-        self._grants: list[_Grant] = []
+        self._held = HeldPauses()
+        # while the loop drains: requests that ran when it began
         self._may_run: set[Req] = set()
+        # by the id of the call that they were ended for, until it is answered
+        self._aborted: dict[str, int] = {}
+        # by the move that is being made
+        self._retracted = 0
         self._frozen_at: float | None = None
         # time.monotonic() before which the load is not published again
         self._publishes_at = 0.0
-        self._state = PauseState.RUNNING
 
     @property
     def state(self) -> PauseState:
-        return self._state
+        return self._held.state
 
     @property
     def mode(self) -> PauseMode | None:
         """The mode asked for last among the pauses held."""
-        return next(reversed(self._holders.values())).mode if self._holders else None
+        return self._held.mode
 
     # ---- calls -------------------------------------------------------------------
 
-    def pause(self, call: PauseCall) -> None:
+    def ask(self, call: PauseCall) -> None:
         """Take or renew a pause; answered here, or at the boundary where draining ends."""
-        assert call.mode is not None
-        freezes_now = call.mode in ("in_place", "retract")
-        # those that drain as well are granted together, when nothing runs any more
-        self._withdraw_grants(
-            f"a pause of mode {call.mode} took its place",
-            which=lambda grant: freezes_now or grant.call.pause_id == call.pause_id,
-        )
-        # re-inserted, because the last one asked for decides the mode
-        self._holders.pop(call.pause_id, None)
-        self._holders[call.pause_id] = _Holder(call.mode, _after(call.lease_s))
-        if call.mode == "abort":
-            self._drain_by(call, aborted=self._abort_all(), gives_up_at=None)
-        elif call.mode == "wait":
-            self._drain_by(call, aborted=0, gives_up_at=_after(call.timeout_s))
-        else:
-            retracted = self._boundary.retract() if call.mode == "retract" else 0
-            self._freeze()
-            self._answer(call, retracted=retracted)
-
-    def wait_unless_frozen(self, call: PauseCall) -> None:
-        """Take a pause that lets running requests end, but where nothing runs anyhow take none."""
-        if self._state is PauseState.FROZEN:
-            self._answer(call)
-        else:
-            self.pause(call)
-
-    def is_held(self, pause_id: str) -> bool:
-        return pause_id in self._holders
-
-    def renew(self, call: PauseCall) -> None:
-        """Lengthen the lease, and change the mode where it is another one.
-
-        Raises ``Conflict`` where the pause is not held any more.
-        """
-        holder = self._holders.get(call.pause_id)
-        if holder is None:
-            raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
-        call.mode = call.mode or holder.mode
-        if self._state is PauseState.FROZEN and call.mode == holder.mode:
-            # what a "wait" left frozen must not run again
-            holder.expires_at = _after(call.lease_s)
-            self._answer(call)
-        else:
-            self.pause(call)
+        self._go_through(Asked(call, time.monotonic()))
 
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
-        if call.pause_id is None:
-            self._holders.clear()
-        elif not self._let_go(call.pause_id):
-            raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
-        if not self._holders:
-            self._thaw(torch_empty_cache=call.torch_empty_cache)
-        self._answers.succeed(call, **self.describe())
+        self._go_through(Continued(call))
 
     # ---- the event loop ----------------------------------------------------------
 
     def holds_the_loop(self) -> bool:
         """Called at every boundary, after the messages: may the next step not run?"""
         self._look_at_the_clock()
-        if self._state is PauseState.RUNNING:
+        if self.state is PauseState.RUNNING:
             return False
-        if self._state is PauseState.DRAINING:
+        if self.state is PauseState.DRAINING:
             if self._still_drains():
                 return False
-            self._freeze_drained()
+            self._go_through(Drained())
         self._scheduler._record_scheduler_state_for_paused_engine()
         self._publish_load()
         # a step's result answers the health checks that came in meanwhile; here is no step
@@ -193,9 +128,8 @@ class Pause:
         )
 
     def sleep(self) -> None:
-        """Until a message comes or a lease runs out."""
-        leases = (h.expires_at for h in self._holders.values() if h.expires_at is not None)
-        self._sleeper.sleep(min(leases, default=None))
+        """Until a message comes or a time runs out."""
+        self._sleeper.sleep(min((at for at, _ in self._held.alarms), default=None))
 
     def admits(self, req: Req) -> bool:
         """While draining, run only what already ran, or was aborted and must be ended."""
@@ -205,62 +139,82 @@ class Pause:
         """State, mode, holders with seconds left, and how many requests run and wait."""
         now = time.monotonic()
         return {
-            "state": self._state.value,
-            "paused": self._state is not PauseState.RUNNING,
+            "state": self.state.value,
+            "paused": self.state is not PauseState.RUNNING,
             "mode": self.mode,
             "holders": [
                 {
-                    "pause_id": pause_id,
+                    "pause_id": holder.pause_id,
                     "mode": holder.mode,
                     "lease_left_s": None
                     if holder.expires_at is None
                     else max(0.0, holder.expires_at - now),
                 }
-                for pause_id, holder in self._holders.items()
+                for holder in self._held.holders
             ],
             "running": len(self._boundary.running_requests()),
             "waiting": len(self._boundary.waiting_requests()),
         }
 
-    # ---- moves -------------------------------------------------------------------
+    # ---- the machine ---------------------------------------------------------------
 
     def _look_at_the_clock(self) -> None:
         """All ranks have the same times to look at, and the first one's clock counts."""
-        leases = [("lease", pause_id, h.expires_at) for pause_id, h in self._holders.items()]
-        waits = [("wait", grant.call.pause_id, grant.gives_up_at) for grant in self._grants]
-        ends = [(what, id, at) for what, id, at in leases + waits if at is not None]
-        if not ends:
+        alarms = self._held.alarms
+        if not alarms:
             return
         now = time.monotonic()
-        over = as_first_rank_says([(what, id) for what, id, at in ends if at <= now])
-        for what, pause_id in over:
-            if what == "lease":
-                self._end_lease(pause_id)
-            else:
-                self._end_waiting(pause_id)
+        for event in as_first_rank_says([event for at, event in alarms if at <= now]):
+            self._go_through(event)
 
-    def _end_lease(self, pause_id: str) -> None:
-        self._let_go(pause_id)
-        logger.warning("The lease of pause %s ran out.", pause_id)
-        if not self._holders:
-            logger.warning("Nobody holds a pause any more: generation continues.")
-            self._thaw(torch_empty_cache=False)
-            self._answers.tell_that_generation_continues()
+    def _go_through(self, event: Event) -> None:
+        """Where a move fails, the pauses held stay what they were, and nobody is answered."""
+        held, moves, sayings = transition(self._held, event)
+        self._retracted = 0
+        for move in moves:
+            self._make(move)
+        self._held = held
+        for saying in sayings:
+            self._say(saying)
 
-    def _end_waiting(self, pause_id: str) -> None:
-        # a lease that ran out in the same pass may have taken the grant along
-        if any(grant.call.pause_id == pause_id for grant in self._grants):
-            self._withdraw_grants(
-                "the timeout_s of another one ended the waiting",
-                which=lambda grant: grant.call.pause_id != pause_id,
-            )
-            self._freeze_drained()
+    def _make(self, move: Move) -> None:
+        match move:
+            case Retract():
+                self._retracted = self._boundary.retract()
+            case AbortAll(call):
+                self._aborted[call.call_id] = self._abort_all()
+            case Freeze():
+                self._freeze()
+            case Drain():
+                self._end_freeze(torch_empty_cache=False)
+                self._may_run = self._boundary.running_requests()
+            case RunOn(torch_empty_cache):
+                self._end_freeze(torch_empty_cache=torch_empty_cache)
+                self._may_run = set()
+            case _:
+                assert_never(move)
 
-    def _drain_by(self, call: PauseCall, *, aborted: int, gives_up_at: float | None) -> None:
-        self._grants.append(_Grant(call, aborted, gives_up_at))
-        self._may_run = self._boundary.running_requests()
-        self._unfreeze(torch_empty_cache=False)
-        self._state = PauseState.DRAINING
+    def _say(self, saying: Saying) -> None:
+        match saying:
+            case Grant(call):
+                aborted = self._aborted.pop(call.call_id, 0)
+                self._answers.succeed(
+                    call, **self.describe(), retracted=self._retracted, aborted=aborted
+                )
+            case LetGo(released):
+                self._answers.succeed(released, **self.describe())
+            case Refuse(refused, why):
+                self._aborted.pop(refused.call_id, None)
+                self._answers.fail(refused, Conflict(why))
+            case SayThatLeaseIsOver(pause_id):
+                logger.warning("The lease of pause %s ran out.", pause_id)
+            case SayThatGenerationContinues():
+                logger.warning("Nobody holds a pause any more: generation continues.")
+                self._answers.tell_that_generation_continues()
+            case _:
+                assert_never(saying)
+
+    # ---- its moves -----------------------------------------------------------------
 
     def _abort_all(self) -> int:
         self._boundary.drain()
@@ -276,12 +230,6 @@ class Pause:
             or any(self.admits(req) for req in self._boundary.waiting_requests())
         )
 
-    def _freeze_drained(self) -> None:
-        granted, self._grants = self._grants, []
-        self._freeze()
-        for grant in granted:
-            self._answer(grant.call, aborted=grant.aborted)
-
     def _freeze(self) -> None:
         self._boundary.drain()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
@@ -291,13 +239,12 @@ class Pause:
         if self._frozen_at is None:
             self._frozen_at = time.perf_counter()
             self._metrics.paused.set(1)
-        self._state = PauseState.FROZEN
 
-    def _unfreeze(self, *, torch_empty_cache: bool) -> None:
+    def _end_freeze(self, *, torch_empty_cache: bool) -> None:
         if self._frozen_at is None:
             return
         seconds = time.perf_counter() - self._frozen_at
-        self._forgive(seconds)
+        self._shift_deadlines(seconds)
         self._frozen_at = None
         self._metrics.paused.set(0)
         self._metrics.paused_seconds.inc(seconds)
@@ -305,13 +252,7 @@ class Pause:
             ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
         )
 
-    def _thaw(self, *, torch_empty_cache: bool) -> None:
-        self._withdraw_grants("generation was continued before it was granted")
-        self._unfreeze(torch_empty_cache=torch_empty_cache)
-        self._may_run = set()
-        self._state = PauseState.RUNNING
-
-    def _forgive(self, seconds: float) -> None:
+    def _shift_deadlines(self, seconds: float) -> None:
         """Time spent paused does not count against a request's time limits."""
         for req in self._boundary.live_requests():
             stats = req.time_stats
@@ -319,29 +260,3 @@ class Pause:
                 stats.wait_queue_entry_time += seconds
             if stats.forward_entry_time > 0:
                 stats.forward_entry_time += seconds
-
-    def _let_go(self, pause_id: str) -> bool:
-        """Forget one holder; False where it holds nothing."""
-        if self._holders.pop(pause_id, None) is None:
-            return False
-        self._withdraw_grants(
-            "it was let go before it was granted",
-            which=lambda grant: grant.call.pause_id == pause_id,
-        )
-        if self._state is PauseState.DRAINING and self._holders and not self._grants:
-            # nobody asked for this draining but the one who left
-            self._freeze()
-        return True
-
-    def _withdraw_grants(
-        self, why: str, *, which: Callable[[_Grant], bool] = lambda grant: True
-    ) -> None:
-        """Refuse pauses that are not granted yet: their callers then hold nothing."""
-        withdrawn = [grant for grant in self._grants if which(grant)]
-        self._grants = [grant for grant in self._grants if not which(grant)]
-        for grant in withdrawn:
-            self._holders.pop(grant.call.pause_id, None)
-            self._answers.fail(grant.call, Conflict(f"The pause was not granted: {why}."))
-
-    def _answer(self, call: PauseCall, *, retracted: int = 0, aborted: int = 0) -> None:
-        self._answers.succeed(call, **self.describe(), retracted=retracted, aborted=aborted)

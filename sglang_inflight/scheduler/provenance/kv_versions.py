@@ -22,19 +22,18 @@ for no forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.utils import is_pin_memory_available
 
+from sglang_inflight.scheduler.provenance.request_record import Spans
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-
-Spans = list[dict[str, Any]]
 
 
 class KVVersions:
@@ -57,14 +56,16 @@ class KVVersions:
             self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
         self._labels.append(new)
 
-    def note_launch(self, batch: ScheduleBatch) -> None:
+    def record_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
         if self._of_slot is None or batch.out_cache_loc is None:
             return
         if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
             self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._labels) - 1)
 
-    def note_taken(self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int) -> None:
+    def record_taken(
+        self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int
+    ) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``.
 
         It was launched ``behind`` changes of the version ago.

@@ -11,10 +11,10 @@ ones come, so they are the least recently used, and the first to be evicted.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakSet
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
+from sglang_inflight.scheduler.provenance.request_record import record_of
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
@@ -28,8 +28,6 @@ class PrefixFence:
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
         self._epoch = 0
-        # what runs across a fence: its KV is nobody else's
-        self._barred: WeakSet[Req] = WeakSet()
 
     def raise_to(self, epoch: int) -> None:
         """No request that starts its prefill from now on reuses an older prefix."""
@@ -37,7 +35,7 @@ class PrefixFence:
         for req in self._boundary.running_requests():
             if not req.skip_radix_cache_insert:
                 req.skip_radix_cache_insert = True
-                self._barred.add(req)
+                record_of(req).is_fenced_off = True
         forget_embeddings()
         for req in self._boundary.waiting_requests():
             self.admit(req)
@@ -46,9 +44,10 @@ class PrefixFence:
         """Called for each request that enters the waiting queue, new or retracted."""
         if self._epoch == 0:
             return
-        if req in self._barred:
+        record = record_of(req)
+        if record.is_fenced_off:
             # retracted: it holds nothing of the old weights
             req.skip_radix_cache_insert = False
-            self._barred.discard(req)
+            record.is_fenced_off = False
         own_key = (req.extra_key or "").partition(_MARK)[0]
         req.extra_key = f"{own_key}{_MARK}{self._epoch}"

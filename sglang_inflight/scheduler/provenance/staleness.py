@@ -8,16 +8,16 @@ know) or the server's (``SGLANG_INFLIGHT_MAX_VERSION_LAG``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.provenance.request_record import record_of
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.adopted import AgingReq
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
@@ -41,9 +41,10 @@ class Staleness:
         queued, so no token of the new weights is added to it.
         """
         for req in self._started():
-            if not hasattr(req, "inflight_first_epoch"):
-                req.inflight_first_epoch = epoch - 1
-            lag, most = epoch - req.inflight_first_epoch, self._limit(req)
+            record = record_of(req)
+            if record.first_epoch is None:
+                record.first_epoch = epoch - 1
+            lag, most = epoch - record.first_epoch, self._limit(req)
             if most is not None and lag > most:
                 self._end(
                     req, f"its oldest token is {lag} versions old, {MAX_VERSION_LAG} is {most}"
@@ -51,9 +52,10 @@ class Staleness:
 
     def observe(self, req: Req, epoch: int) -> None:
         """A request has finished."""
-        self._metrics.version_lag.observe(epoch - getattr(req, "inflight_first_epoch", epoch))
+        first = record_of(req).first_epoch
+        self._metrics.version_lag.observe(0 if first is None else epoch - first)
 
-    def _started(self) -> list[AgingReq]:
+    def _started(self) -> list[Req]:
         """Requests that have a token, or whose first token is in a queued result."""
         # of a prompt that is not yet whole a forward makes none
         sampled = {
@@ -62,7 +64,7 @@ class Staleness:
             for req in batch.reqs
             if req is not self._scheduler.chunked_req
         }
-        live = cast("set[AgingReq]", self._boundary.live_requests())
+        live = self._boundary.live_requests()
         return [r for r in live if not r.finished() and (r.output_ids or r in sampled)]
 
     def _limit(self, req: Req) -> int | None:

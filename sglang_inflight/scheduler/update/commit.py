@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sglang.srt.configs.load_config import LoadConfig
 
 from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
@@ -26,10 +27,10 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.provenance.staleness import Staleness
 from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
-
-if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.scheduler.update.update import Sealed
 
 logger = logging.getLogger(__name__)
 
@@ -39,40 +40,35 @@ class Commits:
 
     def __init__(
         self,
-        scheduler: Scheduler,
         boundary: Boundary,
         staging: Staging,
+        live: LiveWeights,
         versions: Versions,
         fence: PrefixFence,
         staleness: Staleness,
         metrics: Metrics,
     ) -> None:
-        self._scheduler = scheduler
         self._boundary = boundary
         self._staging = staging
+        self._live = live
         self._versions = versions
         self._fence = fence
         self._staleness = staleness
         self._metrics = metrics
-        # (version, digest, roles) of what the shadow holds after a commit
-        self._previous: tuple[str, str, frozenset[str]] | None = None
 
     def commit(self, call: CommitCall) -> dict[str, Any]:
         """Swap in a sealed update. Returns the rank's part of the receipt."""
-        update = self._staging.take(call.update_id)
+        sealed = self._staging.take(call.update_id)
         base = self._versions.current
-        base_digest = self._staging.live_digest
-        assert base_digest is not None
-        self._previous = (base, base_digest, frozenset(update.roles))
         detail = self._go_live(
-            update.roles,
-            update.digest,
+            sealed.digest,
+            sealed.swap,
             call.weight_version,
             call.kv_cache,
             empty_cache=call.torch_empty_cache,
         )
-        self._staging.note_checkpoints(update)
-        return {**detail, "base_version": base, "digest": update.digest}
+        _name_checkpoints(sealed)
+        return {**detail, "base_version": base, "digest": sealed.digest}
 
     def roll_back(self, call: RollbackCall) -> dict[str, Any]:
         """Swap the previous version back in. It then is what a rollback would undo."""
@@ -81,30 +77,31 @@ class Commits:
                 f"expected_version is {call.expected_version!r}, but "
                 f"{self._versions.current!r} is serving"
             )
-        if (reason := self._staging.why_no_rollback()) is not None or self._previous is None:
+        previous = self._live.previous
+        if (reason := self._staging.why_no_rollback()) is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
-        version, previous_digest, roles = self._previous
         base = self._versions.current
-        digest = self._staging.live_digest
-        assert digest is not None
-        self._previous = (base, digest, roles)
         detail = self._go_live(
-            roles, previous_digest, call.weight_version or version, call.kv_cache, empty_cache=False
+            previous.digest,
+            previous.swap,
+            call.weight_version or previous.version,
+            call.kv_cache,
+            empty_cache=False,
         )
-        return {**detail, "base_version": base, "digest": previous_digest}
+        return {**detail, "base_version": base, "digest": previous.digest}
 
     def describe(self) -> dict[str, Any]:
         return {
             "weight_version": self._versions.current,
             "epoch": self._versions.epoch,
-            "digest": self._staging.live_digest,
-            "previous_version": self._previous[0] if self._previous else None,
+            "digest": self._live.digest,
+            "previous_version": self._live.previous.version if self._live.previous else None,
         }
 
     def _go_live(
         self,
-        roles: Iterable[str],
         digest: str,
+        swap: PreparedSwap,
         version: str | None,
         kv_cache: KVPolicy,
         *,
@@ -112,8 +109,7 @@ class Commits:
     ) -> dict[str, Any]:
         started = time.perf_counter()
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
-        swapped = self._exchange(roles)
-        self._staging.live_digest = digest
+        swapped = self._live.swap_in(digest, swap, base_version=self._versions.current)
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)
         except Exception as error:
@@ -148,23 +144,15 @@ class Commits:
         if kv_cache == "recompute":
             self._boundary.flush(empty_cache=empty_cache)
 
-    def _exchange(self, roles: Iterable[str]) -> int:
-        """Swap the weights, between the forwards launched so far and those launched next.
 
-        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else
-        on the loop's own, which is current here. The swap waits on the device for whatever
-        is on either, and what comes next on either waits for the swap: so it does not matter
-        where a forward runs. The host waits for nothing. The shadow was complete before this
-        rank voted, and its next user waits for the event.
-        """
-        scheduler = self._scheduler
-        if scheduler.device == "cpu":
-            return self._staging.exchange(roles)
-        loop, forward = scheduler.device_module.current_stream(), scheduler.forward_stream
-        forward.wait_stream(loop)
-        with scheduler.device_module.stream(forward):
-            swapped = self._staging.exchange(roles)
-        done = forward.record_event()
-        loop.wait_event(done)
-        self._staging.wait_for(done)
-        return swapped
+def _name_checkpoints(sealed: Sealed) -> None:
+    """Tell upstream's readers of the path where the weights came from."""
+    for runner, source in sealed.checkpoints:
+        load_format = source.load_format or "auto"
+        runner.update_model_fields(
+            runner.model,
+            model_path=source.model_path,
+            load_format=load_format,
+            load_config=LoadConfig(load_format=load_format),
+        )
+        runner.model_config.model_path = source.model_path

@@ -93,7 +93,7 @@ class Shadow:
     ``find_derived`` tells whether it wrote anything else.
 
     Owners: the staging thread writes the twins while an update is open. Once it is sealed
-    only the scheduler's thread touches them, in ``exchange``. The message that carries
+    only the scheduler's thread touches them, in a ``PreparedSwap``. The message that carries
     the commit orders the two.
     """
 

@@ -13,13 +13,14 @@ from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
-from sglang_inflight.scheduler.update.checks.tensors import Guard
+from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
+from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import Shadow, Twins, unwatched
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
-from sglang_inflight.scheduler.update.throttle.copies import paced
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.copies import rate_limited
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
@@ -32,16 +33,14 @@ DIRECT = "direct"
 class ShadowedModel:
     """Loads tensors into the shadow of one model. Used on the staging thread."""
 
-    def __init__(
-        self, role: str, runner: ModelRunner, twins: Twins, on_write: Callable[[], None]
-    ) -> None:
-        """``on_write`` is called before each write of a parameter."""
+    def __init__(self, role: str, runner: ModelRunner, twins: Twins) -> None:
         self.role = role
         self.runner = runner
         # the one it was started with
         self.checkpoint = runner.model_config.model_path
         self._twins = twins
-        self._on_write = on_write
+        # called before each write of a parameter
+        self.on_write: Callable[[], None] = _tell_nobody
         self._shadow: Shadow | None = None
         self._served: Shapes | None = None
 
@@ -111,8 +110,8 @@ class ShadowedModel:
         *,
         takes_all: bool,
         check_finite: bool,
-        pace: Pace,
-    ) -> Guard:
+        rate_limit: RateLimit,
+    ) -> TensorChecks:
         """Load ``weights`` through the model's own loader; returns what was counted.
 
         ``takes_all`` is false where some of them may be another model's.
@@ -123,15 +122,15 @@ class ShadowedModel:
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
-        guard = Guard(
+        checks = TensorChecks(
             served=self.served if is_checkpoint else {},
             expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
             ties_head=self._ties_head,
             check_finite=check_finite,
-            pace=pace,
+            rate_limit=rate_limit,
         )
-        watched = guard.watch(weights)
-        self._twins.writing = functools.partial(self._writing, guard, pace)
+        watched = checks.watch(weights)
+        self._twins.writing = functools.partial(self._writing, checks, rate_limit)
         try:
             self._load(load_format, _one_at_a_time(watched))
             # a loader may stop before the end: what it did not take is not loaded
@@ -141,12 +140,12 @@ class ShadowedModel:
             # from itself it would be a cycle, which keeps the tensors of its frames
             raise
         except Exception as error:
-            if not guard.holds_a_tensor:
+            if not checks.holds_a_tensor:
                 raise
-            raise guard.explain(error) from error
+            raise checks.explain(error) from error
         finally:
             self._twins.writing = unwatched
-        return guard
+        return checks
 
     def _load(self, load_format: str | None, weights: Weights) -> Any:
         twin: Any = self.shadow.twin
@@ -167,12 +166,29 @@ class ShadowedModel:
 
     @contextmanager
     def _writing(
-        self, guard: Guard, pace: Pace, name: str, twin: torch.Tensor, loaded: torch.Tensor
+        self,
+        checks: TensorChecks,
+        rate_limit: RateLimit,
+        name: str,
+        twin: torch.Tensor,
+        loaded: torch.Tensor,
     ) -> Iterator[None]:
-        guard.note_write(name)
-        self._on_write()
-        with paced(pace, twin, loaded):
+        checks.count_write(name)
+        self.on_write()
+        with rate_limited(rate_limit, twin, loaded):
             yield
+
+
+def why_not_staged(models: Iterable[ShadowedModel]) -> str | None:
+    """Why no update of ``models`` can be staged as they are now, or None where it can."""
+    for model in models:
+        if (reason := why_not_shadowed(model.runner.model)) is not None:
+            return f"weights of the {model.role} model cannot be staged: {reason}"
+    return None
+
+
+def _tell_nobody() -> None:
+    pass
 
 
 def _one_at_a_time(weights: Weights) -> Weights:

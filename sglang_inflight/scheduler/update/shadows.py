@@ -10,25 +10,25 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import Twins
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.swap import Exchange, exchange_for
+from sglang_inflight.scheduler.update.swap import Swap, swap_for
 
 
 class Shadows:
     """Built at the first update, together or not at all, so that memory is never left half used.
 
-    Built and used on the staging thread; a commit's exchange is the loop's thread's.
+    Only the staging thread touches it.
     """
 
     def __init__(self, models: Sequence[ShadowedModel], twins: Twins) -> None:
         self._models = models
         self._twins = twins
-        self._exchange: Exchange | None = None
+        self._swap: Swap | None = None
         self._is_built = False
 
     @property
-    def exchange(self) -> Exchange:
-        assert self._exchange is not None
-        return self._exchange
+    def swap(self) -> Swap:
+        assert self._swap is not None
+        return self._swap
 
     def build(self, mode: StagingMode, device: torch.device) -> None:
         """Raises ``Refused`` where that fails; the next call tries again."""
@@ -47,7 +47,7 @@ class Shadows:
                 model.build_shadow(mode, device)
             if mode is not StagingMode.OFF:
                 shows = any(model.shadow.shows_weights_elsewhere for model in self._models)
-                self._exchange = exchange_for(device, contents_only=shows)
+                self._swap = swap_for(device, contents_only=shows)
         except Exception as error:
             return f"{error}".split("\n")[0] or type(error).__name__
         return None

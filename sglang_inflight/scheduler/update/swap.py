@@ -14,6 +14,7 @@ goes wrong in ``check`` and in making the spare piece, before the vote.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from sglang_inflight.errors import Refused
 SPARE_BYTES = 64 << 20
 
 
-class Exchange(Protocol):
+class Swap(Protocol):
     """Both tensors are of one shape and dtype."""
 
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
@@ -35,13 +36,13 @@ class Exchange(Protocol):
         """Each gets what the other one has. Raises nothing, for what was checked."""
 
 
-def exchange_for(device: torch.device, *, contents_only: bool) -> Exchange:
+def swap_for(device: torch.device, *, contents_only: bool) -> Swap:
     if device.type == "cpu" and not contents_only:
-        return PointerExchange()
-    return ContentExchange(device, SPARE_BYTES)
+        return PointerSwap()
+    return ContentSwap(device, SPARE_BYTES)
 
 
-class PointerExchange:
+class PointerSwap:
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
         """Any two tensors can swap their pointers."""
 
@@ -49,7 +50,7 @@ class PointerExchange:
         live.data, shadow.data = shadow.data, live.data
 
 
-class ContentExchange:
+class ContentSwap:
     def __init__(self, device: torch.device, spare_bytes: int) -> None:
         self._spare = torch.empty(spare_bytes, dtype=torch.uint8, device=device)
 
@@ -72,6 +73,32 @@ class ContentExchange:
         if not live.is_inference():
             # it was written through views that do not count: what was made of it is out of date
             increment_version(live)
+
+
+@dataclass(frozen=True)
+class PreparedSwap:
+    """The pairs of live weight and shadow that a commit swaps; none in the mode ``off``.
+
+    The staging thread makes it, and the scheduler's thread makes the swap. The message that
+    carries the commit orders the two.
+    """
+
+    how: Swap | None = None
+    pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+
+    @property
+    def is_possible(self) -> bool:
+        return self.how is not None
+
+    def make(self) -> int:
+        """Returns the bytes swapped."""
+        if self.how is None:
+            return 0
+        swapped = 0
+        for live, shadow in self.pairs:
+            self.how.swap(live, shadow)
+            swapped += live.nbytes
+        return swapped
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:

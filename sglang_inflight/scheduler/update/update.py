@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Dropped
 from sglang_inflight.messages import DiskSource, OpenCall
+from sglang_inflight.scheduler.update.swap import PreparedSwap
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A complete update that was checked: all that its commit needs."""
+
+    # of all weights of this rank, as they will be
+    digest: str
+    swap: PreparedSwap
+    # whose weights were read from disk, and where
+    checkpoints: tuple[tuple[ModelRunner, DiskSource], ...]
 
 
 class Update:
     """What is known of an update between its ``OpenCall`` and its commit or drop.
 
     The staging thread writes it, but for ``dropped``, which the scheduler's thread sets
-    and the staging thread looks at. Each is set once, so neither needs a lock.
+    and the staging thread looks at. The scheduler's thread reads counts as they are, and
+    ``base_digest`` and ``sealed``. Each of these three is set once and never written into
+    again, so none needs a lock.
     """
 
     def __init__(self, call: OpenCall) -> None:
@@ -22,11 +41,12 @@ class Update:
         self.names: set[str] = set()
         self.tensors = 0
         self.bytes = 0
-        self.digest = ""
         # by role, what was read from disk
         self.checkpoints: dict[str, DiskSource] = {}
-        # complete and checked: the rank has voted for it
-        self.sealed = False
+        # of the live weights, where nobody had read them through before
+        self.base_digest: str | None = None
+        # the staging thread's last word: the rank has voted for it
+        self.sealed: Sealed | None = None
         # why a call of this update failed, so that it cannot be sealed any more
         self.failed: str | None = None
         self.dropped: str | None = None

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from sglang.srt.managers.utils import allocate_distinct_stream
@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], dict[str, Any]]
+
+
+class Worker(Protocol):
+    def submit(self, call: InflightCall, job: Job) -> None:
+        """Do ``job`` after all others, then answer ``call`` with what it returns."""
 
 
 class InlineWorker:
@@ -68,7 +73,6 @@ class StagingWorker:
         threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
 
     def submit(self, call: InflightCall, job: Job) -> None:
-        """Do ``job`` after all others, then answer ``call`` with what it returns."""
         self._jobs.put((call, job))
 
     def _run(self) -> None:

@@ -32,3 +32,14 @@ class DecodePreallocQueue(Protocol):
 @describes("sglang.srt.disaggregation.decode.DecodeTransferQueue")
 class DecodeTransferQueue(Protocol):
     queue: list[DecodeRequest]
+
+
+@describes("sglang.srt.managers.hisparse_coordinator.HiSparseAct")
+class HiSparseAct(Protocol):
+    req: Req
+
+
+@describes("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator")
+class HiSparseCoordinator(Protocol):
+    # of requests whose KV is backed up after their prefill
+    ack_staging_queue: list[HiSparseAct]

@@ -18,6 +18,7 @@ from sglang_inflight.scheduler.upstream.queues import (
     DecodePreallocQueue,
     DecodeTransferQueue,
     GrammarManager,
+    HiSparseCoordinator,
     PrefillBootstrapQueue,
 )
 from sglang_inflight.scheduler.upstream.req import Req
@@ -36,6 +37,7 @@ class Scheduler(Protocol):
     # ---- requests and batches ------------------------------------------------------
     waiting_queue: list[Req]
     grammar_manager: GrammarManager
+    hisparse_coordinator: HiSparseCoordinator | None
     chunked_req: Req | None
     running_batch: ScheduleBatch
     cur_batch_for_debug: ScheduleBatch | None

@@ -9,18 +9,18 @@ import torch
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.shorten import shorten
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _HEAD = "lm_head.weight"
 
 
-class Guard:
+class TensorChecks:
     """Watches a loader take tensors one by one, and names the tensor that is wrong.
 
-    A loader skips a name that it does not know, some without a word. So the guard counts
-    the writes between one tensor and the next: a tensor that wrote nothing is refused,
+    A loader skips a name that it does not know, some without a word. So the writes are
+    counted between one tensor and the next: a tensor that wrote nothing is refused,
     unless the checkpoint that is being served holds a tensor of that name too, which the
     loader then skips for a reason of its own (another pipeline stage), or it is the head
     of a model that ties it to the embeddings: a checkpoint has those alone, but a
@@ -29,7 +29,7 @@ class Guard:
     A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
     served checkpoint holds must come in the same shape.
 
-    One guard serves one call, on the staging thread.
+    One object serves one call, on the staging thread.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Guard:
         expects_writes: bool,
         ties_head: bool,
         check_finite: bool,
-        pace: Pace,
+        rate_limit: RateLimit,
     ) -> None:
         """``served`` has the shapes of the tensors in the checkpoint that is served.
 
@@ -49,14 +49,14 @@ class Guard:
         self._expects_writes = expects_writes
         self._ties_head = ties_head
         self._check_finite = check_finite
-        self._pace = pace
+        self._rate_limit = rate_limit
         self._current: tuple[str, torch.Tensor] | None = None
         self._writes = 0
         self.tensors = 0
         self.bytes = 0
         self.names: set[str] = set()
 
-    def note_write(self, parameter: str) -> None:
+    def count_write(self, parameter: str) -> None:
         self._writes += 1
         if self._current is None:
             return
@@ -117,4 +117,4 @@ class Guard:
             raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
-        return all(is_finite(piece) for (piece,) in self._pace.cut(tensor))
+        return all(is_finite(piece) for (piece,) in self._rate_limit.cut(tensor))

@@ -45,9 +45,9 @@ def receive(
         with suppress(Refused):
             for buffer, _ in expected:
                 group.receive(buffer, check)
-            group.note_taken(source.transfer_id)
+            group.mark_taken(source.transfer_id)
         raise
-    group.note_taken(source.transfer_id)
+    group.mark_taken(source.transfer_id)
 
 
 def _broadcasts(

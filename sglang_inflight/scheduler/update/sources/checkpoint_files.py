@@ -21,7 +21,7 @@ from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
 from sglang_inflight.scheduler.update.sources.weights import Weights
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 # What is read in one go, and small tensors together. It stays in a cache until it is copied.
 PIECE_BYTES = 4 << 20
@@ -30,7 +30,7 @@ F = TypeVar("F", bound=RegularFile)
 
 
 def read_safetensors(
-    paths: list[str], aside: Aside, pace: Pace, *, forgets_pages: bool = False
+    paths: list[str], aside: Aside, rate_limit: RateLimit, *, forgets_pages: bool = False
 ) -> Weights:
     """The tensors of each file in the order in which they lie there.
 
@@ -42,14 +42,14 @@ def read_safetensors(
         batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
         buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
         # a second one, because the reading is another thread's and needs a rest of its own
-        pace = pace.for_another_thread()
+        rate_limit = rate_limit.for_another_thread()
 
         def begin(index: int) -> torch.Tensor | None:
             if index == len(batches):
                 return None
             file, batch = batches[index]
             content = buffers.take(max(1, _span(batch)))[: _span(batch)]
-            aside.begin(partial(_read, file, content, batch, pace, forgets_pages))
+            aside.begin(partial(_read, file, content, batch, rate_limit, forgets_pages))
             return content
 
         coming = begin(0)
@@ -71,7 +71,7 @@ def _read(
     file: SafetensorsFile,
     content: torch.Tensor,
     batch: list[Place],
-    pace: Pace,
+    rate_limit: RateLimit,
     forgets_pages: bool,
 ) -> None:
     """Fill ``content``, a piece at a time, as fast as staging may go.
@@ -84,21 +84,21 @@ def _read(
         read = file.read_into(view[done : done + PIECE_BYTES], start + done)
         if not read:
             raise file.was_cut()
-        pace.spend(read)
+        rate_limit.spend(read)
         done += read
     if batch[-1] is file.places[-1]:
         _finish(file, forgets_pages)
 
 
 def read_pickled(
-    paths: list[str], aside: Aside, pace: Pace, *, forgets_pages: bool = False
+    paths: list[str], aside: Aside, rate_limit: RateLimit, *, forgets_pages: bool = False
 ) -> Weights:
     """Those of files of ``torch.save``, a whole one at a time: their tensors lie in no order."""
     seen: dict[str, str] = {}
     with _opened(paths, RegularFile, aside) as files:
         for file in files:
             tensors = aside.do(partial(_unpickle, file))
-            pace.spend(file.size)
+            rate_limit.spend(file.size)
             _refuse_twice([(file.name, tensors)], seen)
             for name in list(tensors):
                 # out of the dict, which would keep all their memory to the end

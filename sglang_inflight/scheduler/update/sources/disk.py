@@ -31,7 +31,7 @@ from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.weights import Weights
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.upstream.runtime_context import get_model
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def read_disk(
     *,
     of_draft: bool,
     check: Callable[[], None],
-    pace: Pace,
+    rate_limit: RateLimit,
 ) -> Weights:
     """A checkpoint's tensors, on the host, read file by file.
 
@@ -81,7 +81,7 @@ def read_disk(
             read = read_safetensors if is_safetensors else read_pickled
             forgets = get_model().weight_loader_drop_cache_after_load
             with _prefetched(paths, is_safetensors):
-                yield from read(paths, aside, pace, forgets_pages=forgets)
+                yield from read(paths, aside, rate_limit, forgets_pages=forgets)
 
 
 def _known(load_format: str | None) -> LoadFormat:

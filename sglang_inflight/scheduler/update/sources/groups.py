@@ -54,7 +54,7 @@ class Group:
         self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
         self._aborted = False
 
-    def note_taken(self, transfer_id: str) -> None:
+    def mark_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
 
     def give_up(self, transfer_id: str | None, reason: str) -> bool:

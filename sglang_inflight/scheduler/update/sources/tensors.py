@@ -21,7 +21,7 @@ from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
-from sglang_inflight.scheduler.update.throttle.release_pages import unmapping
+from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 from sglang_inflight.scheduler.upstream.serialized_tensor import SerializedTensor
 from sglang_inflight.upstream.runtime_context import get_parallel
 
@@ -32,7 +32,7 @@ def read_tensors(source: TensorSource, device: torch.device, check: Callable[[],
     A payload may be a handle to what another process has, which may be stopped or gone: so it
     is opened ``Aside``. ``check`` raises when it is time to give up.
     """
-    for name, tensor in unmapping(_deserialize(source, device, check)):
+    for name, tensor in release_pages(_deserialize(source, device, check)):
         yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
 
 

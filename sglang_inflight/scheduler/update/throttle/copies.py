@@ -9,22 +9,24 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 
 @contextmanager
-def paced(pace: Pace, target: torch.Tensor, source: torch.Tensor) -> Iterator[None]:
+def rate_limited(
+    rate_limit: RateLimit, target: torch.Tensor, source: torch.Tensor
+) -> Iterator[None]:
     """Around what copies ``source``, or a part of it, to ``target`` or a part of it."""
     nbytes = min(target.numel(), source.numel()) * (target.itemsize + source.itemsize)
-    if pace.is_one_piece(nbytes):
+    if rate_limit.is_one_piece(nbytes):
         yield
-        pace.spend(nbytes)
+        rate_limit.spend(nbytes)
     else:
-        with PacedCopies(pace):
+        with RateLimitedCopies(rate_limit):
             yield
 
 
-class PacedCopies(TorchFunctionMode):
+class RateLimitedCopies(TorchFunctionMode):
     """Copies of the thread that enters it go piece by piece.
 
     A model's loader copies whole tensors. Torch asks a mode of this kind at each call from
@@ -32,9 +34,9 @@ class PacedCopies(TorchFunctionMode):
     has to wait for the interpreter, so it is for large tensors.
     """
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, rate_limit: RateLimit) -> None:
         super().__init__()
-        self._pace = pace
+        self._rate_limit = rate_limit
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -43,6 +45,6 @@ class PacedCopies(TorchFunctionMode):
         if func is not torch.Tensor.copy_ or len(args) < 2 or args[0].shape != args[1].shape:
             return func(*args, **kwargs)
         target, source, *how = args
-        for to, of in self._pace.cut(target, source):
+        for to, of in self._rate_limit.cut(target, source):
             to.copy_(of, *how, **kwargs)
         return target

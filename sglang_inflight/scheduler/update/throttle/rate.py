@@ -23,14 +23,14 @@ _SHORTEST_SLEEP_S = _PIECE_S / 2
 _LONGEST_SLEEP_S = 0.1
 
 
-def choose_pace(wanted: int | None, device: torch.device) -> int:
+def choose_rate(wanted: int | None, device: torch.device) -> int:
     """Bytes per second: what is set, or what suits the kind of device."""
     if wanted is not None:
         return wanted
     return _CPU_BYTES_PER_S if device.type == "cpu" else _DEVICE_BYTES_PER_S
 
 
-class Pace:
+class RateLimit:
     """A rate at which memory may be touched while requests run; 0 does not limit it.
 
     Decoding loses to staging a share of a core and of the memory's bandwidth. A rate makes
@@ -45,9 +45,9 @@ class Pace:
         self._is_busy = is_busy
         self._owed_until = 0.0
 
-    def for_another_thread(self) -> Pace:
+    def for_another_thread(self) -> RateLimit:
         """Of the same rate. A thread keeps to its own, and rests by itself."""
-        return Pace(self._bytes_per_s, self._is_busy)
+        return RateLimit(self._bytes_per_s, self._is_busy)
 
     def is_one_piece(self, nbytes: int) -> bool:
         """Whether so much is touched in one go."""

@@ -13,7 +13,9 @@ _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
-def unmapping(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def release_pages(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Hand on ``weights``; what one lies in is unmapped when the next is asked for.
 
     Torch unmaps a sender's whole memory at once, some 40 ms per GB, when the last tensor in it
@@ -28,10 +30,10 @@ def unmapping(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
             continue
         if tensor.is_shared():  # type: ignore[no-untyped-call]
-            _unmap(tensor)
+            _release(tensor)
 
 
-def _unmap(tensor: torch.Tensor) -> None:
+def _release(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     # one that is expanded has more bytes than there are

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.swap import ContentExchange
+from sglang_inflight.scheduler.update.swap import ContentSwap
 
 SPARE_BYTES = 64
 # what a commit may do: look at memory in another way, and copy
@@ -46,22 +46,22 @@ WEIGHTS = {
 def test_swapping_contents(weight: torch.Tensor) -> None:
     live, shadow = weight.clone(), torch.zeros_like(weight)
     pointers = live.data_ptr(), shadow.data_ptr()
-    exchange = ContentExchange(torch.device("cpu"), SPARE_BYTES)
-    exchange.check("weight", live, shadow)
+    how = ContentSwap(torch.device("cpu"), SPARE_BYTES)
+    how.check("weight", live, shadow)
     with Operations() as done:
-        exchange.swap(live, shadow)
+        how.swap(live, shadow)
     assert torch.equal(shadow, weight)
     assert torch.equal(live, torch.zeros_like(weight))
     assert (live.data_ptr(), shadow.data_ptr()) == pointers
     assert done.names <= ALLOWED
-    exchange.swap(live, shadow)
+    how.swap(live, shadow)
     assert torch.equal(live, weight)
 
 
 def test_neighbours_in_memory_are_left_alone() -> None:
     memory = torch.arange(60.0)
     live, shadow = memory[20:40], torch.zeros(20)
-    ContentExchange(torch.device("cpu"), SPARE_BYTES).swap(live, shadow)
+    ContentSwap(torch.device("cpu"), SPARE_BYTES).swap(live, shadow)
     assert torch.equal(shadow, torch.arange(20.0, 40.0))
     memory[20:40] += torch.arange(20.0, 40.0)
     assert torch.equal(memory, torch.arange(60.0))
@@ -69,6 +69,6 @@ def test_neighbours_in_memory_are_left_alone() -> None:
 
 def test_a_weight_with_holes_is_refused() -> None:
     live = torch.arange(40.0).view(4, 10)[:, :5]
-    exchange = ContentExchange(torch.device("cpu"), SPARE_BYTES)
+    how = ContentSwap(torch.device("cpu"), SPARE_BYTES)
     with pytest.raises(Refused, match="'weight' cannot be staged: its memory has holes"):
-        exchange.check("weight", live, torch.empty_like(live))
+        how.check("weight", live, torch.empty_like(live))

@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.throttle import rate as pace
-from sglang_inflight.scheduler.update.throttle.copies import PacedCopies, paced
-from sglang_inflight.scheduler.update.throttle.rate import Pace
+from sglang_inflight.scheduler.update.throttle import rate
+from sglang_inflight.scheduler.update.throttle.copies import RateLimitedCopies, rate_limited
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 PIECE = 1 << 10  # bytes in one go
-RATE = round(PIECE / pace._PIECE_S)
+RATE = round(PIECE / rate._PIECE_S)
 
 
 class Clock:
@@ -40,23 +40,23 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_the_rate_is_kept_while_requests_run(clock: Clock) -> None:
-    own = Pace(RATE, is_busy=lambda: True)
+    own = RateLimit(RATE, is_busy=lambda: True)
     began = clock.now
     for _ in range(640):
         own.spend(PIECE // 10)
     # but for a piece at the start and one that is still owed
-    assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * pace._PIECE_S)
-    assert min(clock.slept) > pace._SHORTEST_SLEEP_S
+    assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * rate._PIECE_S)
+    assert min(clock.slept) > rate._SHORTEST_SLEEP_S
 
 
 def test_nothing_is_waited_for_where_nothing_runs_or_no_rate_is_set(clock: Clock) -> None:
-    Pace(RATE, is_busy=lambda: False).spend(1 << 30)
-    Pace(0, is_busy=lambda: True).spend(1 << 30)
+    RateLimit(RATE, is_busy=lambda: False).spend(1 << 30)
+    RateLimit(0, is_busy=lambda: True).spend(1 << 30)
     assert clock.slept == []
 
 
 def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:
-    own = Pace(RATE, is_busy=lambda: len(clock.slept) < 3)
+    own = RateLimit(RATE, is_busy=lambda: len(clock.slept) < 3)
     own.spend(1 << 30)
     assert len(clock.slept) == 3
     # and what it owed is forgiven
@@ -81,13 +81,13 @@ def test_a_copy_in_pieces_is_the_copy(
     target: torch.Tensor, source: torch.Tensor, clock: Clock
 ) -> None:
     parameter = torch.nn.Parameter(target, requires_grad=False)
-    with torch.no_grad(), PacedCopies(Pace(RATE, is_busy=lambda: True)):
+    with torch.no_grad(), RateLimitedCopies(RateLimit(RATE, is_busy=lambda: True)):
         parameter.data.copy_(source)
     assert torch.equal(target, source.to(target.dtype).expand_as(target))
 
 
 def test_a_piece_is_no_larger_than_what_may_be_touched_in_one_go(clock: Clock) -> None:
-    own = Pace(RATE, is_busy=lambda: True)
+    own = RateLimit(RATE, is_busy=lambda: True)
     rows = [tuple(map(len, piece)) for piece in own.cut(torch.zeros(300, 4), torch.zeros(300, 4))]
     assert sum(of for _, of in rows) == 300
     assert all(to == of and 2 * to * 4 * 4 <= PIECE for to, of in rows)
@@ -97,28 +97,28 @@ def test_a_piece_is_no_larger_than_what_may_be_touched_in_one_go(clock: Clock) -
 def test_a_loader_is_held_to_the_rate_whatever_it_copies(rows: int, clock: Clock) -> None:
     began = clock.now
     copies = 3000 // rows * 10
-    own = Pace(RATE, is_busy=lambda: True)
+    own = RateLimit(RATE, is_busy=lambda: True)
     # a part of what was sent goes to a part of a fused parameter
     sent, parameter = torch.ones(2 * rows, 8), torch.zeros(rows, 8)
     for _ in range(copies):
-        with paced(own, parameter, sent):
+        with rate_limited(own, parameter, sent):
             parameter.copy_(sent[rows:])
     assert torch.equal(parameter, sent[:rows])
     touched = copies * 2 * parameter.nbytes
-    assert clock.now - began == pytest.approx(touched / RATE, abs=2 * pace._PIECE_S)
-    assert max(clock.slept) <= 2 * pace._PIECE_S
+    assert clock.now - began == pytest.approx(touched / RATE, abs=2 * rate._PIECE_S)
+    assert max(clock.slept) <= 2 * rate._PIECE_S
 
 
 def test_other_threads_copy_as_ever() -> None:
     """Torch keeps the mode per thread: the loop's copies are never cut."""
     seen: list[int] = []
 
-    class Seen(Pace):
+    class Seen(RateLimit):
         def spend(self, nbytes: int) -> None:
             seen.append(threading.get_ident())
 
     target, source = torch.zeros(300, 64), torch.ones(300, 64)
-    with PacedCopies(Seen(RATE, is_busy=lambda: True)):
+    with RateLimitedCopies(Seen(RATE, is_busy=lambda: True)):
         other = threading.Thread(target=lambda: target.copy_(source))
         other.start()
         other.join()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.throttle.release_pages import unmapping
+from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 
 ROWS = 4096
 SHARED = "/torch_"
@@ -49,7 +49,7 @@ def one_that_is_shared() -> Iterator[tuple[str, torch.Tensor]]:
 
 def test_little_of_a_bucket_is_left_mapped_when_it_was_read() -> None:
     most = 0
-    for name, tensor in unmapping(one_that_is_shared()):
+    for name, tensor in release_pages(one_that_is_shared()):
         assert torch.equal(tensor, dict(tensors())[name])
         most = max(most, mapped_kib(SHARED))
         last = tensor
@@ -67,7 +67,7 @@ def test_who_keeps_the_tensors_keeps_what_is_in_them(kind: str) -> None:
         "one storage": of_one_storage(),
         "own storage": iter(tensors()),
     }[kind]
-    kept = dict(unmapping(weights))
+    kept = dict(release_pages(weights))
     for name, tensor in tensors():
         assert torch.equal(kept[name], tensor)
 
@@ -77,6 +77,6 @@ def test_no_more_is_unmapped_than_a_tensor_has() -> None:
     whole = torch.ones(ROWS, 1024).share_memory_()  # type: ignore[no-untyped-call]
     behind = torch.randn(ROWS, 1024)
     before = behind.clone()
-    list(unmapping([("wide", whole[:1].expand(ROWS * 4, 1024)), ("none", torch.zeros(0))]))
+    list(release_pages([("wide", whole[:1].expand(ROWS * 4, 1024)), ("none", torch.zeros(0))]))
     assert torch.equal(behind, before)
     assert torch.equal(whole, torch.ones(ROWS, 1024))

@@ -1,0 +1,88 @@
+"""The parts of phase one, made for a scheduler and put together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.update.reservation import Reservation
+from sglang_inflight.scheduler.update.shadow import Twins
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_staged
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.groups import Groups
+from sglang_inflight.scheduler.update.staging import Staging
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit, choose_rate
+from sglang_inflight.scheduler.update.worker import (
+    InlineWorker,
+    StagingWorker,
+    Worker,
+    streams_of,
+)
+from sglang_inflight.settings import Settings
+from sglang_inflight.unsupported import why_no_pause, why_no_update
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.adopted import ReservingScheduler
+
+
+def make_staging(
+    scheduler: ReservingScheduler,
+    boundary: Boundary,
+    live: LiveWeights,
+    answers: AnswerChannel,
+    metrics: Metrics,
+    settings: Settings,
+    *,
+    is_busy: Callable[[], bool],
+) -> Staging:
+    """On the scheduler's thread, before the staging thread has its first job.
+
+    ``is_busy`` says, to any thread, whether requests run.
+    """
+    reservation: Reservation | None = scheduler.inflight_reservation
+    twins = Twins(reservation.storage if reservation is not None else {})
+    runners = scheduler.weight_updater._select_runners("all")
+    models = [ShadowedModel(role, runner, twins) for role, runner in runners]
+    device = next(models[0].runner.model.parameters()).device
+    if reservation is not None:
+        mode = reservation.mode
+    else:
+        mode = choose_mode(settings.staging, sum(model.nbytes for model in models), device)
+    worker: Worker
+    # in place nothing decodes meanwhile
+    if in_place := mode is StagingMode.OFF:
+        worker = InlineWorker(answers, boundary.drain)
+        rate_limit = RateLimit(0, is_busy)
+        for model in models:
+            model.on_write = live.write_in_place
+    else:
+        streams = functools.partial(streams_of, scheduler)
+        worker = StagingWorker(answers, device, settings.stage_nice, streams)
+        rate_limit = RateLimit(choose_rate(settings.pace_bytes_per_s, device), is_busy)
+    groups = Groups(settings.group_timeout_s)
+    jobs = Jobs(
+        models,
+        Shadows(models, twins),
+        groups,
+        metrics,
+        mode=mode,
+        device=device,
+        rate_limit=rate_limit,
+        check_finite=settings.check_finite,
+    )
+    refusal = _why_refused(models, in_place=in_place)
+    return Staging(jobs, worker, groups, live, answers, mode=mode, refusal=refusal)
+
+
+def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
+    """Why no update can be taken in, or None where it can."""
+    if in_place and (reason := why_no_pause()) is not None:
+        return f"weights cannot be written in place, between two steps: {reason}"
+    return why_no_update(in_place=in_place) or why_not_staged(models)

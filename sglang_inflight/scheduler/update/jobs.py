@@ -1,0 +1,293 @@
+"""What is done to a shadow while decoding goes on: prepared, filled, sealed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import (
+    DiskSource,
+    DistributedSource,
+    IPCSource,
+    Selector,
+    Source,
+    TensorSource,
+)
+from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
+from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_staged
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.broadcast import receive
+from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
+from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.groups import Groups
+from sglang_inflight.scheduler.update.sources.tensors import read_tensors
+from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.update import Sealed, Update
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+
+
+class Jobs:
+    """The jobs of updates. They run on the staging thread, one after the other.
+
+    The shadow is theirs while an update is open, and the scheduler's thread's from its seal
+    on: what they leave to it is the ``Sealed`` of the update. A job looks between two tensors
+    whether its update was dropped, and gives up then; whatever it had written is never
+    committed.
+
+    In the mode ``off`` they write the live weights, and so run on the scheduler's thread, at
+    the boundary.
+
+    What a test makes fail, it makes fail in ``fill``, ``take_in`` or ``seal``.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ShadowedModel],
+        shadows: Shadows,
+        groups: Groups,
+        metrics: Metrics,
+        *,
+        mode: StagingMode,
+        device: torch.device,
+        rate_limit: RateLimit,
+        check_finite: bool,
+    ) -> None:
+        self._models = list(models)
+        self._shadows = shadows
+        self._groups = groups
+        self._metrics = metrics
+        self._mode = mode
+        self._device = device
+        self._rate_limit = rate_limit
+        self._check_finite = check_finite
+
+    def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> dict[str, Any]:
+        """Start from the live weights, or from marks that show what was not written.
+
+        The live weights are only read, and only the scheduler's thread changes them, in a
+        commit, which cannot be while an update is open. ``after`` is the last commit's event
+        on the device, or None: the shadow is not written before it.
+        """
+        models = self._select(self._models, selector)
+        if not models:
+            raise Refused(f"selector {selector!r} selects no model of this server")
+        # looked at again, because serving may have made copies of weights since
+        if (reason := why_not_staged(self._models)) is not None:
+            raise Refused(reason)
+        update.roles = {model.role for model in models}
+        for model in self._models:
+            model.read_served(update.check)
+        self._shadows.build(self._mode, self._device)
+        if after is not None:
+            after.synchronize()
+        if self._mode is StagingMode.OFF:
+            return {}
+        for model, name, live, shadow in self._weights(update.roles):
+            update.check()
+            self._shadows.swap.check(name, live, shadow)
+            if self._is_partial(update, model) or not can_mark(shadow):
+                for to, of in self._rate_limit.cut(shadow, live):
+                    to.copy_(of)
+            else:
+                for (piece,) in self._rate_limit.cut(shadow):
+                    mark(piece)
+        return {}
+
+    def fill(self, update: Update, source: Source, selector: Selector | None) -> dict[str, Any]:
+        """Load one call's tensors into the shadow, through the model's own loader."""
+        update.check()
+        started = time.perf_counter()
+        staged = [model for model in self._models if model.role in update.roles]
+        models = self._select(staged, selector)
+        if not models:
+            raise Refused(f"selector {selector!r} selects no model of this update")
+        checked = []
+        for model, weights in self._read_for_each(models, update, source):
+            # closed at once, because the sender waits to hear how it ended
+            with closing(weights):
+                checks = model.load(
+                    source,
+                    self.take_in(update, weights),
+                    takes_all=model is models[0],
+                    check_finite=self._check_finite,
+                    rate_limit=self._rate_limit,
+                )
+            update.names |= checks.names
+            checked.append(checks)
+            if isinstance(source, DiskSource):
+                update.checkpoints[model.role] = source
+        staged_s = time.perf_counter() - started
+        self._metrics.staged_seconds.inc(staged_s)
+        self._metrics.staged_bytes.inc(checked[0].bytes)
+        return {
+            "staged_s": staged_s,
+            "tensors": checked[0].tensors,
+            "bytes": checked[0].bytes,
+        }
+
+    def take_in(self, update: Update, weights: Weights) -> Weights:
+        """Every tensor of an update comes through here on its way to a model's loader."""
+        for name, tensor in weights:
+            update.check()
+            if isinstance(tensor, torch.Tensor):
+                update.bytes += tensor.nbytes
+            update.tensors += 1
+            yield name, tensor
+
+    def seal(self, update: Update, base_digest: str | None) -> dict[str, Any]:
+        """Check that the update is whole; after this nothing can fail any more.
+
+        ``base_digest`` is that of the live weights, or None where it is not known yet.
+        """
+        update.check()
+        started = time.perf_counter()
+        if update.tensors == 0:
+            raise Refused("the update holds no tensor")
+        if base_digest is None:
+            update.base_digest = self._read_through(update, set(), set())
+        whole = {m.role for m in self._models if not self._is_partial(update, m)} & update.roles
+        if self._mode is StagingMode.OFF:
+            self._check_all_sent(update, whole)
+            whole = set()
+        else:
+            for model in self._models:
+                if model.role in update.roles:
+                    model.refuse_if_derived()
+        digest = self._read_through(update, update.roles, whole)
+        update.check()
+        update.sealed = Sealed(digest, self._prepare_swap(update), self._checkpoints(update))
+        return {
+            "staged_s": time.perf_counter() - started,
+            "digest": digest,
+            "tensors": update.tensors,
+            "bytes": update.bytes,
+        }
+
+    def _prepare_swap(self, update: Update) -> PreparedSwap:
+        if self._mode is StagingMode.OFF:
+            return PreparedSwap()
+        pairs = [(live, shadow) for _, _, live, shadow in self._weights(update.roles)]
+        return PreparedSwap(self._shadows.swap, tuple(pairs))
+
+    def _checkpoints(self, update: Update) -> tuple[tuple[ModelRunner, DiskSource], ...]:
+        return tuple(
+            (model.runner, update.checkpoints[model.role])
+            for model in self._models
+            if model.role in update.checkpoints
+        )
+
+    def _read_for_each(
+        self, models: list[ShadowedModel], update: Update, source: Source
+    ) -> Iterator[tuple[ShadowedModel, Weights]]:
+        """A target and its drafts load the same tensors, which most sources have only once."""
+        if isinstance(source, DiskSource):
+            for model in models:
+                weights = read_disk(
+                    source,
+                    model.runner,
+                    of_draft=model.role != "target",
+                    check=update.check,
+                    rate_limit=self._rate_limit,
+                )
+                yield model, weights
+        elif len(models) == 1:
+            yield models[0], self._read_once(source, update)
+        else:
+            with closing(self._read_once(source, update)) as weights:
+                # copied, because the memory may be the sender's
+                kept = [
+                    (name, tensor.clone() if isinstance(tensor, torch.Tensor) else tensor)
+                    for name, tensor in weights
+                ]
+            for model in models:
+                yield model, (pair for pair in kept)
+
+    def _read_once(
+        self, source: TensorSource | DistributedSource | IPCSource, update: Update
+    ) -> Weights:
+        if isinstance(source, TensorSource):
+            return read_tensors(source, self._device, update.check)
+        if isinstance(source, DistributedSource):
+            return receive(source, self._groups, self._device, update.check)
+        return receive_ipc(source, self._device, update.check)
+
+    def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
+        """The digest of all models of this rank, those of ``shadowed`` as they will be.
+
+        In the same reading, all elements of those of ``whole`` must have been written.
+        """
+        digest = Digest()
+        roles = {model.role for model in self._models}
+        for model, name, live, shadow in self._weights(roles):
+            tensor = shadow if model.role in shadowed else live
+            is_marked = model.role in whole and can_mark(tensor)
+            missing = 0
+            for piece in digest.read(f"{model.role}.{name}", tensor):
+                update.check()
+                missing += count_marked(piece) if is_marked else 0
+                self._rate_limit.spend(piece.nbytes)
+            if missing:
+                unsent = self._unsent(update, whole)
+                raise Refused(
+                    f"the update is not complete: {missing} of {tensor.numel()} elements of "
+                    f"{name!r} were not sent"
+                    + (f"; not sent: {_list(unsent)}" if unsent else "")
+                    + ". Send them, or set partial=true"
+                )
+        return digest.hexdigest()
+
+    def _check_all_sent(self, update: Update, whole: set[str]) -> None:
+        """By name only: what is written in place bears no marks."""
+        if unsent := self._unsent(update, whole):
+            raise Refused(f"the update is not complete: {_list(unsent)} were not sent")
+
+    def _unsent(self, update: Update, whole: set[str]) -> list[str]:
+        served = {name for m in self._models if m.role in whole for name in m.served}
+        return sorted(served - update.names)
+
+    def _weights(
+        self, roles: Iterable[str]
+    ) -> Iterator[tuple[ShadowedModel, str, torch.Tensor, torch.Tensor]]:
+        """Model, name, live weight and shadow: once each, also what a draft shares."""
+        wanted, seen = set(roles), set[int]()
+        for model in self._models:
+            if model.role not in wanted:
+                continue
+            for name, live, shadow in model.shadow.pairs:
+                if id(shadow) not in seen:
+                    seen.add(id(shadow))
+                    yield model, name, live, shadow
+
+    def _is_partial(self, update: Update, model: ShadowedModel) -> bool:
+        # a draft takes what it shares with the target and keeps the rest
+        return update.partial or model.role != "target"
+
+    def _select(
+        self, models: list[ShadowedModel], selector: Selector | None
+    ) -> list[ShadowedModel]:
+        """Those of ``models`` that a call is for.
+
+        Where it does not say, it is for the first, which is the target if that is among them,
+        and for those that were loaded from the same checkpoint. A draft with one of its own
+        (EAGLE, STANDALONE) may have tensors of the same names that mean something else.
+        """
+        if selector is None:
+            return [model for model in models if model.checkpoint == models[0].checkpoint]
+        return [m for m in models if selector == "all" or m.role.split("_")[0] == selector]
+
+
+def _list(names: list[str], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,79 @@
+"""The weights that a rank serves, and those that it served before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sglang_inflight.scheduler.update.swap import PreparedSwap
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Previous:
+    """What the shadow got when the live weights were swapped in, and how to swap it back."""
+
+    version: str
+    digest: str
+    swap: PreparedSwap
+
+
+class LiveWeights:
+    """What is known of the live weights of one rank. Only the scheduler's thread touches it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        # of all of them; None: nobody has read them through
+        self.digest: str | None = None
+        # why they are a mixture; only in the mode "off"
+        self.dirty: str | None = None
+        self.previous: Previous | None = None
+        # whether the shadow still has what ``previous`` says
+        self.holds_previous = False
+        # on a device: its event after the last swap. The shadow is not written before.
+        self.swapped: Any = None
+
+    def write_in_place(self) -> None:
+        """A part of an update is written into them."""
+        self.dirty = "an update was written in place and not completed"
+        self.digest = None
+
+    def lose_previous(self) -> None:
+        """An update begins to be staged over it."""
+        self.holds_previous = False
+
+    def swap_in(self, digest: str, swap: PreparedSwap, *, base_version: str) -> int:
+        """Make the weights of ``digest`` live; returns the bytes swapped.
+
+        ``base_version`` is the name of those that are live now.
+        """
+        # known since the update that is swapped in, or the one before, was sealed
+        assert self.digest is not None
+        swapped = self._swap(swap)
+        self.previous = Previous(base_version, self.digest, swap)
+        self.holds_previous = swap.is_possible
+        self.digest = digest
+        self.dirty = None
+        return swapped
+
+    def _swap(self, swap: PreparedSwap) -> int:
+        """Between the forwards launched so far and those launched next.
+
+        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else
+        on the loop's own, which is current here. The swap waits on the device for whatever
+        is on either, and what comes next on either waits for the swap: so it does not matter
+        where a forward runs. The host waits for nothing. The shadow was complete before this
+        rank voted, and its next user waits for the event.
+        """
+        scheduler = self._scheduler
+        if scheduler.device == "cpu":
+            return swap.make()
+        loop, forward = scheduler.device_module.current_stream(), scheduler.forward_stream
+        forward.wait_stream(loop)
+        with scheduler.device_module.stream(forward):
+            swapped = swap.make()
+        self.swapped = forward.record_event()
+        loop.wait_event(self.swapped)
+        return swapped

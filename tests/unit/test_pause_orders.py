@@ -1,0 +1,307 @@
+"""Every order of events, of whatever length, through the machine of pauses.
+
+The machine is a function of the pauses held and of an event, so an order is a path through the
+states that any order leads to. There are few of them, and what holds at each event in each of
+them holds along every path. Times are all one time here, and a call's id says what it is: what
+differs in these alone is one state.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.scheduler.pause import machine
+from sglang_inflight.scheduler.pause.machine import (
+    AbortAll,
+    Asked,
+    Continued,
+    Drain,
+    Drained,
+    Event,
+    Freeze,
+    Grant,
+    HeldPauses,
+    LeaseOver,
+    LetGo,
+    Move,
+    PauseState,
+    Refuse,
+    Retract,
+    RunOn,
+    SayThatGenerationContinues,
+    SayThatLeaseIsOver,
+    Transition,
+    WaitOver,
+    transition,
+)
+
+RUNNING, DRAINING, FROZEN = PauseState
+LEASE_S, TIMEOUT_S = 30.0, 60.0
+# there are 3715
+MOST_STATES = 10_000
+Make = Callable[[float], Event]
+
+
+def ask(mode: PauseMode | None, pause_id: str, **how: Any) -> Make:
+    call = PauseCall(
+        call_id=f"{pause_id} {mode} {how}",
+        mode=mode,
+        pause_id=pause_id,
+        lease_s=LEASE_S,
+        timeout_s=TIMEOUT_S,
+        **how,
+    )
+    return lambda now: Asked(call, now)
+
+
+def resume(pause_id: str | None) -> Make:
+    call = ContinueCall(call_id=f"{pause_id} continues", pause_id=pause_id)
+    return lambda _: Continued(call)
+
+
+def itself(event: Event) -> Make:
+    return lambda _: event
+
+
+# by the time at which they happen
+EVENTS: dict[str, Make] = {
+    "a in_place": ask("in_place", "a"),
+    "a retract": ask("retract", "a"),
+    "a abort": ask("abort", "a"),
+    "a wait": ask("wait", "a"),
+    "b in_place": ask("in_place", "b"),
+    "b retract": ask("retract", "b"),
+    "b abort": ask("abort", "b"),
+    "b wait": ask("wait", "b"),
+    "b in_place, perhaps again": ask("in_place", "b", may_be_held=True),
+    "b wait, perhaps again": ask("wait", "b", may_be_held=True),
+    "an update waits": ask("wait", "update", yields=True),
+    "SGLang's own abort": ask("abort", "upstream"),
+    "a renews": ask(None, "a", renews=True),
+    "b renews": ask(None, "b", renews=True),
+    "a renews as in_place": ask("in_place", "a", renews=True),
+    "a renews as abort": ask("abort", "a", renews=True),
+    "a continues": resume("a"),
+    "b continues": resume("b"),
+    "all continue": resume(None),
+    "a's lease is over": itself(LeaseOver("a")),
+    "b's lease is over": itself(LeaseOver("b")),
+    "a has waited too long": itself(WaitOver("a")),
+    "b has waited too long": itself(WaitOver("b")),
+    "drained": itself(Drained()),
+}
+
+
+def check(before: HeldPauses, event: Event, done: Transition) -> None:
+    pauses = done.pauses
+    held = [holder.pause_id for holder in pauses.holders]
+    waiting = [each.call.pause_id for each in pauses.waiting]
+
+    # the state is what is held
+    assert (pauses.state is RUNNING) == (not held)
+    assert (pauses.state is DRAINING) == bool(waiting)
+    assert len(set(held)) == len(held)
+    assert len(set(waiting)) == len(waiting)
+    assert set(waiting) <= set(held)
+    modes = {holder.pause_id: holder.mode for holder in pauses.holders}
+    assert {modes[pause_id] for pause_id in waiting} <= {"abort", "wait"}
+
+    # the scheduler is told of it, and of nothing that it is not to do
+    assert loop_after(done.moves, before.state) is pauses.state
+    if before.state is RUNNING and pauses.state is RUNNING:
+        assert done.moves == ()
+    ends_requests = any(isinstance(move, Retract | AbortAll) for move in done.moves)
+    assert not ends_requests or isinstance(event, Asked)
+
+    # each call is answered once, or waits
+    calls: list[Any] = [each.call for each in before.waiting]
+    calls += [event.call] if isinstance(event, Asked | Continued) else []
+    answered = [each.call for each in done.sayings if isinstance(each, Grant | LetGo | Refuse)]
+    assert ids([*answered, *(each.call for each in pauses.waiting)]) == ids(calls)
+    # and what it hears is so when it hears it
+    for saying in done.sayings:
+        if isinstance(saying, Grant):
+            assert pauses.state is FROZEN
+            assert saying.call.yields or saying.call.pause_id in held
+        elif isinstance(saying, LetGo):
+            assert saying.call.pause_id not in held
+            assert saying.call.pause_id is not None or not held
+        elif isinstance(saying, Refuse):
+            assert saying.why
+            # but by a later call
+            assert saying.call.pause_id not in held or isinstance(event, Asked)
+    continues = any(isinstance(saying, SayThatGenerationContinues) for saying in done.sayings)
+    ended = before.state is not RUNNING and pauses.state is RUNNING
+    assert continues == (ended and isinstance(event, LeaseOver))
+    lease_over = any(isinstance(saying, SayThatLeaseIsOver) for saying in done.sayings)
+    assert lease_over == (isinstance(event, LeaseOver) and before.find(event.pause_id) is not None)
+
+    # who does nothing, and waits for nothing, keeps what it has
+    if not (isinstance(event, Continued) and event.call.pause_id is None):
+        idle = {holder.pause_id for holder in before.holders} - {about(event)}
+        assert idle - {each.call.pause_id for each in before.waiting} <= set(held)
+
+
+def about(event: Event) -> str | None:
+    """The pause that an event is about, if it is about one."""
+    match event:
+        case Asked(call):
+            return call.pause_id
+        case Continued(resumes):
+            return resumes.pause_id
+        case LeaseOver(pause_id) | WaitOver(pause_id):
+            return pause_id
+        case Drained():
+            return None
+
+
+def loop_after(moves: tuple[Move, ...], loop: PauseState) -> PauseState:
+    """What the moves leave a loop doing."""
+    does = {Freeze: FROZEN, Drain: DRAINING, RunOn: RUNNING}
+    for move in moves:
+        loop = does.get(type(move), loop)
+    return loop
+
+
+def ids(calls: list[Any]) -> list[str]:
+    return sorted(call.call_id for call in calls)
+
+
+def key(pauses: HeldPauses) -> Any:
+    waiting = tuple((each.call.call_id, each.gives_up_at) for each in pauses.waiting)
+    return pauses.state, pauses.holders, waiting
+
+
+@functools.cache
+def reachable() -> list[tuple[HeldPauses, Event, Transition]]:
+    """Each event in each state that any order leads to, and what comes of it."""
+    events = [make(0.0) for make in EVENTS.values()]
+    begin = HeldPauses()
+    known, pending, found = {key(begin)}, [begin], []
+    while pending:
+        before = pending.pop()
+        for event in events:
+            done = transition(before, event)
+            found.append((before, event, done))
+            if key(done.pauses) not in known:
+                known.add(key(done.pauses))
+                assert len(known) < MOST_STATES, f"more and more is held: {done.pauses}"
+                pending.append(done.pauses)
+    return found
+
+
+def test_every_order() -> None:
+    states = {before.state for before, _, _ in reachable()}
+    assert states == set(PauseState)
+    for before, event, done in reachable():
+        check(before, event, done)
+
+
+def row_of(pauses: HeldPauses, event: Event) -> str:
+    """The row of the table that ``event`` is in."""
+    match event:
+        case LeaseOver():
+            return "lease over"
+        case WaitOver():
+            return "wait over"
+        case Drained():
+            return "drained"
+        case Continued(resumes):
+            return "continue all" if resumes.pause_id is None else "continue one"
+        case Asked(call):
+            modes = "abort, wait" if call.mode in ("abort", "wait") else "in_place, retract"
+            if call.renews or (call.may_be_held and pauses.find(call.pause_id) is not None):
+                return "renew" if call.mode is None else f"renew {modes}"
+            return "take, unless frozen" if call.yields else f"take {modes}"
+
+
+def test_the_table_is_the_machine() -> None:
+    table: dict[tuple[str, PauseState], set[PauseState]] = {}
+    assert machine.__doc__ is not None
+    rows = re.findall(r"^    (\w.*?)  +(\S.*?)  +(\S.*?)  +(\S.*)$", machine.__doc__, re.MULTILINE)
+    assert rows[0] == ("event", "RUNNING", "DRAINING", "FROZEN")
+    for row, *cells in rows[1:]:
+        for state, cell in zip(PauseState, cells, strict=True):
+            table[row, state] = {PauseState[name] for name in re.findall("[A-Z]+", cell)}
+    found = defaultdict(set)
+    for before, event, done in reachable():
+        found[row_of(before, event), before.state].add(done.pauses.state)
+    assert table == found
+
+
+def test_a_message_is_left_as_it_is() -> None:
+    """All ranks of a host may have been handed the same one, and it may be sent again."""
+    before = {name: copy.deepcopy(make(0.0)) for name, make in EVENTS.items()}
+    reachable.cache_clear()
+    reachable()
+    assert {name: make(0.0) for name, make in EVENTS.items()} == before
+
+
+def after(*names: str) -> HeldPauses:
+    pauses = HeldPauses()
+    for now, name in enumerate(names, 1):
+        pauses = transition(pauses, EVENTS[name](now)).pauses
+    return pauses
+
+
+@pytest.mark.parametrize(
+    ("names", "modes"),
+    [
+        (("a in_place", "b retract"), [("a", "in_place"), ("b", "retract")]),
+        # who asks last decides the mode, and a renewal asks for nothing
+        (("a in_place", "b retract", "a in_place"), [("b", "retract"), ("a", "in_place")]),
+        (("a in_place", "b retract", "a renews"), [("a", "in_place"), ("b", "retract")]),
+        (("a retract", "a renews as in_place"), [("a", "in_place")]),
+        # a freeze ends the draining of others, who then hold nothing
+        (("a in_place", "b wait", "a in_place"), [("a", "in_place")]),
+        (("a wait", "b abort", "a has waited too long"), [("a", "wait")]),
+        (("a wait", "b abort", "drained"), [("a", "wait"), ("b", "abort")]),
+        (("a in_place", "b wait", "b continues"), [("a", "in_place")]),
+        (("a wait", "an update waits", "drained"), [("a", "wait"), ("update", "wait")]),
+        (("a in_place", "an update waits"), [("a", "in_place")]),
+    ],
+)
+def test_who_holds_it(names: tuple[str, ...], modes: list[tuple[str, str]]) -> None:
+    assert [(holder.pause_id, holder.mode) for holder in after(*names).holders] == modes
+
+
+def test_times_are_counted_from_the_call() -> None:
+    assert after("a abort", "b wait").alarms == [
+        (1 + LEASE_S, LeaseOver("a")),
+        (2 + LEASE_S, LeaseOver("b")),
+        (2 + TIMEOUT_S, WaitOver("b")),
+    ]
+    assert after("a in_place", "a renews").alarms == [(2 + LEASE_S, LeaseOver("a"))]
+
+
+@pytest.mark.parametrize(
+    ("mode", "moves"),
+    [
+        ("in_place", (Freeze,)),
+        ("retract", (Retract, Freeze)),
+        ("abort", (AbortAll, Drain)),
+        ("wait", (Drain,)),
+    ],
+)
+def test_what_a_mode_does_first(mode: str, moves: tuple[type, ...]) -> None:
+    done = transition(HeldPauses(), EVENTS[f"a {mode}"](1))
+    assert tuple(type(move) for move in done.moves) == moves
+
+
+def test_one_who_is_refused_is_told_why() -> None:
+    pauses = after("a wait")
+    refused, granted = transition(pauses, EVENTS["b in_place"](2)).sayings
+    assert isinstance(refused, Refuse)
+    assert refused.why == "The pause was not granted: a pause of mode in_place took its place."
+    assert isinstance(granted, Grant)
+    [unheld] = transition(HeldPauses(), EVENTS["b continues"](1)).sayings
+    assert isinstance(unheld, Refuse)
+    assert unheld.why == "pause_id 'b' is not held: it was let go or ran out"

@@ -1,0 +1,86 @@
+"""What we hang on SGLang's own requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.provenance.request_record import record_of
+
+
+class Queues:
+    """As much of a boundary as the fence asks for."""
+
+    def __init__(self) -> None:
+        self.running: set[Req] = set()
+        self.waiting: list[Req] = []
+
+    def running_requests(self) -> set[Req]:
+        return self.running
+
+    def waiting_requests(self) -> list[Req]:
+        return self.waiting
+
+
+@pytest.fixture
+def queues() -> Queues:
+    return Queues()
+
+
+@pytest.fixture
+def fence(queues: Queues) -> PrefixFence:
+    boundary: Any = queues
+    return PrefixFence(boundary)
+
+
+def request(rid: str = "r", **fields: Any) -> Req:
+    return Req(rid, "", [1, 2, 3], SamplingParams(max_new_tokens=4), **fields)
+
+
+def test_a_request_keeps_its_record_when_it_is_retracted() -> None:
+    req = request()
+    record = record_of(req)
+    record.first_epoch = 3
+    req.reset_for_retract()
+    assert record_of(req) is record
+    assert record_of(request()) is not record
+
+
+def test_what_runs_across_a_fence_is_not_cached_until_it_is_retracted(
+    queues: Queues, fence: PrefixFence
+) -> None:
+    req = request()
+    queues.running = {req}
+    fence.raise_to(1)
+    assert req.skip_radix_cache_insert
+    # the next fence finds it so
+    fence.raise_to(2)
+    assert req.skip_radix_cache_insert
+    fence.admit(req)
+    assert not req.skip_radix_cache_insert
+    assert req.extra_key == "|inflight-epoch:2"
+
+
+def test_what_its_caller_keeps_out_of_the_cache_stays_out(
+    queues: Queues, fence: PrefixFence
+) -> None:
+    req = request()
+    req.skip_radix_cache_insert = True
+    queues.running = {req}
+    fence.raise_to(1)
+    fence.admit(req)
+    assert req.skip_radix_cache_insert
+
+
+def test_a_caller_s_own_key_stays(queues: Queues, fence: PrefixFence) -> None:
+    req = request(extra_key="tenant")
+    fence.admit(req)
+    assert req.extra_key == "tenant"
+    queues.waiting = [req]
+    fence.raise_to(1)
+    fence.raise_to(2)
+    assert req.extra_key == "tenant|inflight-epoch:2"
