@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.runtime_context import get_memory
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.unsupported import why_no_pause
 
@@ -40,16 +40,12 @@ class Caches:
                 "the cache cannot be flushed: a hierarchical cache, LMCache or FlexKV keeps "
                 "prefixes in tiers of its own"
             )
-        require_success(
-            await self._ranks.carry_out(FlushCall(call_id="", retract=retract), FLUSH_TIMEOUT_S)
-        )
+        await self._ranks.carry_out(FlushCall(retract=retract), FLUSH_TIMEOUT_S)
         self.clear_preprocessed()
 
     async def forget_embeddings(self) -> None:
         """Forget what encoders made of images and the like, on every rank."""
-        require_success(
-            await self._ranks.carry_out(ForgetEmbeddingsCall(call_id=""), FLUSH_TIMEOUT_S)
-        )
+        await self._ranks.carry_out(ForgetEmbeddingsCall(), FLUSH_TIMEOUT_S)
 
     def clear_preprocessed(self) -> None:
         """Forget preprocessed images and the like; models for text have none."""

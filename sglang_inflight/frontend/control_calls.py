@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.messages import CONTROL_CALL, RankAnswer
+from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 
 if TYPE_CHECKING:
     from sglang.srt.managers.communicator import FanOutCommunicator
@@ -93,7 +93,7 @@ class ControlCalls:
         awaited = self._awaited.get(answer.call_id)
         if awaited is None:
             return
-        if answer.success:
+        if not isinstance(answer, Failed):
             awaited.done += 1
             awaited.look()
         elif not awaited.complete.done():

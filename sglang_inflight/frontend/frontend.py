@@ -16,11 +16,13 @@ from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.status import write_status
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import GenerationContinues, RankAnswer
+from sglang_inflight.messages import ANSWERS, GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
+from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -45,7 +47,10 @@ class Frontend:
         self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
         self._tasks = tokenizer_manager.asyncio_tasks
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
-            [(RankAnswer, self._hear), (GenerationContinues, self._look)]
+            [
+                *((answer, self._hear) for answer in ANSWERS),
+                (GenerationContinues, self._look_again),
+            ]
         )
 
     def _hear(self, answer: RankAnswer) -> None:
@@ -53,7 +58,7 @@ class Frontend:
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
 
-    def _look(self, _: GenerationContinues) -> None:
+    def _look_again(self, _: GenerationContinues) -> None:
         """What is known here of pauses is out of date."""
         self.in_background(self.pauses.look())
 
@@ -63,15 +68,9 @@ class Frontend:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""
-        answers = await self.pauses.look()
-        first = answers[0].detail
-        return {
-            **first,
-            "paused": any(answer.detail["paused"] for answer in answers),
-            "ranks": [{**answer.rank, **answer.detail} for answer in answers],
-        }
+        return write_status(await self.pauses.look())
 
 
 async def _logged(doing: Coroutine[Any, Any, Any]) -> None:

@@ -9,18 +9,20 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Conflict, RankSilent, Refused
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
-from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.shared_call import SharedCall
+from sglang_inflight.grants import Grant, RankGrant, Release
 from sglang_inflight.messages import (
     ContinueCall,
+    Described,
     PauseCall,
+    Paused,
     PauseMode,
-    RankAnswer,
     StatusCall,
 )
 from sglang_inflight.unsupported import why_no_pause
@@ -48,7 +50,7 @@ class Pauses:
         self._metrics = metrics
         self._ranks = ranks
         # calls that take a pause of a name that their callers chose
-        self._taking: dict[str, SharedCall[dict[str, Any]]] = {}
+        self._taking: dict[str, SharedCall[Grant]] = {}
         self._looking = asyncio.Lock()
         self._looked_at = -math.inf
         self._seen_mode: str | None = None
@@ -61,7 +63,7 @@ class Pauses:
         new_id: str | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
-    ) -> dict[str, Any]:
+    ) -> Grant:
         """Pause generation; returns when every rank stands still.
 
         ``pause_id`` renews the pause of that name, and ``mode`` may change it; a new pause
@@ -82,7 +84,6 @@ class Pauses:
         if pause_id is not None and new_id is not None:
             raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
         call = PauseCall(
-            call_id="",
             mode=mode if pause_id is not None else mode or "abort",
             pause_id=pause_id or new_id or uuid.uuid4().hex,
             renews=pause_id is not None,
@@ -101,49 +102,43 @@ class Pauses:
             if not taking.is_awaited:
                 self._taking.pop(new_id, None)
 
-    async def _take(self, call: PauseCall, patience_s: float) -> dict[str, Any]:
+    async def _take(self, call: PauseCall, patience_s: float) -> Grant:
         self._tokenizer_manager.is_pause = True
         began = time.perf_counter()
         try:
             answers = await self._ranks.call(call, patience_s)
-            require_success(answers)
         except BaseException:
             await asyncio.shield(self._undo(call))
             raise
         # a look that was under way before may have found generation running
         self._tokenizer_manager.is_pause = True
-        granted_mode = answers[0].detail["mode"]
+        granted_mode = answers[0].mode
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
-        return {
-            "status": "ok",
-            "message": "Generation paused successfully.",
-            "paused": True,
-            "mode": granted_mode,
-            "pause_id": call.pause_id,
-            "weight_version": self._tokenizer_manager.config_value("weight_version"),
-            "ranks": [_count(answer) for answer in answers],
-        }
+        return Grant(
+            mode=granted_mode,
+            pause_id=call.pause_id,
+            weight_version=self._tokenizer_manager.config_value("weight_version"),
+            ranks=tuple(_count(answer) for answer in answers),
+        )
 
     async def resume(
         self, *, pause_id: str | None = None, torch_empty_cache: bool = True
-    ) -> dict[str, Any]:
+    ) -> Release:
         """Let go of one pause, or of all; generation goes on when none is left.
 
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``OutcomeUnknown`` where
         a rank is silent.
         """
-        call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=torch_empty_cache)
+        call = ContinueCall(pause_id=pause_id, torch_empty_cache=torch_empty_cache)
         answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
-        require_success(answers)
-        paused = any(answer.detail["paused"] for answer in answers)
+        paused = any(answer.paused for answer in answers)
         self._tokenizer_manager.is_pause = paused
-        return {
-            "status": "ok",
-            "message": "Generation continued successfully."
+        return Release(
+            message="Generation continued successfully."
             if not paused
             else "Generation stays paused: there are other holders.",
-            "paused": paused,
-        }
+            paused=paused,
+        )
 
     @contextlib.asynccontextmanager
     async def held_while_nothing_runs(
@@ -155,7 +150,7 @@ class Pauses:
         requests it would wait for never finish then (sglang#25319). Raises ``Conflict``
         where requests still run when ``deadline`` is over.
         """
-        call = PauseCall(call_id="", mode="wait", pause_id=pause_id, yields=True)
+        call = PauseCall(mode="wait", pause_id=pause_id, yields=True)
         try:
             await self._wait_until_nothing_runs(call, deadline)
             yield
@@ -165,7 +160,7 @@ class Pauses:
     async def _wait_until_nothing_runs(self, call: PauseCall, deadline: Deadline) -> None:
         while True:
             try:
-                require_success(await self._ranks.call(call, deadline.seconds_left))
+                await self._ranks.call(call, deadline.seconds_left)
                 return
             except RankSilent as silence:
                 raise Conflict(
@@ -187,13 +182,13 @@ class Pauses:
             logger.warning("Whether generation is paused is not known: %s", error)
 
     async def _release_everywhere(self, pause_id: str) -> None:
-        call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=False)
+        call = ContinueCall(pause_id=pause_id, torch_empty_cache=False)
         # a silent rank takes the message in when it comes to its next boundary
         with contextlib.suppress(RankSilent):
-            await self._ranks.call(call, RELEASE_TIMEOUT_S)
+            await self._ranks.ask(call, RELEASE_TIMEOUT_S)
 
     async def is_paused(self) -> bool:
-        paused = {answer.detail["paused"] for answer in await self.look()}
+        paused = {rank.pause.paused for rank in await self.look()}
         if len(paused) > 1:
             raise Conflict("the replicas differ: some are paused, some are not")
         return paused.pop()
@@ -208,23 +203,26 @@ class Pauses:
         async with self._looking:
             if time.monotonic() >= self._looked_at + LOOK_AGAIN_S:
                 try:
-                    details = [answer.detail for answer in await self.look()]
+                    pauses = [rank.pause for rank in await self.look()]
                 except Refused as error:
                     logger.warning("Whether generation is paused is not known: %s", error)
                     return None
-                paused = [detail["mode"] for detail in details if detail["paused"]]
-                self._seen_mode = paused[0] if paused else None
+                self._seen_mode = next((pause.mode for pause in pauses if pause.paused), None)
                 self._looked_at = time.monotonic()
         return self._seen_mode
 
-    async def look(self) -> list[RankAnswer]:
+    async def look(self) -> list[Described]:
         """Each rank's own account of itself."""
-        answers = await self._ranks.call(StatusCall(call_id=""), GRANT_TIMEOUT_S)
-        require_success(answers)
-        self._tokenizer_manager.is_pause = any(a.detail["paused"] for a in answers)
-        return answers
+        ranks = await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
+        self._tokenizer_manager.is_pause = any(rank.pause.paused for rank in ranks)
+        return ranks
 
 
-def _count(answer: RankAnswer) -> dict[str, Any]:
-    counts = ("running", "waiting", "retracted", "aborted")
-    return {**answer.rank, **{name: answer.detail[name] for name in counts}}
+def _count(answer: Paused) -> RankGrant:
+    return RankGrant(
+        **answer.rank,
+        running=answer.running,
+        waiting=answer.waiting,
+        retracted=answer.retracted,
+        aborted=answer.aborted,
+    )

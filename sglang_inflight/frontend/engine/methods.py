@@ -40,7 +40,9 @@ from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.updates.receipt import Receipt, settle
+from sglang_inflight.grants import Grant, Release
 from sglang_inflight.messages import FLATTENED_BUCKET
+from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
@@ -66,7 +68,7 @@ def _frontend(engine: Engine) -> Frontend:
 
 
 @engine_method(PauseBody, "mode")
-async def pause_generation(engine: Engine, body: PauseBody) -> dict[str, Any]:
+async def pause_generation(engine: Engine, body: PauseBody) -> Grant:
     """Pause generation, or renew a pause. Returns when every rank stands still.
 
     ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the
@@ -86,7 +88,7 @@ async def pause_generation(engine: Engine, body: PauseBody) -> dict[str, Any]:
 
 
 @engine_method(ContinueBody)
-async def continue_generation(engine: Engine, body: ContinueBody) -> dict[str, Any]:
+async def continue_generation(engine: Engine, body: ContinueBody) -> Release:
     """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
@@ -103,7 +105,7 @@ async def is_paused(engine: Engine, body: NoArguments) -> bool:
 
 
 @engine_method(NoArguments)
-async def inflight_status(engine: Engine, body: NoArguments) -> dict[str, Any]:
+async def inflight_status(engine: Engine, body: NoArguments) -> Status:
     """State, holders, versions and staging: of the first rank, and in ``ranks`` of each."""
     return await _frontend(engine).status()
 

@@ -12,7 +12,15 @@ from sglang_inflight.frontend.bodies import DiskBody, UpdateBody
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.frontend.updates.receipt import Receipt
-from sglang_inflight.messages import KVPolicy, OpenCall, SealCall, Selector
+from sglang_inflight.messages import (
+    KVPolicy,
+    OpenCall,
+    SealCall,
+    Selector,
+    Source,
+    StageCall,
+    Staged,
+)
 
 
 class Phase(enum.Enum):
@@ -118,7 +126,6 @@ class OpenUpdate:
 
     def open_call(self, *, partial: bool, expected: str | None, deadline: Deadline) -> OpenCall:
         return OpenCall(
-            call_id="",
             update_id=self.id,
             selector=self.selector,
             partial=partial,
@@ -126,5 +133,21 @@ class OpenUpdate:
             timeout_s=deadline.seconds_left,
         )
 
+    def stage_call(
+        self, source: Source, selector: Selector | None, deadline: Deadline
+    ) -> StageCall:
+        return StageCall(
+            update_id=self.id,
+            source=source,
+            selector=selector,
+            timeout_s=deadline.seconds_left,
+        )
+
+    def count(self, staged: list[Staged]) -> None:
+        """A rank may hold more bytes than another one; the slowest says how long it took."""
+        self.staged_s += max(rank.staged_s for rank in staged)
+        self.tensors += staged[0].tensors
+        self.bytes += max(rank.bytes for rank in staged)
+
     def seal_call(self, deadline: Deadline) -> SealCall:
-        return SealCall(call_id="", update_id=self.id, timeout_s=deadline.seconds_left)
+        return SealCall(update_id=self.id, timeout_s=deadline.seconds_left)

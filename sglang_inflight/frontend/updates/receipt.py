@@ -6,43 +6,32 @@ from collections.abc import Awaitable
 from typing import Any
 
 from sglang_inflight.errors import InflightError
-from sglang_inflight.messages import RankAnswer
+from sglang_inflight.messages import Committed
 
 Receipt = dict[str, Any]
 
 
 def write_receipt(
-    committed: list[RankAnswer], *, staged_s: float, nbytes: int, tensors: int, message: str
+    committed: list[Committed], *, staged_s: float, nbytes: int, tensors: int, message: str
 ) -> Receipt:
     """``stall_ms`` is the longest that any rank's loop was held by the commit."""
-    first = committed[0].detail
+    first = committed[0]
     return {
         "success": True,
         "message": message,
-        "weight_version": first["weight_version"],
-        "base_version": first["base_version"],
-        "epoch": first["epoch"],
+        "weight_version": first.weight_version,
+        "base_version": first.base_version,
+        "epoch": first.epoch,
         "staged_s": staged_s,
-        "stall_ms": max(answer.detail["stall_ms"] for answer in committed),
+        "stall_ms": max(rank.stall_ms for rank in committed),
         "bytes": nbytes,
         "tensors": tensors,
-        "retracted": sum(answer.detail["retracted"] for answer in committed),
+        "retracted": sum(rank.retracted for rank in committed),
         "ranks": [
-            {
-                **answer.rank,
-                "success": answer.success,
-                "message": answer.message,
-                "digest": answer.detail["digest"],
-            }
-            for answer in committed
+            {**rank.rank, "success": True, "message": "", "digest": rank.digest}
+            for rank in committed
         ],
     }
-
-
-def describe_failures(answers: list[RankAnswer]) -> list[dict[str, Any]]:
-    return [
-        {**answer.rank, "success": answer.success, "message": answer.message} for answer in answers
-    ]
 
 
 async def settle(doing: Awaitable[Receipt | None]) -> tuple[bool, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,7 +44,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
-from sglang_inflight.frontend.ranks import Ranks, name_rank, require_success
+from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.model_path import note_model_path
 from sglang_inflight.frontend.updates.open_update import OpenUpdate, Phase
@@ -52,14 +52,12 @@ from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.receipt import Receipt, write_receipt
 from sglang_inflight.messages import (
     CommitCall,
+    Committed,
     DropCall,
-    InflightCall,
+    Failed,
     KVPolicy,
-    OpenCall,
-    RankAnswer,
     RollbackCall,
     Source,
-    StageCall,
 )
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_no_pause
@@ -70,6 +68,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
+V = TypeVar("V")
 
 # A step may take long, and a commit waits for its end.
 COMMIT_TIMEOUT_S = 120.0
@@ -138,7 +138,20 @@ class Updates:
             opens = update.open_call(
                 partial=partial, expected=body.expected_version, deadline=deadline
             )
-            await self._stage(update, body, source, deadline, opens=opens, seals=True)
+            update.note(body)
+            self._allow(update.kv_policy, retracts=body.non_blocking)
+            # sent at once: ranks keep the order, and it saves the waiting
+            _, staged, sealed = await _all_of(
+                self._ranks.call(opens, deadline.seconds_left + GRACE_S),
+                self._ranks.call(
+                    update.stage_call(source, body.selector, deadline),
+                    deadline.seconds_left + GRACE_S,
+                ),
+                self._ranks.call(update.seal_call(deadline), deadline.seconds_left + GRACE_S),
+            )
+            update.count(staged)
+            update.staged_s += max(rank.staged_s for rank in sealed)
+            self._require_alive(update)
             update.phase = Phase.SEALED
             return await self._commit(update)
 
@@ -181,7 +194,7 @@ class Updates:
             call = session.open_call(
                 partial=body.partial, expected=body.expected_version, deadline=deadline
             )
-            require_success(await self._ranks.call(call, deadline.seconds_left + GRACE_S))
+            await self._ranks.call(call, deadline.seconds_left + GRACE_S)
             self._require_alive(session)
 
     async def seal(self, body: SealBody) -> Receipt:
@@ -234,7 +247,6 @@ class Updates:
         because an answer was lost names it, and does not undo the first try.
         """
         call = RollbackCall(
-            call_id="",
             weight_version=body.weight_version,
             expected_version=body.expected_version,
             kv_cache=self._allow(body.kv_policy, retracts=True),
@@ -300,49 +312,13 @@ class Updates:
             if body.expected_version is not None:
                 raise Refused("expected_version belongs to begin_weight_update in a session")
             session.renew_lease()
-            await self._stage(session, body, source, deadline, opens=None, seals=False)
+            session.note(body)
+            self._allow(session.kv_policy, retracts=body.non_blocking)
+            call = session.stage_call(source, body.selector, deadline)
+            session.count(await self._ranks.call(call, deadline.seconds_left + GRACE_S))
+            self._require_alive(session)
             session.renew_lease()
         return self._describe(session, "Staged. It goes live at end_weight_update.")
-
-    async def _stage(
-        self,
-        update: OpenUpdate,
-        body: UpdateBody,
-        source: Source,
-        deadline: Deadline,
-        *,
-        opens: OpenCall | None,
-        seals: bool,
-    ) -> None:
-        """Send what there is to send at once: ranks keep the order, and save the waiting."""
-        update.note(body)
-        self._allow(update.kv_policy, retracts=body.non_blocking)
-        calls: list[InflightCall] = [opens] if opens is not None else []
-        calls.append(
-            StageCall(
-                call_id="",
-                update_id=update.id,
-                source=source,
-                selector=body.selector,
-                timeout_s=deadline.seconds_left,
-            )
-        )
-        if seals:
-            calls.append(update.seal_call(deadline))
-        results = await asyncio.gather(
-            *(self._ranks.call(call, deadline.seconds_left + GRACE_S) for call in calls),
-            return_exceptions=True,
-        )
-        for answers in results:
-            if isinstance(answers, BaseException):
-                raise answers
-            require_success(answers)
-            update.staged_s += _longest(answers)
-        staged = results[1 if opens is not None else 0]
-        assert not isinstance(staged, BaseException)
-        update.tensors += staged[0].detail["tensors"]
-        update.bytes += max(answer.detail["bytes"] for answer in staged)
-        self._require_alive(update)
 
     async def _seal(self, update: OpenUpdate, deadline: Deadline) -> None:
         """Hear the vote."""
@@ -351,9 +327,8 @@ class Updates:
             update.phase = Phase.SEALING
             call = update.seal_call(deadline)
             answers = await self._ranks.call(call, deadline.seconds_left + GRACE_S)
-            require_success(answers)
             self._require_alive(update)
-            update.staged_s += _longest(answers)
+            update.staged_s += max(rank.staged_s for rank in answers)
             update.phase = Phase.SEALED
 
     async def _commit(self, update: OpenUpdate) -> Receipt:
@@ -364,7 +339,6 @@ class Updates:
 
     async def _commit_sealed(self, update: OpenUpdate) -> Receipt:
         call = CommitCall(
-            call_id="",
             update_id=update.id,
             weight_version=update.weight_version,
             kv_cache=update.kv_policy,
@@ -406,18 +380,16 @@ class Updates:
 
     async def _commit_everywhere(
         self, call: CommitCall | RollbackCall, what: str
-    ) -> list[RankAnswer]:
+    ) -> list[Committed]:
         """Raises what a rank refused where all of them did, ``OutcomeUnknown`` where one is
         silent, and ``HalfDone`` where some have done it and others have not, or not all of it.
         """
-        answers = await self._ranks.carry_out(call, COMMIT_TIMEOUT_S)
-        failed = [answer for answer in answers if not answer.success]
+        answers = await self._ranks.ask_to_carry_out(call, COMMIT_TIMEOUT_S)
+        failed = [answer for answer in answers if isinstance(answer, Failed)]
         nothing_changed = all(issubclass(ERRORS[a.error], Refused) for a in failed)
         if failed and (len(failed) < len(answers) or not nothing_changed):
-            said = (f"{name_rank(a.dp_rank, a.pp_rank, a.tp_rank)}: {a.message}" for a in failed)
-            raise HalfDone(f"The {what} is not whole: {'; '.join(said)}")
-        require_success(answers)
-        return answers
+            raise HalfDone(f"The {what} is not whole: {say_which(failed)}")
+        return require_success(answers)
 
     async def _carry_through(self, doing: Coroutine[Any, Any, T]) -> T:
         """Its outcome. It goes on where the caller is gone: it cannot be called back."""
@@ -432,9 +404,9 @@ class Updates:
         self._metrics.updates.labels("dropped").inc()
         update.why_dropped = reason
         self._close(update)
-        call = DropCall(call_id="", update_id=update.id, reason=reason)
+        call = DropCall(update_id=update.id, reason=reason)
         try:
-            await self._ranks.call(call, DROP_TIMEOUT_S)
+            await self._ranks.ask(call, DROP_TIMEOUT_S)
         except RankSilent as error:
             # its shadow is refused to the next update until it has let go
             logger.error("Dropping a weight update: %s", error)
@@ -562,5 +534,12 @@ class Updates:
         self._tokenizer_manager._update_weight_version_if_provided(weight_version)
 
 
-def _longest(answers: Sequence[RankAnswer]) -> float:
-    return max((answer.detail.get("staged_s", 0.0) for answer in answers), default=0.0)
+async def _all_of(first: Awaitable[T], second: Awaitable[U], third: Awaitable[V]) -> tuple[T, U, V]:
+    """Each to its end. The first in this order that failed is raised."""
+    doing = (
+        asyncio.ensure_future(first),
+        asyncio.ensure_future(second),
+        asyncio.ensure_future(third),
+    )
+    await asyncio.gather(*doing, return_exceptions=True)
+    return doing[0].result(), doing[1].result(), doing[2].result()

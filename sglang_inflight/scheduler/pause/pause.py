@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -31,12 +31,13 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.messages import ContinueCall, Continued, PauseCall, Paused, PauseMode
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
+from sglang_inflight.status import Holder, PauseStatus
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -160,7 +161,7 @@ class Pause:
             raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
         if not self._holders:
             self._thaw(torch_empty_cache=call.torch_empty_cache)
-        self._answers.succeed(call, **self.describe())
+        self._answers.succeed(call, Continued(paused=self._state is not PauseState.RUNNING))
 
     # ---- the event loop ----------------------------------------------------------
 
@@ -201,26 +202,26 @@ class Pause:
         """While draining, run only what already ran, or was aborted and must be ended."""
         return req in self._may_run or req.to_finish is not None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> PauseStatus:
         """State, mode, holders with seconds left, and how many requests run and wait."""
         now = time.monotonic()
-        return {
-            "state": self._state.value,
-            "paused": self._state is not PauseState.RUNNING,
-            "mode": self.mode,
-            "holders": [
-                {
-                    "pause_id": pause_id,
-                    "mode": holder.mode,
-                    "lease_left_s": None
+        return PauseStatus(
+            state=self._state.value,
+            paused=self._state is not PauseState.RUNNING,
+            mode=self.mode,
+            holders=tuple(
+                Holder(
+                    pause_id=pause_id,
+                    mode=holder.mode,
+                    lease_left_s=None
                     if holder.expires_at is None
                     else max(0.0, holder.expires_at - now),
-                }
+                )
                 for pause_id, holder in self._holders.items()
-            ],
-            "running": len(self._boundary.running_requests()),
-            "waiting": len(self._boundary.waiting_requests()),
-        }
+            ),
+            running=len(self._boundary.running_requests()),
+            waiting=len(self._boundary.waiting_requests()),
+        )
 
     # ---- moves -------------------------------------------------------------------
 
@@ -344,4 +345,11 @@ class Pause:
             self._answers.fail(grant.call, Conflict(f"The pause was not granted: {why}."))
 
     def _answer(self, call: PauseCall, *, retracted: int = 0, aborted: int = 0) -> None:
-        self._answers.succeed(call, **self.describe(), retracted=retracted, aborted=aborted)
+        answer = Paused(
+            mode=self.mode,
+            running=len(self._boundary.running_requests()),
+            waiting=len(self._boundary.waiting_requests()),
+            retracted=retracted,
+            aborted=aborted,
+        )
+        self._answers.succeed(call, answer)

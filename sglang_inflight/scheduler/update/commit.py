@@ -17,16 +17,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Conflict, HalfDone, Refused
-from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
+from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.provenance.staleness import Staleness
 from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.staging import Staging
+from sglang_inflight.status import WeightsStatus
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
@@ -57,14 +58,13 @@ class Commits:
         # (version, digest, roles) of what the shadow holds after a commit
         self._previous: tuple[str, str, frozenset[str]] | None = None
 
-    def commit(self, call: CommitCall) -> dict[str, Any]:
+    def commit(self, call: CommitCall) -> Committed:
         """Swap in a sealed update. Returns the rank's part of the receipt."""
         update = self._staging.take(call.update_id)
-        base = self._versions.current
         base_digest = self._staging.live_digest
         assert base_digest is not None
-        self._previous = (base, base_digest, frozenset(update.roles))
-        detail = self._go_live(
+        self._previous = (self._versions.current, base_digest, frozenset(update.roles))
+        committed = self._go_live(
             update.roles,
             update.digest,
             call.weight_version,
@@ -72,9 +72,9 @@ class Commits:
             empty_cache=call.torch_empty_cache,
         )
         self._staging.note_checkpoints(update)
-        return {**detail, "base_version": base, "digest": update.digest}
+        return committed
 
-    def roll_back(self, call: RollbackCall) -> dict[str, Any]:
+    def roll_back(self, call: RollbackCall) -> Committed:
         """Swap the previous version back in. It then is what a rollback would undo."""
         if call.expected_version not in (None, self._versions.current):
             raise Conflict(
@@ -84,22 +84,20 @@ class Commits:
         if (reason := self._staging.why_no_rollback()) is not None or self._previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
         version, previous_digest, roles = self._previous
-        base = self._versions.current
         digest = self._staging.live_digest
         assert digest is not None
-        self._previous = (base, digest, roles)
-        detail = self._go_live(
+        self._previous = (self._versions.current, digest, roles)
+        return self._go_live(
             roles, previous_digest, call.weight_version or version, call.kv_cache, empty_cache=False
         )
-        return {**detail, "base_version": base, "digest": previous_digest}
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "weight_version": self._versions.current,
-            "epoch": self._versions.epoch,
-            "digest": self._staging.live_digest,
-            "previous_version": self._previous[0] if self._previous else None,
-        }
+    def describe(self) -> WeightsStatus:
+        return WeightsStatus(
+            weight_version=self._versions.current,
+            epoch=self._versions.epoch,
+            digest=self._staging.live_digest,
+            previous_version=self._previous[0] if self._previous else None,
+        )
 
     def _go_live(
         self,
@@ -109,8 +107,9 @@ class Commits:
         kv_cache: KVPolicy,
         *,
         empty_cache: bool,
-    ) -> dict[str, Any]:
+    ) -> Committed:
         started = time.perf_counter()
+        base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._exchange(roles)
         self._staging.live_digest = digest
@@ -131,12 +130,14 @@ class Commits:
             swapped,
             stall_ms,
         )
-        return {
-            "weight_version": self._versions.current,
-            "epoch": self._versions.epoch,
-            "stall_ms": stall_ms,
-            "retracted": retracted,
-        }
+        return Committed(
+            weight_version=self._versions.current,
+            base_version=base,
+            epoch=self._versions.epoch,
+            stall_ms=stall_ms,
+            retracted=retracted,
+            digest=digest,
+        )
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
         """All that must know of weights that have just been swapped in."""

@@ -26,8 +26,10 @@ from sglang.srt.configs.load_config import LoadConfig
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
+    A,
     DiskSource,
     DistributedSource,
+    Done,
     DropCall,
     GiveUpTransferCall,
     IPCSource,
@@ -35,10 +37,13 @@ from sglang_inflight.messages import (
     LeaveGroupCall,
     OpenCall,
     SealCall,
+    Sealed,
     Selector,
     StageCall,
+    Staged,
     TensorSource,
-    UpdateCall,
+    TimedCall,
+    TransferGivenUp,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.collectives import is_true_of_any
@@ -66,6 +71,7 @@ from sglang_inflight.scheduler.update.worker import (
     streams_of,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.status import StagingStatus
 from sglang_inflight.unsupported import why_no_pause, why_no_update
 
 if TYPE_CHECKING:
@@ -177,7 +183,7 @@ class Staging:
             update.dropped = call.reason
             self._update = None
         # answered when the staging thread has let go of the shadow
-        self._worker.submit(call, dict)
+        self._worker.submit(call, Done)
 
     def take(self, update_id: str) -> Update:
         """The sealed update, to be committed now."""
@@ -192,11 +198,11 @@ class Staging:
     def leave_group(self, call: LeaveGroupCall) -> None:
         self._groups.stop_joining(call.group_name, "the group was left")
         # after the job that may still be receiving in it
-        self._worker.submit(call, _nothing_to_tell(lambda: self._groups.leave(call.group_name)))
+        self._worker.submit(call, _done_after(lambda: self._groups.leave(call.group_name)))
 
     def give_up_transfer(self, call: GiveUpTransferCall) -> None:
-        def job() -> dict[str, Any]:
-            return {"broken": self._groups.give_up(call)}
+        def job() -> TransferGivenUp:
+            return TransferGivenUp(broken=self._groups.give_up(call))
 
         # after the job that may still be taking it in
         self._worker.submit(call, job)
@@ -246,19 +252,19 @@ class Staging:
                 )
                 model.runner.model_config.model_path = source.model_path
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> StagingStatus:
         update = self._update
-        return {
-            "mode": self.mode.name.lower(),
-            "state": self.state.value,
-            "update_id": update.id if update else None,
-            "tensors": update.tensors if update else 0,
-            "bytes": update.bytes if update else 0,
-            "can_roll_back": self.why_no_rollback() is None,
-            "dirty": self.dirty,
-            "refusal": self.refusal,
-            "groups": self._groups.describe(),
-        }
+        return StagingStatus(
+            mode=self.mode.name.lower(),
+            state=self.state.value,
+            update_id=update.id if update else None,
+            tensors=update.tensors if update else 0,
+            bytes=update.bytes if update else 0,
+            can_roll_back=self.why_no_rollback() is None,
+            dirty=self.dirty,
+            refusal=self.refusal,
+            groups=self._groups.describe(),
+        )
 
     def _why_refused(self) -> str | None:
         """Why no update can be taken in, or None where it can."""
@@ -281,8 +287,8 @@ class Staging:
             raise Conflict(f"no weight update {update_id!r} is {state.value}")
         return update
 
-    def _submit(self, update: Update, call: UpdateCall, job: Job) -> None:
-        def one_failure_fails_the_update() -> dict[str, Any]:
+    def _submit(self, update: Update, call: TimedCall[A], job: Job[A]) -> None:
+        def one_failure_fails_the_update() -> A:
             try:
                 update.allow(call.timeout_s)
                 update.check()
@@ -295,7 +301,7 @@ class Staging:
 
     # ---- jobs, on the staging thread ---------------------------------------------
 
-    def _prepare(self, update: Update, call: OpenCall) -> dict[str, Any]:
+    def _prepare(self, update: Update, call: OpenCall) -> Done:
         """Start from the live weights, or from marks that show what was not written.
 
         The live weights are only read, and only the loop's thread changes them, in a
@@ -314,7 +320,7 @@ class Staging:
         if self._exchange_event is not None:
             self._exchange_event.synchronize()
         if self.mode is StagingMode.OFF:
-            return {}
+            return Done()
         for model, name, live, shadow in self._weights(update.roles):
             update.check()
             self._shadows.exchange.check(name, live, shadow)
@@ -324,9 +330,9 @@ class Staging:
             else:
                 for (piece,) in self._pace.cut(shadow):
                     mark(piece)
-        return {}
+        return Done()
 
-    def _fill(self, update: Update, call: StageCall) -> dict[str, Any]:
+    def _fill(self, update: Update, call: StageCall) -> Staged:
         """Load one call's tensors into the shadow, through the model's own loader."""
         update.check()
         started = time.perf_counter()
@@ -352,11 +358,7 @@ class Staging:
         staged_s = time.perf_counter() - started
         self._metrics.staged_seconds.inc(staged_s)
         self._metrics.staged_bytes.inc(guards[0].bytes)
-        return {
-            "staged_s": staged_s,
-            "tensors": guards[0].tensors,
-            "bytes": guards[0].bytes,
-        }
+        return Staged(staged_s=staged_s, tensors=guards[0].tensors, bytes=guards[0].bytes)
 
     def _read_for_each(
         self, models: list[ShadowedModel], update: Update, call: StageCall
@@ -412,7 +414,7 @@ class Staging:
         if is_true_of_any(self.dirty is not None):
             self._note_write()
 
-    def _finish(self, update: Update) -> dict[str, Any]:
+    def _finish(self, update: Update) -> Sealed:
         """Check that the update is whole; after this nothing can fail any more."""
         update.check()
         started = time.perf_counter()
@@ -431,12 +433,7 @@ class Staging:
         update.digest = self._read_through(update, update.roles, whole)
         update.check()
         update.sealed = True
-        return {
-            "staged_s": time.perf_counter() - started,
-            "digest": update.digest,
-            "tensors": update.tensors,
-            "bytes": update.bytes,
-        }
+        return Sealed(staged_s=time.perf_counter() - started)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """The digest of all models of this rank, those of ``shadowed`` as they will be.
@@ -508,9 +505,9 @@ def _list(names: list[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _nothing_to_tell(action: Callable[[], None]) -> Job:
-    def job() -> dict[str, Any]:
+def _done_after(action: Callable[[], None]) -> Job[Done]:
+    def job() -> Done:
         action()
-        return {}
+        return Done()
 
     return job

@@ -14,7 +14,7 @@ from sglang_inflight.errors import Conflict, NotOffered, Refused
 from sglang_inflight.frontend.bodies import decode
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
-    Answer,
+    Content,
     Endpoint,
     guarded,
     while_connected,
@@ -94,7 +94,7 @@ class _Routes:
 
     # ---- pauses --------------------------------------------------------------------
 
-    async def pause(self, query: PauseQuery) -> Answer:
+    async def pause(self, query: PauseQuery) -> Content:
         answer = await self._pauses.pause(
             choose_pause_mode(query.mode, clears_cache=query.clear_cache)
         )
@@ -107,10 +107,10 @@ class _Routes:
                 raise
         return {**answer, "status": "paused"}
 
-    async def resume(self) -> Answer:
+    async def resume(self) -> Content:
         return {**await self._pauses.resume(), "status": "resumed"}
 
-    async def abort_requests(self, request: Request) -> Answer:
+    async def abort_requests(self, request: Request) -> Content:
         content = await request.body()
         if not content:
             raise Refused("bad request body: there is none; {} aborts every request")
@@ -125,42 +125,42 @@ class _Routes:
 
     # ---- weights -------------------------------------------------------------------
 
-    async def connect(self, body: InitBody) -> Answer:
+    async def connect(self, body: InitBody) -> Content:
         await self._transfer.connect(body.init_info)
         return {"message": "Weight transfer initialized"}
 
-    async def disconnect(self) -> Answer:
+    async def disconnect(self) -> Content:
         await self._transfer.disconnect()
         return {"message": "Weight transfer shut down"}
 
-    async def start(self) -> Answer:
+    async def start(self) -> Content:
         await self._transfer.start("target")
         return {"message": "Weight update started"}
 
-    async def start_draft(self) -> Answer:
+    async def start_draft(self) -> Content:
         await self._transfer.start("draft")
         return {"message": "Draft weight update started"}
 
-    async def update(self, request: Request) -> Answer:
+    async def update(self, request: Request) -> Content:
         content = await request.body()
 
-        async def receive() -> Answer:
+        async def receive() -> Content:
             await self._transfer.receive(content)
             return {"message": "Weights updated"}
 
         return await while_connected(request, receive())
 
-    async def finish(self, body: FinishBody) -> Answer:
+    async def finish(self, body: FinishBody) -> Content:
         await self._transfer.finish(body.weight_version)
         return {"message": "Weight update finished"}
 
-    async def name_version(self, body: VersionBody) -> Answer:
+    async def name_version(self, body: VersionBody) -> Content:
         return await name_version(self._tokenizer_manager, body)
 
-    async def weight_info(self) -> Answer:
+    async def weight_info(self) -> Content:
         return {"weight_version": self._tokenizer_manager.config_value("weight_version")}
 
-    async def check_weights(self, body: CheckBody) -> Answer:
+    async def check_weights(self, body: CheckBody) -> Content:
         if body.action == "reset":
             raise NotOffered("weights that are being served are not set to zero")
         if body.action == "compare" and body.baseline is None:
@@ -171,7 +171,7 @@ class _Routes:
         differ = mismatches(checksums, body.baseline)
         return {"match": not differ, "mismatches": differ}
 
-    async def world_size(self, query: WorldSizeQuery) -> Answer:
+    async def world_size(self, query: WorldSizeQuery) -> Content:
         if query.include_dp:
             return {"world_size": self._ranks.count}
         parallel = get_parallel()
@@ -179,7 +179,7 @@ class _Routes:
 
     # ---- caches and sleep ----------------------------------------------------------
 
-    async def reset_prefix_cache(self, query: ResetCacheQuery) -> Answer:
+    async def reset_prefix_cache(self, query: ResetCacheQuery) -> Content:
         """An external cache is one that a flush refuses to leave behind, asked or not."""
         try:
             await self._caches.flush(retract=query.reset_running_requests)
@@ -188,21 +188,21 @@ class _Routes:
             return {"success": False}
         return {"success": True}
 
-    async def reset_mm_cache(self) -> Answer:
+    async def reset_mm_cache(self) -> Content:
         self._caches.clear_preprocessed()
         return {}
 
-    async def reset_encoder_cache(self) -> Answer:
+    async def reset_encoder_cache(self) -> Content:
         await self._caches.forget_embeddings()
         return {}
 
-    async def sleep(self, query: SleepQuery) -> Answer:
+    async def sleep(self, query: SleepQuery) -> Content:
         if query.level > 0:
             raise NotOffered(f"{_NO_RELEASE}level=0 pauses")
         answer = await self._pauses.pause(choose_pause_mode(query.mode, clears_cache=False))
         return {**answer, "status": "sleeping", "level": query.level}
 
-    async def wake_up(self, request: Request) -> Answer:
+    async def wake_up(self, request: Request) -> Content:
         tags = request.query_params.getlist("tags")
         for tag in tags:
             if tag not in WAKE_TAGS:
@@ -210,8 +210,8 @@ class _Routes:
         # no memory sleeps, so whatever the tags say, all of it is awake then
         return {**await self._pauses.resume(), "status": "awake", "tags": tags or None}
 
-    async def is_sleeping(self) -> Answer:
+    async def is_sleeping(self) -> Content:
         return {"is_sleeping": await self._pauses.is_paused()}
 
-    async def release_kv_cache(self) -> Answer:
+    async def release_kv_cache(self) -> Content:
         raise NotOffered(f"{_NO_RELEASE}/release_memory_occupation does it on an idle server")
