@@ -111,10 +111,6 @@ class RankAnswer(BaseReq, kw_only=True):
     tp_rank: int = 0
     pp_rank: int = 0
 
-    @property
-    def rank(self) -> dict[str, int]:
-        return {"dp_rank": self.dp_rank, "tp_rank": self.tp_rank, "pp_rank": self.pp_rank}
-
 
 class Failed(RankAnswer, kw_only=True):
     """The answer to any call that raised."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
 
 from sglang_inflight.answer import Answer
 
@@ -86,4 +88,4 @@ class RankStatus(State, frozen=True, kw_only=True):
 class Status(State, frozen=True, kw_only=True):
     """The state of the first rank, and of each. ``paused`` is true where any rank is."""
 
-    ranks: tuple[RankStatus, ...]
+    ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]

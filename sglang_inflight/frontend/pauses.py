@@ -220,7 +220,9 @@ class Pauses:
 
 def _count(answer: Paused) -> RankGrant:
     return RankGrant(
-        **answer.rank,
+        dp_rank=answer.dp_rank,
+        tp_rank=answer.tp_rank,
+        pp_rank=answer.pp_rank,
         running=answer.running,
         waiting=answer.waiting,
         retracted=answer.retracted,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from sglang.srt.managers.io_struct import (
@@ -39,15 +39,20 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.updates.receipt import Receipt, settle
+from sglang_inflight.frontend.updates.receipt import settle
 from sglang_inflight.grants import Grant, Release
 from sglang_inflight.messages import FLATTENED_BUCKET
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-Outcome = Receipt | tuple[bool, str] | tuple[bool, str, int]
+Success = tuple[bool, str]
+Outcome = Receipt | StagedSoFar | Begun | Success | tuple[bool, str, int]
+
+
+A = TypeVar("A", Receipt, Receipt | StagedSoFar, Begun)
 
 
 class NoArguments(Body, kw_only=True):
@@ -195,7 +200,7 @@ async def begin_weight_update(engine: Engine, body: BeginBody) -> Outcome:
 
 
 @engine_method(SealBody)
-async def seal_weight_update(engine: Engine, body: SealBody) -> Receipt:
+async def seal_weight_update(engine: Engine, body: SealBody) -> StagedSoFar:
     """Check the session and vote for it on every rank, without committing it."""
     return await _frontend(engine).updates.seal(body)
 
@@ -241,11 +246,11 @@ async def destroy_weights_update_group(engine: Engine, body: LeaveGroupBody) -> 
     return await settle(_frontend(engine).groups.leave(body))
 
 
-async def _update(engine: Engine, body: UpdateBody) -> Receipt | tuple[bool, str]:
+async def _update(engine: Engine, body: UpdateBody) -> Receipt | StagedSoFar | Success:
     return await _settle(_frontend(engine).updates.update(body), body.non_blocking)
 
 
-async def _settle(updating: Awaitable[Receipt], non_blocking: bool) -> Receipt | tuple[bool, str]:
+async def _settle(updating: Awaitable[A], non_blocking: bool) -> A | Success:
     return await updating if non_blocking else await settle(updating)
 
 

@@ -11,7 +11,6 @@ from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.bodies import DiskBody, UpdateBody
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.shared_call import SharedCall
-from sglang_inflight.frontend.updates.receipt import Receipt
 from sglang_inflight.messages import (
     KVPolicy,
     OpenCall,
@@ -21,6 +20,7 @@ from sglang_inflight.messages import (
     StageCall,
     Staged,
 )
+from sglang_inflight.receipt import Receipt
 
 
 class Phase(enum.Enum):

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.messages import Committed
-
-Receipt = dict[str, Any]
+from sglang_inflight.receipt import Begun, RankReceipt, Receipt, StagedSoFar
 
 
 def write_receipt(
     committed: list[Committed], *, staged_s: float, nbytes: int, tensors: int, message: str
 ) -> Receipt:
-    """``stall_ms`` is the longest that any rank's loop was held by the commit."""
     first = committed[0]
-    return {
-        "success": True,
-        "message": message,
-        "weight_version": first.weight_version,
-        "base_version": first.base_version,
-        "epoch": first.epoch,
-        "staged_s": staged_s,
-        "stall_ms": max(rank.stall_ms for rank in committed),
-        "bytes": nbytes,
-        "tensors": tensors,
-        "retracted": sum(rank.retracted for rank in committed),
-        "ranks": [
-            {**rank.rank, "success": True, "message": "", "digest": rank.digest}
+    return Receipt(
+        message=message,
+        weight_version=first.weight_version,
+        base_version=first.base_version,
+        epoch=first.epoch,
+        staged_s=staged_s,
+        stall_ms=max(rank.stall_ms for rank in committed),
+        bytes=nbytes,
+        tensors=tensors,
+        retracted=sum(rank.retracted for rank in committed),
+        ranks=tuple(
+            RankReceipt(
+                dp_rank=rank.dp_rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, digest=rank.digest
+            )
             for rank in committed
-        ],
-    }
+        ),
+    )
 
 
-async def settle(doing: Awaitable[Receipt | None]) -> tuple[bool, str]:
+async def settle(doing: Awaitable[Receipt | StagedSoFar | Begun | None]) -> tuple[bool, str]:
     """What upstream's methods return: whether it was done, and a message or the refusal's."""
     try:
-        receipt = await doing
+        answer = await doing
     except InflightError as error:
         return False, str(error)
-    return True, receipt["message"] if receipt else "Success"
+    return True, answer.message if answer is not None else "Success"

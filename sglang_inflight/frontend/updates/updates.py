@@ -49,7 +49,7 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.model_path import note_model_path
 from sglang_inflight.frontend.updates.open_update import OpenUpdate, Phase
 from sglang_inflight.frontend.updates.quiet import Quiet
-from sglang_inflight.frontend.updates.receipt import Receipt, write_receipt
+from sglang_inflight.frontend.updates.receipt import write_receipt
 from sglang_inflight.messages import (
     CommitCall,
     Committed,
@@ -59,6 +59,7 @@ from sglang_inflight.messages import (
     RollbackCall,
     Source,
 )
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_no_pause
 
@@ -111,7 +112,7 @@ class Updates:
 
     # ---- one call, or a session of many --------------------------------------------
 
-    async def update(self, body: UpdateBody) -> Receipt:
+    async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
         """One call: the whole update, or a piece of the session that is open.
 
         Raises ``Refused`` (or a child) with nothing changed on any rank, ``OutcomeUnknown``
@@ -155,7 +156,7 @@ class Updates:
             update.phase = Phase.SEALED
             return await self._commit(update)
 
-    async def begin(self, body: BeginBody) -> dict[str, Any]:
+    async def begin(self, body: BeginBody) -> Begun:
         """Open a session, whose calls go live together at ``end``, or renew its lease.
 
         Raises ``Conflict`` where the session to be renewed is not open any more.
@@ -183,10 +184,10 @@ class Updates:
         await self._begin(session, body.on_busy, self._deadline(None))
         return await self._begin_session(session, body)
 
-    async def _begin_session(self, session: OpenUpdate, body: BeginBody) -> dict[str, Any]:
+    async def _begin_session(self, session: OpenUpdate, body: BeginBody) -> Begun:
         await session.opening.join(lambda: self._open_on_ranks(session, body))
         session.renew_lease()
-        return {"success": True, "message": "Success", "session_id": session.id}
+        return Begun(message="Success", session_id=session.id)
 
     async def _open_on_ranks(self, session: OpenUpdate, body: BeginBody) -> None:
         deadline = self._deadline(None)
@@ -197,7 +198,7 @@ class Updates:
             await self._ranks.call(call, deadline.seconds_left + GRACE_S)
             self._require_alive(session)
 
-    async def seal(self, body: SealBody) -> Receipt:
+    async def seal(self, body: SealBody) -> StagedSoFar:
         """Check the session's tensors on every rank: after this its commit cannot fail.
 
         What is sealed may be ended or aborted, and takes in no more. Sealing twice is
@@ -263,7 +264,7 @@ class Updates:
             answers, staged_s=0.0, nbytes=0, tensors=0, message="Rolled the weights back."
         )
         self._metrics.updates.labels("rolled_back").inc()
-        self._publish(receipt["weight_version"])
+        self._publish(receipt.weight_version)
         return receipt
 
     # ---- stations ------------------------------------------------------------------
@@ -304,7 +305,7 @@ class Updates:
 
     async def _add(
         self, session: OpenUpdate, body: UpdateBody, source: Source, deadline: Deadline
-    ) -> Receipt:
+    ) -> StagedSoFar:
         if session.phase is not Phase.OPEN:
             raise Conflict("the weight-update session is sealed: end or abort it")
         async with self._dropped_on_failure(session):
@@ -367,7 +368,7 @@ class Updates:
             ),
         )
         self._metrics.updates.labels("committed").inc()
-        self._publish(receipt["weight_version"])
+        self._publish(receipt.weight_version)
         if update.kv_cache == "recompute" and self._tokenizer_manager.mm_processor is not None:
             self._tokenizer_manager.mm_processor.clear_preprocess_cache()
         if update.model_path is not None:
@@ -479,7 +480,7 @@ class Updates:
         if update.phase is Phase.ENDED:
             raise Dropped(f"the update was dropped before its commit: {update.why_dropped}")
 
-    def _renew(self, body: BeginBody, update: OpenUpdate) -> dict[str, Any]:
+    def _renew(self, body: BeginBody, update: OpenUpdate) -> Begun:
         nothing_else = BeginBody(
             session_id=body.session_id, lease_s=body.lease_s, non_blocking=body.non_blocking
         )
@@ -490,17 +491,16 @@ class Updates:
             )
         update.lease_s = body.lease_s or update.lease_s
         update.renew_lease()
-        return {"success": True, "message": "The lease is renewed.", "session_id": update.id}
+        return Begun(message="The lease is renewed.", session_id=update.id)
 
-    def _describe(self, session: OpenUpdate, message: str) -> Receipt:
-        return {
-            "success": True,
-            "message": message,
-            "weight_version": self._tokenizer_manager.config_value("weight_version"),
-            "staged_s": session.staged_s,
-            "bytes": session.bytes,
-            "tensors": session.tensors,
-        }
+    def _describe(self, session: OpenUpdate, message: str) -> StagedSoFar:
+        return StagedSoFar(
+            message=message,
+            weight_version=self._tokenizer_manager.config_value("weight_version"),
+            staged_s=session.staged_s,
+            bytes=session.bytes,
+            tensors=session.tensors,
+        )
 
     def _expire(self, update: OpenUpdate) -> None:
         if not update.is_droppable:

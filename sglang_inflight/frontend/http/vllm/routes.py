@@ -103,7 +103,7 @@ class _Routes:
                 await self._caches.flush(retract=True)
             except Refused:
                 # a caller that was refused holds no pause
-                await self._pauses.resume(pause_id=answer["pause_id"])
+                await self._pauses.resume(pause_id=answer.pause_id)
                 raise
         return {**answer, "status": "paused"}
 
