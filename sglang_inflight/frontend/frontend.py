@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,10 @@ from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.status import write_status
+from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import ANSWERS, GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
@@ -44,7 +45,8 @@ class Frontend:
         settings = self.settings = Settings.from_environment()
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
-        self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
+        two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)
+        self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
         self._tasks = tokenizer_manager.asyncio_tasks
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
@@ -64,9 +66,7 @@ class Frontend:
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Do what nobody waits for; what comes of it but a success is logged."""
-        task = asyncio.ensure_future(_logged(doing))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        keep(self._tasks, _logged(doing))
 
     async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""

@@ -17,7 +17,7 @@ from sglang_inflight.errors import (
     Refused,
 )
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.messages import A, CommitCall, Committed, Failed, InflightCall
 
 CALL = CommitCall(update_id="u", weight_version="v1", kv_cache="fence")
@@ -55,10 +55,10 @@ class TwoRanks(Ranks):
     ids=lambda value: value.__name__ if isinstance(value, type) else "+".join(value),
 )
 def test_what_is_said_is_so(errors: tuple[str, ...], raised: type[InflightError]) -> None:
-    updates = Updates.__new__(Updates)
-    updates._ranks = TwoRanks(*errors)
+    two_phase = TwoPhase.__new__(TwoPhase)
+    two_phase._ranks = TwoRanks(*errors)
     with pytest.raises(InflightError) as caught:
-        asyncio.run(updates._commit_everywhere(CALL, "commit"))
+        asyncio.run(two_phase._commit_everywhere(CALL, "commit"))
     assert type(caught.value) is raised
     nothing_changed = set(errors) == {"Conflict"}
     assert isinstance(caught.value, Refused) is nothing_changed

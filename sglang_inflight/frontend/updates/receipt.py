@@ -5,23 +5,28 @@ from __future__ import annotations
 from collections.abc import Awaitable
 
 from sglang_inflight.errors import InflightError
+from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import Committed
 from sglang_inflight.receipt import Begun, RankReceipt, Receipt, StagedSoFar
 
 
-def write_receipt(
-    committed: list[Committed], *, staged_s: float, nbytes: int, tensors: int, message: str
-) -> Receipt:
+def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Receipt:
+    """``update`` is None for a rollback, which stages nothing."""
+    message = "Rolled the weights back."
+    if update is not None:
+        message = "Succeeded to update model weights."
+        if update.weight_version is not None:
+            message += f" Weight version updated to {update.weight_version}."
     first = committed[0]
     return Receipt(
         message=message,
         weight_version=first.weight_version,
         base_version=first.base_version,
         epoch=first.epoch,
-        staged_s=staged_s,
+        staged_s=update.staged_s if update is not None else 0.0,
         stall_ms=max(rank.stall_ms for rank in committed),
-        bytes=nbytes,
-        tensors=tensors,
+        bytes=update.bytes if update is not None else 0,
+        tensors=update.tensors if update is not None else 0,
         retracted=sum(rank.retracted for rank in committed),
         ranks=tuple(
             RankReceipt(
