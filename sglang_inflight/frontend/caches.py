@@ -41,13 +41,14 @@ class Caches:
                 "prefixes in tiers of its own"
             )
         await self._ranks.carry_out(FlushCall(retract=retract), FLUSH_TIMEOUT_S)
-        self.clear_preprocessed()
+        clear_preprocessed(self._tokenizer_manager)
 
     async def forget_embeddings(self) -> None:
         """Forget what encoders made of images and the like, on every rank."""
         await self._ranks.carry_out(ForgetEmbeddingsCall(), FLUSH_TIMEOUT_S)
 
-    def clear_preprocessed(self) -> None:
-        """Forget preprocessed images and the like; models for text have none."""
-        if self._tokenizer_manager.mm_processor is not None:
-            self._tokenizer_manager.mm_processor.clear_preprocess_cache()
+
+def clear_preprocessed(tokenizer_manager: TokenizerManager) -> None:
+    """Forget preprocessed images and the like; models for text have none."""
+    if tokenizer_manager.mm_processor is not None:
+        tokenizer_manager.mm_processor.clear_preprocess_cache()

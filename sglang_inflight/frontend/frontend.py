@@ -51,7 +51,7 @@ class Frontend:
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
                 *((answer, self._hear) for answer in ANSWERS),
-                (GenerationContinues, self._look_again),
+                (GenerationContinues, self._generation_continues),
             ]
         )
 
@@ -60,9 +60,9 @@ class Frontend:
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
 
-    def _look_again(self, _: GenerationContinues) -> None:
+    def _generation_continues(self, _: GenerationContinues) -> None:
         """What is known here of pauses is out of date."""
-        self.in_background(self.pauses.look())
+        self.in_background(self.pauses.ask_status())
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Do what nobody waits for; what comes of it but a success is logged."""
@@ -70,7 +70,7 @@ class Frontend:
 
     async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""
-        return write_status(await self.pauses.look())
+        return write_status(await self.pauses.ask_status())
 
 
 async def _logged(doing: Coroutine[Any, Any, Any]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks
@@ -22,7 +23,6 @@ from sglang_inflight.messages import (
     Described,
     PauseCall,
     Paused,
-    PauseMode,
     StatusCall,
 )
 from sglang_inflight.unsupported import why_no_pause
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0
 RELEASE_TIMEOUT_S = 1.0
-LOOK_AGAIN_S = 1.0
+ASK_AGAIN_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -51,19 +51,11 @@ class Pauses:
         self._ranks = ranks
         # calls that take a pause of a name that their callers chose
         self._taking: dict[str, SharedCall[Grant]] = {}
-        self._looking = asyncio.Lock()
-        self._looked_at = -math.inf
+        self._asking = asyncio.Lock()
+        self._asked_at = -math.inf
         self._seen_mode: str | None = None
 
-    async def pause(
-        self,
-        mode: PauseMode | None = None,
-        *,
-        pause_id: str | None = None,
-        new_id: str | None = None,
-        lease_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> Grant:
+    async def pause(self, body: PauseBody) -> Grant:
         """Pause generation; returns when every rank stands still.
 
         ``pause_id`` renews the pause of that name, and ``mode`` may change it; a new pause
@@ -81,17 +73,20 @@ class Pauses:
             raise Refused(reason)
         if self._tokenizer_manager.gracefully_exit:
             raise Conflict("the server is told to go: it ends its requests, and pauses no more")
-        if pause_id is not None and new_id is not None:
+        if body.pause_id is not None and body.new_id is not None:
             raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
+        mode, new_id = body.mode or None, body.new_id
         call = PauseCall(
-            mode=mode if pause_id is not None else mode or "abort",
-            pause_id=pause_id or new_id or uuid.uuid4().hex,
-            renews=pause_id is not None,
+            mode=mode if body.pause_id is not None else mode or "abort",
+            pause_id=body.pause_id or new_id or uuid.uuid4().hex,
+            renews=body.pause_id is not None,
             may_be_held=new_id is not None,
-            lease_s=lease_s,
-            timeout_s=timeout_s,
+            lease_s=body.lease_s,
+            timeout_s=body.timeout_s,
         )
-        patience = GRANT_TIMEOUT_S if mode != "wait" else (timeout_s or 86400.0) + GRANT_TIMEOUT_S
+        patience = GRANT_TIMEOUT_S
+        if mode == "wait":
+            patience += body.timeout_s or 86400.0
         if new_id is None:
             return await self._take(call, patience)
         # the caller of a call that was made again may be noticed to be gone after that
@@ -110,7 +105,7 @@ class Pauses:
         except BaseException:
             await asyncio.shield(self._undo(call))
             raise
-        # a look that was under way before may have found generation running
+        # a status that was asked for before may have found generation running
         self._tokenizer_manager.is_pause = True
         granted_mode = answers[0].mode
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
@@ -121,15 +116,13 @@ class Pauses:
             ranks=tuple(_count(answer) for answer in answers),
         )
 
-    async def resume(
-        self, *, pause_id: str | None = None, torch_empty_cache: bool = True
-    ) -> Release:
+    async def resume(self, body: ContinueBody) -> Release:
         """Let go of one pause, or of all; generation goes on when none is left.
 
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``OutcomeUnknown`` where
         a rank is silent.
         """
-        call = ContinueCall(pause_id=pause_id, torch_empty_cache=torch_empty_cache)
+        call = ContinueCall(pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache)
         answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
         paused = any(answer.paused for answer in answers)
         self._tokenizer_manager.is_pause = paused
@@ -177,7 +170,7 @@ class Pauses:
         if not call.renews:
             await self._release_everywhere(call.pause_id)
         try:
-            await self.look()
+            await self.ask_status()
         except Refused as error:
             logger.warning("Whether generation is paused is not known: %s", error)
 
@@ -188,7 +181,7 @@ class Pauses:
             await self._ranks.ask(call, RELEASE_TIMEOUT_S)
 
     async def is_paused(self) -> bool:
-        paused = {rank.pause.paused for rank in await self.look()}
+        paused = {rank.pause.paused for rank in await self.ask_status()}
         if len(paused) > 1:
             raise Conflict("the replicas differ: some are paused, some are not")
         return paused.pop()
@@ -200,18 +193,18 @@ class Pauses:
         """
         if not self._tokenizer_manager.is_pause:
             return None
-        async with self._looking:
-            if time.monotonic() >= self._looked_at + LOOK_AGAIN_S:
+        async with self._asking:
+            if time.monotonic() >= self._asked_at + ASK_AGAIN_S:
                 try:
-                    pauses = [rank.pause for rank in await self.look()]
+                    pauses = [rank.pause for rank in await self.ask_status()]
                 except Refused as error:
                     logger.warning("Whether generation is paused is not known: %s", error)
                     return None
                 self._seen_mode = next((pause.mode for pause in pauses if pause.paused), None)
-                self._looked_at = time.monotonic()
+                self._asked_at = time.monotonic()
         return self._seen_mode
 
-    async def look(self) -> list[Described]:
+    async def ask_status(self) -> list[Described]:
         """Each rank's own account of itself."""
         ranks = await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
         self._tokenizer_manager.is_pause = any(rank.pause.paused for rank in ranks)

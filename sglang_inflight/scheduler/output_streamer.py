@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:
     """``base``, with the KV's spans in the last output of each request."""
 
-    class OutputStreamer(base):  # type: ignore[valid-type, misc]
+    class OutputStreamer(base):
         has_additional_customized_info = True
         inflight: Controller  # set when it is made, before the first output
 

@@ -102,7 +102,7 @@ class Play:
         self.ranks = Patient()
         self.two_phase = TwoPhase(manager, self.ranks, METRICS)
         groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
-        self.updates = Updates(manager, self.two_phase, groups, quiet, SETTINGS)
+        self.updates: Updates = Updates(manager, self.two_phase, groups, quiet, SETTINGS)
         self.background = manager.asyncio_tasks
         self.made: list[asyncio.Future[Any]] = []
 
@@ -148,16 +148,15 @@ METRICS: Any = SimpleNamespace(
     updates=SimpleNamespace(labels=lambda result: SimpleNamespace(inc=lambda: None))
 )
 NO_PAUSES: Any = None
-NAMED = {"session_id": SESSION}
 
 EVENTS: dict[str, Callable[[Play], object]] = {
     "ranks answer": lambda play: play.ranks.answer(),
     "a rank refuses": Play.refuse,
     "a caller leaves": Play.leave,
-    "piece": lambda play: play.make(play.updates.update(play.piece(**NAMED))),
-    "seal": lambda play: play.make(play.updates.seal(SealBody(**NAMED))),
-    "end": lambda play: play.make(play.updates.end(EndBody(non_blocking=True, **NAMED))),
-    "abort": lambda play: play.make(play.updates.abort(AbortUpdateBody(**NAMED))),
+    "piece": lambda play: play.make(play.updates.update(play.piece(session_id=SESSION))),
+    "seal": lambda play: play.make(play.updates.seal(SealBody(session_id=SESSION))),
+    "end": lambda play: play.make(play.updates.end(EndBody(non_blocking=True, session_id=SESSION))),
+    "abort": lambda play: play.make(play.updates.abort(AbortUpdateBody(session_id=SESSION))),
     "lapse": Play.lapse,
     "replace": lambda play: play.make(play.updates.update(play.piece(on_busy="replace"))),
     "roll back": lambda play: play.make(play.updates.roll_back(RollbackBody())),

@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
+from sglang_inflight.frontend.as_sglang_answers import SuccessAndMessage, as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -39,7 +40,6 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.updates.receipt import settle
 from sglang_inflight.grants import Grant, Release
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
@@ -48,8 +48,7 @@ from sglang_inflight.status import Status
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.engine import Engine
 
-Success = tuple[bool, str]
-Outcome = Receipt | StagedSoFar | Begun | Success | tuple[bool, str, int]
+Outcome = Receipt | StagedSoFar | Begun | SuccessAndMessage | tuple[bool, str, int]
 
 
 A = TypeVar("A", Receipt, Receipt | StagedSoFar, Begun)
@@ -83,13 +82,7 @@ async def pause_generation(engine: Engine, body: PauseBody) -> Grant:
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.pause(
-        body.mode or None,
-        pause_id=body.pause_id,
-        new_id=body.new_id,
-        lease_s=body.lease_s,
-        timeout_s=body.timeout_s,
-    )
+    return await _frontend(engine).pauses.pause(body)
 
 
 @engine_method(ContinueBody)
@@ -98,9 +91,7 @@ async def continue_generation(engine: Engine, body: ContinueBody) -> Release:
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.resume(
-        pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
-    )
+    return await _frontend(engine).pauses.resume(body)
 
 
 @engine_method(NoArguments)
@@ -196,7 +187,7 @@ async def begin_weight_update(engine: Engine, body: BeginBody) -> Outcome:
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
     ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
     """
-    return await _settle(_frontend(engine).updates.begin(body), body.non_blocking)
+    return await _answer(_frontend(engine).updates.begin(body), body.non_blocking)
 
 
 @engine_method(SealBody)
@@ -208,7 +199,7 @@ async def seal_weight_update(engine: Engine, body: SealBody) -> StagedSoFar:
 @engine_method(EndBody)
 async def end_weight_update(engine: Engine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
-    return await _settle(_frontend(engine).updates.end(body), body.non_blocking)
+    return await _answer(_frontend(engine).updates.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
@@ -237,21 +228,21 @@ async def rollback_weights(engine: Engine, body: RollbackBody) -> Receipt:
 )
 async def init_weights_update_group(engine: Engine, body: JoinGroupBody) -> tuple[bool, str]:
     """Join a group with a trainer, whose ranks count from ``rank_offset``."""
-    return await settle(_frontend(engine).groups.join(body))
+    return await as_sglang_answers(_frontend(engine).groups.join(body))
 
 
 @engine_method(LeaveGroupBody, "group_name")
 async def destroy_weights_update_group(engine: Engine, body: LeaveGroupBody) -> tuple[bool, str]:
     """Leave the group with a trainer."""
-    return await settle(_frontend(engine).groups.leave(body))
+    return await as_sglang_answers(_frontend(engine).groups.leave(body))
 
 
-async def _update(engine: Engine, body: UpdateBody) -> Receipt | StagedSoFar | Success:
-    return await _settle(_frontend(engine).updates.update(body), body.non_blocking)
+async def _update(engine: Engine, body: UpdateBody) -> Receipt | StagedSoFar | SuccessAndMessage:
+    return await _answer(_frontend(engine).updates.update(body), body.non_blocking)
 
 
-async def _settle(updating: Awaitable[A], non_blocking: bool) -> A | Success:
-    return await updating if non_blocking else await settle(updating)
+async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndMessage:
+    return await updating if non_blocking else await as_sglang_answers(updating)
 
 
 # ---- what is upstream's own --------------------------------------------------------

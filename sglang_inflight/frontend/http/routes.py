@@ -138,18 +138,10 @@ class _Routes:
         self._updates = frontend.updates
 
     async def pause(self, body: PauseBody) -> Content:
-        return await self._pauses.pause(
-            body.mode or None,
-            pause_id=body.pause_id,
-            new_id=body.new_id,
-            lease_s=body.lease_s,
-            timeout_s=body.timeout_s,
-        )
+        return await self._pauses.pause(body)
 
     async def resume(self, body: ContinueBody) -> Content:
-        return await self._pauses.resume(
-            pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
-        )
+        return await self._pauses.resume(body)
 
     async def update(self, body: UpdateBody) -> Content:
         # upstream's name for a count that it never counted

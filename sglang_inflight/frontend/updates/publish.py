@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ def publish(
     tokenizer_manager._update_weight_version_if_provided(weight_version)
     if update is None:
         return
-    if update.kv_policy == "recompute" and tokenizer_manager.mm_processor is not None:
-        tokenizer_manager.mm_processor.clear_preprocess_cache()
+    if update.kv_policy == "recompute":
+        clear_preprocessed(tokenizer_manager)
     if update.checkpoint is not None:
         tokenizer_manager.model_path = update.checkpoint.model_path
         tokenizer_manager.record_config_updates(

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-
-from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import Committed
-from sglang_inflight.receipt import Begun, RankReceipt, Receipt, StagedSoFar
+from sglang_inflight.receipt import RankReceipt, Receipt
 
 
 def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Receipt:
@@ -35,12 +32,3 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
             for rank in committed
         ),
     )
-
-
-async def settle(doing: Awaitable[Receipt | StagedSoFar | Begun | None]) -> tuple[bool, str]:
-    """What upstream's methods return: whether it was done, and a message or the refusal's."""
-    try:
-        answer = await doing
-    except InflightError as error:
-        return False, str(error)
-    return True, answer.message if answer is not None else "Success"

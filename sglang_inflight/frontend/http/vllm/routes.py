@@ -11,7 +11,8 @@ from fastapi import APIRouter, FastAPI, Request
 from sglang.srt.runtime_context import get_device, get_parallel
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
-from sglang_inflight.frontend.bodies import decode
+from sglang_inflight.frontend.bodies import ContinueBody, PauseBody, decode
+from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
     Content,
@@ -95,20 +96,19 @@ class _Routes:
     # ---- pauses --------------------------------------------------------------------
 
     async def pause(self, query: PauseQuery) -> Content:
-        answer = await self._pauses.pause(
-            choose_pause_mode(query.mode, clears_cache=query.clear_cache)
-        )
+        mode = choose_pause_mode(query.mode, clears_cache=query.clear_cache)
+        answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.clear_cache:
             try:
                 await self._caches.flush(retract=True)
             except Refused:
                 # a caller that was refused holds no pause
-                await self._pauses.resume(pause_id=answer.pause_id)
+                await self._pauses.resume(ContinueBody(pause_id=answer.pause_id))
                 raise
         return {**answer, "status": "paused"}
 
     async def resume(self) -> Content:
-        return {**await self._pauses.resume(), "status": "resumed"}
+        return {**await self._pauses.resume(ContinueBody()), "status": "resumed"}
 
     async def abort_requests(self, request: Request) -> Content:
         content = await request.body()
@@ -189,7 +189,7 @@ class _Routes:
         return {"success": True}
 
     async def reset_mm_cache(self) -> Content:
-        self._caches.clear_preprocessed()
+        clear_preprocessed(self._tokenizer_manager)
         return {}
 
     async def reset_encoder_cache(self) -> Content:
@@ -199,7 +199,9 @@ class _Routes:
     async def sleep(self, query: SleepQuery) -> Content:
         if query.level > 0:
             raise NotOffered(f"{_NO_RELEASE}level=0 pauses")
-        answer = await self._pauses.pause(choose_pause_mode(query.mode, clears_cache=False))
+        answer = await self._pauses.pause(
+            PauseBody(mode=choose_pause_mode(query.mode, clears_cache=False))
+        )
         return {**answer, "status": "sleeping", "level": query.level}
 
     async def wake_up(self, request: Request) -> Content:
@@ -208,7 +210,11 @@ class _Routes:
             if tag not in WAKE_TAGS:
                 raise Refused(f"tags has {tag!r}; there are {', '.join(WAKE_TAGS)}")
         # no memory sleeps, so whatever the tags say, all of it is awake then
-        return {**await self._pauses.resume(), "status": "awake", "tags": tags or None}
+        return {
+            **await self._pauses.resume(ContinueBody()),
+            "status": "awake",
+            "tags": tags or None,
+        }
 
     async def is_sleeping(self) -> Content:
         return {"is_sleeping": await self._pauses.is_paused()}
