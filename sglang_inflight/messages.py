@@ -1,8 +1,9 @@
 """Every message of ours that crosses a process.
 
 The front end sends a ``…Call`` to the schedulers on SGLang's own request socket; SGLang
-hands it to every rank of a replica in the same pass of the loop. Each rank answers with
-one ``RankAnswer`` on a socket of its own, so a failure on any rank is seen.
+hands it to every rank of a replica in the same pass of the loop. Each rank answers on a
+socket of its own, so a failure on any rank is seen: with the type that the call names as its
+``answer``, or with ``Failed``.
 
 Times are seconds, sizes are bytes.
 """
@@ -10,10 +11,13 @@ Times are seconds, sizes are bytes.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import msgspec
 from sglang.srt.managers import io_struct
+
+from sglang_inflight.status import PauseMode as PauseMode
+from sglang_inflight.status import PauseStatus, StagingStatus, WeightsStatus
 
 if TYPE_CHECKING:
 
@@ -34,7 +38,6 @@ else:
         PauseGenerationReqInput,
     )
 
-PauseMode = Literal["abort", "in_place", "retract", "wait"]
 KVPolicy = Literal["recompute", "fence", "keep"]
 Selector = Literal["target", "draft", "all"]
 
@@ -97,15 +100,117 @@ class IPCSource(msgspec.Struct, tag=True, kw_only=True):
 Source = DiskSource | TensorSource | DistributedSource | IPCSource
 
 
-class InflightCall(Protocol):
-    """What every call has: the id that its answers name."""
+# ---- answers -------------------------------------------------------------------------
+
+
+class RankAnswer(BaseReq, kw_only=True):
+    """What one rank says to a call. Whom it is for, and whose it is, is set when it is sent."""
+
+    call_id: str = ""
+    dp_rank: int = 0
+    tp_rank: int = 0
+    pp_rank: int = 0
+
+
+class Failed(RankAnswer, kw_only=True):
+    """The answer to any call that raised."""
+
+    message: str
+    # name of the error's class in sglang_inflight.errors
+    error: str
+
+
+class Done(RankAnswer, kw_only=True):
+    """There is no more to say."""
+
+
+class Paused(RankAnswer, kw_only=True):
+    # None where generation stands still for others, and this pause took nothing
+    mode: PauseMode | None
+    # requests
+    running: int
+    waiting: int
+    retracted: int
+    aborted: int
+
+
+class Continued(RankAnswer, kw_only=True):
+    # others still hold a pause
+    paused: bool
+
+
+class Staged(RankAnswer, kw_only=True):
+    staged_s: float
+    tensors: int
+    bytes: int
+
+
+class Sealed(RankAnswer, kw_only=True):
+    """A vote for the update."""
+
+    staged_s: float
+
+
+class Committed(RankAnswer, kw_only=True):
+    weight_version: str
+    base_version: str
+    epoch: int
+    # how long the loop was held
+    stall_ms: float
+    # requests that went back to the queue
+    retracted: int
+    digest: str
+
+
+class TransferGivenUp(RankAnswer, kw_only=True):
+    # the group is out of step with its trainer now
+    broken: bool
+
+
+class Described(RankAnswer, kw_only=True):
+    pause: PauseStatus
+    weights: WeightsStatus
+    staging: StagingStatus
+
+
+ANSWERS: tuple[type[RankAnswer], ...] = (
+    Failed,
+    Done,
+    Paused,
+    Continued,
+    Staged,
+    Sealed,
+    Committed,
+    TransferGivenUp,
+    Described,
+)
+
+A = TypeVar("A", bound=RankAnswer)
+A_co = TypeVar("A_co", bound=RankAnswer, covariant=True)
+
+
+# ---- calls ---------------------------------------------------------------------------
+
+
+class InflightCall(Protocol[A_co]):
+    """What every call has: the id that its answers name, and the type that they have."""
 
     call_id: str
     http_worker_ipc: str | None
 
+    @property
+    def answer(self) -> type[A_co]: ...
+
+
+class TimedCall(InflightCall[A_co], Protocol[A_co]):
+    """A call that may take ``timeout_s`` seconds on a rank."""
+
+    timeout_s: float
+
 
 class Call(BaseReq, kw_only=True):
-    call_id: str
+    # set when it is sent
+    call_id: str = ""
 
 
 class UpdateCall(Call, kw_only=True):
@@ -119,7 +224,9 @@ class UpdateCall(Call, kw_only=True):
 class PauseCall(PauseGenerationReqInput, kw_only=True):
     """One of SGLang's own kind, so that tools which look for that on its way see it."""
 
-    call_id: str
+    answer = Paused
+
+    call_id: str = ""
     # None only to renew: keep the mode
     mode: PauseMode | None
     pause_id: str
@@ -137,7 +244,9 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
 class ContinueCall(ContinueGenerationReqInput, kw_only=True):
     """One of SGLang's own kind, for the same reason."""
 
-    call_id: str
+    answer = Continued
+
+    call_id: str = ""
     # None lets go of every pause
     pause_id: str | None = None
 
@@ -145,12 +254,16 @@ class ContinueCall(ContinueGenerationReqInput, kw_only=True):
 class OpenCall(UpdateCall, kw_only=True):
     """Begin to stage an update, which many ``StageCall`` may fill."""
 
+    answer = Done
+
     selector: Selector | None = None
     partial: bool
     expected_version: str | None = None
 
 
 class StageCall(UpdateCall, kw_only=True):
+    answer = Staged
+
     source: Source
     selector: Selector | None = None
 
@@ -158,8 +271,12 @@ class StageCall(UpdateCall, kw_only=True):
 class SealCall(UpdateCall, kw_only=True):
     """Nothing more will be staged: check the whole and vote."""
 
+    answer = Sealed
+
 
 class CommitCall(Call, kw_only=True):
+    answer = Committed
+
     update_id: str
     weight_version: str | None
     kv_cache: KVPolicy
@@ -167,11 +284,15 @@ class CommitCall(Call, kw_only=True):
 
 
 class DropCall(Call, kw_only=True):
+    answer = Done
+
     update_id: str
     reason: str
 
 
 class RollbackCall(Call, kw_only=True):
+    answer = Committed
+
     weight_version: str | None
     expected_version: str | None = None
     kv_cache: KVPolicy
@@ -180,15 +301,19 @@ class RollbackCall(Call, kw_only=True):
 class FlushCall(Call, kw_only=True):
     """Forget every cached prefix."""
 
+    answer = Done
+
     # send running requests, which hold KV, back to the queue; False refuses where there are any
     retract: bool
 
 
 class ForgetEmbeddingsCall(Call, kw_only=True):
-    pass
+    answer = Done
 
 
 class JoinGroupCall(Call, kw_only=True):
+    answer = Done
+
     master_address: str
     master_port: int
     rank_offset: int
@@ -198,11 +323,15 @@ class JoinGroupCall(Call, kw_only=True):
 
 
 class LeaveGroupCall(Call, kw_only=True):
+    answer = Done
+
     group_name: str
 
 
 class GiveUpTransferCall(Call, kw_only=True):
     """A distributed update failed: break its group where its broadcasts were not taken in."""
+
+    answer = TransferGivenUp
 
     group_name: str
     # None where the call was refused before it had one
@@ -211,30 +340,14 @@ class GiveUpTransferCall(Call, kw_only=True):
 
 
 class StatusCall(Call, kw_only=True):
-    pass
-
-
-class RankAnswer(BaseReq, kw_only=True):
-    call_id: str
-    dp_rank: int
-    tp_rank: int
-    pp_rank: int
-    success: bool
-    message: str = ""
-    # name of the error's class in sglang_inflight.errors
-    error: str = ""
-    detail: dict[str, Any] = msgspec.field(default_factory=dict)
-
-    @property
-    def rank(self) -> dict[str, int]:
-        return {"dp_rank": self.dp_rank, "tp_rank": self.tp_rank, "pp_rank": self.pp_rank}
+    answer = Described
 
 
 class GenerationContinues(BaseReq, kw_only=True):
     """The first rank of a replica says that nobody asked for it: the last lease ran out."""
 
 
-CALLS: tuple[type[InflightCall], ...] = (
+CALLS: tuple[type[InflightCall[Any]], ...] = (
     PauseCall,
     ContinueCall,
     OpenCall,
@@ -254,4 +367,4 @@ CALLS: tuple[type[InflightCall], ...] = (
 
 def make_known() -> None:
     """Teach SGLang's decoder our messages. Runs in every process, before any socket."""
-    io_struct.hook_custom_types(*CALLS, RankAnswer, GenerationContinues)
+    io_struct.hook_custom_types(*CALLS, *ANSWERS, GenerationContinues)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
+from sglang_inflight.answer import Answer
 from sglang_inflight.client import Client
 from sglang_inflight.errors import Conflict, InflightError, Refused
 
@@ -50,8 +51,9 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
         raise typer.Exit(5 if isinstance(error, _NOT_REACHED) else 4) from error
 
 
-def print_json(answer: Any, *, indent: int | None = 2) -> None:
-    typer.echo(json.dumps(answer, indent=indent))
+def print_json(answer: Answer | dict[str, Any], *, indent: int | None = 2) -> None:
+    content = answer.as_json() if isinstance(answer, Answer) else answer
+    typer.echo(json.dumps(content, indent=indent))
 
 
 @contextmanager

@@ -47,18 +47,18 @@ class Recording:
             time.sleep(every)
             status, before, tokens_before = client.status(), heard, tokens
             tokens, heard = _count_tokens(client), time.monotonic()
-            replicas = [rank for rank in status["ranks"] if rank["tp_rank"] == 0]
+            replicas = [rank for rank in status.ranks if rank.tp_rank == 0]
             self.samples.append(
                 Sample(
                     at=heard - began,
                     # fewer than before: the server was started anew
                     tokens_per_s=max(0.0, tokens - tokens_before) / (heard - before),
-                    state=status["state"],
-                    running=sum(rank["running"] for rank in replicas),
-                    waiting=sum(rank["waiting"] for rank in replicas),
+                    state=status.state,
+                    running=sum(rank.running for rank in replicas),
+                    waiting=sum(rank.waiting for rank in replicas),
                     staged_bytes=Progress.read("", status).bytes,
-                    weight_version=status["weight_version"],
-                    epoch=status["epoch"],
+                    weight_version=status.weight_version,
+                    epoch=status.epoch,
                 )
             )
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from sglang_inflight.cli.connection import LOCAL, ApiKey, AsJson, Url, connect, print_json
 from sglang_inflight.cli.progress import staging_bar
+from sglang_inflight.client import Receipt, StagedSoFar
 
 
 def pause(
@@ -21,7 +22,7 @@ def pause(
     """Pause generation. Prints the pause's id, by which it is let go again."""
     with connect(url, api_key) as client:
         answer = client.pause(mode, lease_s=lease_s, timeout_s=timeout_s)
-    print_json(answer) if as_json else typer.echo(answer["pause_id"])
+    print_json(answer) if as_json else typer.echo(answer.pause_id)
 
 
 def resume(
@@ -33,7 +34,7 @@ def resume(
     """Let go of a pause."""
     with connect(url, api_key) as client:
         answer = client.resume(pause_id)
-    print_json(answer) if as_json else typer.echo(answer["message"])
+    print_json(answer) if as_json else typer.echo(answer.message)
 
 
 def update_disk(
@@ -73,13 +74,16 @@ def rollback(
     _show_receipt(receipt, as_json=as_json)
 
 
-def _show_receipt(receipt: dict[str, Any], *, as_json: bool) -> None:
+def _show_receipt(receipt: Receipt | StagedSoFar, *, as_json: bool) -> None:
     if as_json:
         print_json(receipt)
         return
-    ranks, megabytes = len(receipt["ranks"]), receipt["bytes"] / 1e6
+    if isinstance(receipt, StagedSoFar):
+        typer.echo(receipt.message)
+        return
+    ranks, megabytes = len(receipt.ranks), receipt.bytes / 1e6
     typer.echo(
-        f"{receipt['base_version']} → {receipt['weight_version']} on {ranks} ranks: "
-        f"{megabytes:.1f} MB staged in {receipt['staged_s']:.1f} s, "
-        f"the loop held for {receipt['stall_ms']:.2f} ms"
+        f"{receipt.base_version} → {receipt.weight_version} on {ranks} ranks: "
+        f"{megabytes:.1f} MB staged in {receipt.staged_s:.1f} s, "
+        f"the loop held for {receipt.stall_ms:.2f} ms"
     )

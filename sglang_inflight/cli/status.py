@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,7 +17,7 @@ from sglang_inflight.cli.connection import (
     until_ctrl_c,
 )
 from sglang_inflight.cli.tables import print_table, start_table
-from sglang_inflight.client import Client
+from sglang_inflight.client import Client, Status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -60,19 +60,19 @@ def _watch(client: Client, every: float, *, as_json: bool) -> None:
             live.update(_draw(client.status()), refresh=True)
 
 
-def _draw(answer: dict[str, Any]) -> Table:
+def _draw(answer: Status) -> Table:
     facts = start_table("fact", "value")
     for name in ("state", "mode", "weight_version", "epoch", "previous_version", "digest"):
         facts.add_row(name, str(answer[name]))
-    for holder in answer["holders"]:
-        left = holder["lease_left_s"]
+    for holder in answer.holders:
+        left = holder.lease_left_s
         lease = "for ever" if left is None else f"for {left:.0f} s more"
-        facts.add_row("held by", f"{holder['pause_id']} ({holder['mode']}, {lease})")
-    for rank in answer["ranks"]:
-        staging = rank["staging"]
+        facts.add_row("held by", f"{holder.pause_id} ({holder.mode}, {lease})")
+    for rank in answer.ranks:
+        staging = rank.staging
         facts.add_row(
-            f"rank dp{rank['dp_rank']} pp{rank['pp_rank']} tp{rank['tp_rank']}",
-            f"{rank['running']} running, {rank['waiting']} waiting; staging {staging['state']}, "
-            f"{staging['tensors']} tensors, {staging['bytes'] / 1e6:.1f} MB",
+            f"rank dp{rank.dp_rank} pp{rank.pp_rank} tp{rank.tp_rank}",
+            f"{rank.running} running, {rank.waiting} waiting; staging {staging.state}, "
+            f"{staging.tensors} tensors, {staging.bytes / 1e6:.1f} MB",
         )
     return facts

@@ -10,18 +10,29 @@ from sglang_inflight.client.client import Client
 from sglang_inflight.client.fleet import Fleet
 from sglang_inflight.client.progress import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
+from sglang_inflight.client.session import Session
 from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
+from sglang_inflight.grants import Grant, Release
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+from sglang_inflight.status import Status
 
 __all__ = [
     "AsyncClient",
     "AsyncFleet",
+    "Begun",
     "Client",
     "Fleet",
     "FleetRefused",
     "FleetSplit",
+    "Grant",
     "NoAnswer",
     "PauseLost",
     "Progress",
+    "Receipt",
+    "Release",
     "Report",
+    "Session",
+    "StagedSoFar",
+    "Status",
     "WrongAnswer",
 ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 
+from sglang_inflight.answer import Answer
 from sglang_inflight.client.unheard import WrongAnswer
 from sglang_inflight.errors import (
     ERRORS,
@@ -17,7 +19,9 @@ from sglang_inflight.errors import (
     TooLarge,
 )
 
-Answer = dict[str, Any]
+Json = dict[str, Any]
+
+A = TypeVar("A", bound=Answer)
 
 # Where the body names no error of ours: upstream's routes, and what stands before a server.
 # Any other 4xx is a refusal, too.
@@ -32,7 +36,7 @@ _BY_STATUS: dict[int, type[InflightError]] = {
 _SHOWN = 500
 
 
-def read_answer(response: httpx.Response) -> Answer:
+def read_json(response: httpx.Response) -> Json:
     """Raises the error that the response names, ``WrongAnswer`` where it is no answer at all.
 
     Raises ``httpx.HTTPStatusError`` for a fault of the server that names no error.
@@ -51,7 +55,15 @@ def read_answer(response: httpx.Response) -> Answer:
     return body
 
 
-def _decode(response: httpx.Response) -> Answer | None:
+def read_answer(url: str, body: Json, shape: type[A]) -> A:
+    """Raises ``WrongAnswer`` where it is another one; fields that it has besides are left out."""
+    try:
+        return msgspec.convert(body, shape)
+    except msgspec.ValidationError as error:
+        raise WrongAnswer(f"{url} answered with what is no {shape.__name__}: {error}") from error
+
+
+def _decode(response: httpx.Response) -> Json | None:
     try:
         body = response.json()
     except (ValueError, RecursionError):
@@ -59,7 +71,7 @@ def _decode(response: httpx.Response) -> Answer | None:
     return body if isinstance(body, dict) else None
 
 
-def _find_error(response: httpx.Response, body: Answer | None) -> InflightError | None:
+def _find_error(response: httpx.Response, body: Json | None) -> InflightError | None:
     if response.is_success:
         return None
     inner = body.get("error") if body is not None else None
@@ -72,7 +84,7 @@ def _find_error(response: httpx.Response, body: Answer | None) -> InflightError 
     return kind(_find_sentence(response, body, inner)) if kind is not None else None
 
 
-def _find_sentence(response: httpx.Response, body: Answer | None, inner: object) -> str:
+def _find_sentence(response: httpx.Response, body: Json | None, inner: object) -> str:
     said = (body or {}).get("message")
     if said is None and isinstance(inner, dict):
         said = inner.get("message")

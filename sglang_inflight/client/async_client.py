@@ -13,11 +13,15 @@ from typing import Any, Literal
 import anyio
 import httpx
 
-from sglang_inflight.client.answers import Answer, read_answer
+from sglang_inflight.client.answers import A, Json, read_answer, read_json
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
-from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
+from sglang_inflight.client.session import Session
+from sglang_inflight.client.unheard import NoAnswer
 from sglang_inflight.errors import InflightError
+from sglang_inflight.grants import Grant, Release
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+from sglang_inflight.status import Status
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +108,11 @@ class AsyncClient:
     async def aclose(self) -> None:
         await self._http.aclose()
 
-    async def status(self) -> Answer:
+    async def status(self) -> Status:
         """State, holders, versions and staging, and the same of each rank."""
-        return await self._call("GET", "/inflight/status", attempts=ATTEMPTS)
+        return self._read(Status, await self._call("GET", "/inflight/status", attempts=ATTEMPTS))
 
-    async def loads(self) -> Answer:
+    async def loads(self) -> Json:
         """SGLang's own ``/v1/loads``: requests and tokens, of each replica."""
         return await self._call("GET", "/v1/loads?include=core", attempts=ATTEMPTS)
 
@@ -122,7 +126,7 @@ class AsyncClient:
         new_id: str | None = None,
         lease_s: float | None = None,
         timeout_s: float | None = None,
-    ) -> Answer:
+    ) -> Grant:
         """Pause generation, or renew the pause ``pause_id``; see ``paused`` first.
 
         ``new_id`` is the id that a new pause is to have. A caller who chooses it can let go
@@ -134,7 +138,7 @@ class AsyncClient:
             new_id = new_id or uuid.uuid4().hex
         if mode == "wait":
             patience += timeout_s or DRAIN_S
-        return await self._post(
+        granted = await self._post(
             "/pause_generation",
             attempts=ATTEMPTS,
             patience_s=patience,
@@ -144,15 +148,16 @@ class AsyncClient:
             lease_s=lease_s,
             timeout_s=timeout_s,
         )
+        return self._read(Grant, granted)
 
-    async def resume(self, pause_id: str | None = None) -> Answer:
+    async def resume(self, pause_id: str | None = None) -> Release:
         """Let go of one pause, or of all."""
-        return await self._post("/continue_generation", pause_id=pause_id)
+        return self._read(Release, await self._post("/continue_generation", pause_id=pause_id))
 
     @asynccontextmanager
     async def paused(
         self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[Grant]:
         """Paused for the time of the block, and no longer than that.
 
         The pause is renewed in the background. Where this process dies, or the network
@@ -180,7 +185,7 @@ class AsyncClient:
 
     async def update(
         self, /, source: Source, *, on_progress: OnProgress | None = None, **fields: Any
-    ) -> Answer:
+    ) -> Receipt | StagedSoFar:
         """Stage weights while the server generates, and commit them: the receipt.
 
         Inside ``session`` they are staged only. ``fields`` are those of SGLang's
@@ -190,16 +195,20 @@ class AsyncClient:
         """
         body = {"non_blocking": True, "flush_cache": False, **fields}
         async with self._reporting(on_progress):
-            return await self._post(
+            answer = await self._post(
                 f"/update_weights_from_{source}",
                 patience_s=self.timeout_s + (fields.get("timeout_s") or UPDATE_S),
                 session_id=self._session_id,
                 **body,
             )
+        # it may also be a piece of somebody's session, which was begun in SGLang's own way
+        if "base_version" in answer:
+            return self._read(Receipt, answer)
+        return self._read(StagedSoFar, answer)
 
     async def update_from_disk(
         self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
-    ) -> Answer:
+    ) -> Receipt | StagedSoFar:
         """``update`` from a checkpoint's folder, as the server sees it."""
         return await self.update(
             "disk", model_path=model_path, weight_version=weight_version, **fields
@@ -215,17 +224,18 @@ class AsyncClient:
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
         **fields: Any,
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[Session]:
         """Updates sent in the block go live together at its end.
 
-        The yielded dict is the receipt, once the block has ended; before that it has the
+        What is yielded has the ``receipt`` once the block has ended; before that it has the
         ``session_id``, for a trainer that sends by other means. Where the block raises, or
         this process dies, the session is dropped and nothing changed. ``fields`` are those
         of ``/begin_weight_update``. A client has one session at a time.
         """
-        async with self.opened(lease_s=lease_s, on_progress=on_progress, **fields) as receipt:
-            yield receipt
-            receipt |= await self.end(weight_version=weight_version, kv_cache=kv_cache)
+        async with self.opened(lease_s=lease_s, on_progress=on_progress, **fields) as begun:
+            session = Session(begun)
+            yield session
+            session.receipt = await self.end(weight_version=weight_version, kv_cache=kv_cache)
 
     @asynccontextmanager
     async def opened(
@@ -235,7 +245,7 @@ class AsyncClient:
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
         **fields: Any,
-    ) -> AsyncIterator[Answer]:
+    ) -> AsyncIterator[Begun]:
         """A session whose lease is renewed until the block ends; the block ends it itself.
 
         It is dropped where the block raises.
@@ -266,11 +276,11 @@ class AsyncClient:
                     repeating(f"Renewing a session of {self.url}", renew, lease_s / 3),
                     self._reporting(on_progress),
                 ):
-                    yield begun
+                    yield self._read(Begun, begun)
         finally:
             self._session_id = None
 
-    async def seal(self) -> Answer:
+    async def seal(self) -> StagedSoFar:
         """Check what the open session has staged, on every rank; it cannot fail after that."""
         answer = await self._post(
             "/seal_weight_update",
@@ -279,13 +289,13 @@ class AsyncClient:
             session_id=self._session_id,
         )
         self._is_sealed = True
-        return answer
+        return self._read(StagedSoFar, answer)
 
     async def end(
         self, *, weight_version: str | None = None, kv_cache: str | None = None
-    ) -> Answer:
-        """Seal the open session, where that is not done, and commit it: the receipt."""
-        return await self._post(
+    ) -> Receipt:
+        """Seal the open session, where that is not done, and commit it."""
+        receipt = await self._post(
             "/end_weight_update",
             patience_s=self.timeout_s + (0.0 if self._is_sealed else UPDATE_S),
             non_blocking=True,
@@ -293,20 +303,22 @@ class AsyncClient:
             weight_version=weight_version,
             kv_cache=kv_cache,
         )
+        return self._read(Receipt, receipt)
 
     async def roll_back(
         self, *, weight_version: str | None = None, expected_version: str | None = None
-    ) -> Answer:
+    ) -> Receipt:
         """Return to the version before the last commit.
 
         With ``expected_version``, the version that is to be undone, it is refused where
         another one is serving: then a rollback can be asked for again.
         """
-        return await self._post(
+        receipt = await self._post(
             "/inflight/rollback",
             weight_version=weight_version,
             expected_version=expected_version,
         )
+        return self._read(Receipt, receipt)
 
     # ---- how -------------------------------------------------------------------------
 
@@ -315,17 +327,12 @@ class AsyncClient:
             return nullcontext()
 
         async def look() -> None:
-            status = await self.status()
-            try:
-                progress = Progress.read(self.url, status)
-            except (LookupError, TypeError, ValueError) as error:
-                raise WrongAnswer(f"{self.url} answered with no status: {error!r}") from error
-            on_progress(progress)
+            on_progress(Progress.read(self.url, await self.status()))
 
         return repeating(f"Looking at the progress of {self.url}", look, PROGRESS_S)
 
     @staticmethod
-    def _turn_s(fields: Answer) -> float:
+    def _turn_s(fields: dict[str, Any]) -> float:
         """How long a call may wait for the updates before it."""
         if fields.get("on_busy", "wait") != "wait":
             return 0.0
@@ -347,9 +354,12 @@ class AsyncClient:
                     logger.info("%s%s: %r", self.url, path, error)
             raise
 
+    def _read(self, shape: type[A], body: Json) -> A:
+        return read_answer(self.url, body, shape)
+
     async def _post(
         self, path: str, *, attempts: int = 1, patience_s: float | None = None, **body: Any
-    ) -> Answer:
+    ) -> Json:
         given = {name: value for name, value in body.items() if value is not None}
         return await self._call("POST", path, given, attempts=attempts, patience_s=patience_s)
 
@@ -357,11 +367,11 @@ class AsyncClient:
         self,
         method: str,
         path: str,
-        body: Answer | None = None,
+        body: Json | None = None,
         *,
         attempts: int,
         patience_s: float | None = None,
-    ) -> Answer:
+    ) -> Json:
         """Raises ``NoAnswer`` after ``patience_s`` seconds, over all ``attempts``."""
         patience_s = patience_s or self.timeout_s
         try:
@@ -369,10 +379,10 @@ class AsyncClient:
                 response = await self._send(method, path, body, attempts)
         except TimeoutError as error:
             raise NoAnswer(f"{self.url}{path} did not answer within {patience_s:g} s") from error
-        return read_answer(response)
+        return read_json(response)
 
     async def _send(
-        self, method: str, path: str, body: Answer | None, attempts: int
+        self, method: str, path: str, body: Json | None, attempts: int
     ) -> httpx.Response:
         for _ in range(attempts - 1):
             try:

@@ -22,13 +22,16 @@ from typing import Any
 import anyio
 import httpx
 
-from sglang_inflight.client.answers import Answer
+from sglang_inflight.answer import Answer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
 from sglang_inflight.client.progress import OnProgress
-from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Phase, Report
+from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
 from sglang_inflight.client.together import Blocks, together
 from sglang_inflight.client.unheard import NoAnswer
 from sglang_inflight.errors import InflightError
+from sglang_inflight.grants import Grant
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+from sglang_inflight.status import Status
 
 logger = logging.getLogger(__name__)
 
@@ -75,26 +78,26 @@ class AsyncFleet:
     async def aclose(self) -> None:
         await together(server.aclose() for server in self.servers)
 
-    async def status(self) -> Report:
+    async def status(self) -> Report[Status]:
         """Of each server that answers. Raises nothing: failures are in the report."""
         return await self._everywhere(Report("status"), AsyncClient.status)
 
     @asynccontextmanager
     async def paused(
         self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
-    ) -> AsyncIterator[Report]:
+    ) -> AsyncIterator[Report[Grant]]:
         """All paused for the time of the block, as by ``AsyncClient.paused``, or none.
 
         Raises ``PauseLost`` at the end of the block where not all were until then.
         """
         async with Blocks() as blocks:
 
-            async def enter(server: AsyncClient) -> Answer:
+            async def enter(server: AsyncClient) -> Grant:
                 block = server.paused(mode, lease_s=lease_s, timeout_s=timeout_s)
                 return await blocks.enter(server.url, block)
 
             yield await self._all_or_none("pause", enter)
-            report = Report("resume")
+            report = Report[Answer]("resume")
             await blocks.leave(report)
             if report.failures:
                 raise PauseLost(report)
@@ -106,7 +109,7 @@ class AsyncFleet:
         *,
         on_progress: OnProgress | None = None,
         **fields: Any,
-    ) -> Report:
+    ) -> Report[Receipt] | Report[Receipt | StagedSoFar]:
         """Stage the same weights everywhere, and commit them where every server could.
 
         Inside ``session`` they are staged only. ``fields`` are those of ``session`` and of
@@ -124,7 +127,7 @@ class AsyncFleet:
 
     async def update_from_disk(
         self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
-    ) -> Report:
+    ) -> Report[Receipt] | Report[Receipt | StagedSoFar]:
         """``update`` from a checkpoint's folder, as each server sees it."""
         return await self.update(
             "disk", model_path=model_path, weight_version=weight_version, **fields
@@ -141,7 +144,7 @@ class AsyncFleet:
         on_progress: OnProgress | None = None,
         on_busy: str = "refuse",
         **fields: Any,
-    ) -> AsyncIterator[Report]:
+    ) -> AsyncIterator[Report[Receipt]]:
         """Updates sent in the block go live together, on all servers or on none, at its end.
 
         The yielded report has the receipts, once the block has ended. Where the block
@@ -168,13 +171,13 @@ class AsyncFleet:
         weight_version: str | None = None,
         expected_version: str | None = None,
         only: Collection[str] | None = None,
-    ) -> Report:
+    ) -> Report[Receipt]:
         """Return to the version before the last commit, on the URLs of ``only`` or on all.
 
         ``only=error.report.answers`` undoes what a ``FleetSplit`` says was done.
         """
 
-        async def roll_back(server: AsyncClient) -> Answer:
+        async def roll_back(server: AsyncClient) -> Receipt:
             return await server.roll_back(
                 weight_version=weight_version, expected_version=expected_version
             )
@@ -194,15 +197,15 @@ class AsyncFleet:
         kv_cache: str = "fence",
         on_busy: str = "refuse",
         **fields: Any,
-    ) -> AsyncIterator[Report]:
-        report = Report("commit")
+    ) -> AsyncIterator[Report[Receipt]]:
+        report = Report[Receipt]("commit")
         async with Blocks() as blocks:
 
-            async def begin(server: AsyncClient) -> Answer:
+            async def begin(server: AsyncClient) -> Begun:
                 block = server.opened(on_busy=on_busy, **fields)
                 return await blocks.enter(server.url, block)
 
-            async def end(server: AsyncClient) -> Answer:
+            async def end(server: AsyncClient) -> Receipt:
                 return await server.end(weight_version=weight_version, kv_cache=kv_cache)
 
             await self._all_or_none("begin", begin)
@@ -212,7 +215,7 @@ class AsyncFleet:
             _require_one_side(report)
 
     async def _commit(
-        self, report: Report, end: Callable[[AsyncClient], Awaitable[Answer]]
+        self, report: Report[Receipt], end: Callable[[AsyncClient], Awaitable[Receipt]]
     ) -> None:
         """Whoever cancels it waits a little: half of a commit is a split fleet."""
         task = asyncio.create_task(self._everywhere(report, end))
@@ -227,15 +230,15 @@ class AsyncFleet:
                 logger.error("A commit was interrupted: %s", FleetSplit(report))
             raise
 
-    async def _stage(self, source: Source, **fields: Any) -> Report:
-        async def stage(server: AsyncClient) -> Answer:
+    async def _stage(self, source: Source, **fields: Any) -> Report[Receipt | StagedSoFar]:
+        async def stage(server: AsyncClient) -> Receipt | StagedSoFar:
             return await server.update(source, **fields)
 
         return await self._all_or_none("stage", stage)
 
     async def _all_or_none(
-        self, phase: Phase, call: Callable[[AsyncClient], Awaitable[Answer]]
-    ) -> Report:
+        self, phase: Phase, call: Callable[[AsyncClient], Awaitable[A]]
+    ) -> Report[A]:
         """A phase that changes nothing that is served, so a failure can be taken back."""
         report = await self._everywhere(Report(phase), call)
         if report.failures:
@@ -244,10 +247,10 @@ class AsyncFleet:
 
     async def _everywhere(
         self,
-        report: Report,
-        call: Callable[[AsyncClient], Awaitable[Answer]],
+        report: Report[A],
+        call: Callable[[AsyncClient], Awaitable[A]],
         only: Collection[str] | None = None,
-    ) -> Report:
+    ) -> Report[A]:
         """Call each server, and hear each of them whatever the others say."""
 
         async def attempt(server: AsyncClient) -> None:
@@ -265,7 +268,7 @@ class AsyncFleet:
         return report
 
 
-def _require_one_side(report: Report) -> None:
+def _require_one_side(report: Report[Receipt]) -> None:
     if report.failures:
         split = report.answers or report.uncertain
         raise FleetSplit(report) if split else FleetRefused(report)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+
+from sglang_inflight.status import Status
 
 
 @dataclass(frozen=True)
@@ -18,11 +19,10 @@ class Progress:
     bytes: int
 
     @classmethod
-    def read(cls, url: str, status: dict[str, Any]) -> Progress:
+    def read(cls, url: str, status: Status) -> Progress:
         """From the answer of ``/inflight/status``."""
-        staging = [rank["staging"] for rank in status["ranks"]]
-        slowest = min(staging, key=lambda of_rank: of_rank["bytes"])
-        return cls(url, slowest["state"], slowest["tensors"], slowest["bytes"])
+        slowest = min((rank.staging for rank in status.ranks), key=lambda staging: staging.bytes)
+        return cls(url, slowest.state, slowest.tensors, slowest.bytes)
 
 
 OnProgress = Callable[[Progress], None]

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
+from sglang_inflight.answer import Answer
 from sglang_inflight.errors import Conflict, HalfDone, Refused
 
 Phase = Literal["status", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"]
 
 
+A = TypeVar("A", bound=Answer)
+
+
 @dataclass
-class Report:
+class Report(Generic[A]):
     """Of one phase, on each server by its URL, which is in exactly one of the two."""
 
     phase: Phase
-    answers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    answers: dict[str, A] = field(default_factory=dict)
     failures: dict[str, Exception] = field(default_factory=dict)
 
     @property
@@ -40,7 +44,7 @@ class FleetRefused(Refused):
     What one that is ``report.uncertain`` holds, a pause or a session, ends with its lease.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report[Any]) -> None:
         super().__init__(f"nothing has changed on any server; {report}")
         self.report = report
 
@@ -53,7 +57,7 @@ class FleetSplit(HalfDone):
     it is alive, and it is to be replaced otherwise.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report[Any]) -> None:
         certain = report.answers and len(report.uncertain) < len(report.failures)
         super().__init__(f"the fleet {'is' if certain else 'may be'} split; {report}")
         self.report = report
@@ -66,7 +70,7 @@ class PauseLost(Conflict):
     or for longer than its lease.
     """
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report[Any]) -> None:
         super().__init__(f"not every server was paused until the end; {report}")
         self.report = report
 

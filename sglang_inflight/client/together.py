@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
+from sglang_inflight.answer import Answer
 from sglang_inflight.client.report import Report
 from sglang_inflight.errors import InflightError
 
@@ -51,7 +52,7 @@ class Blocks(AbstractAsyncContextManager["Blocks"]):
         self._entered[url] = block
         return entered
 
-    async def leave(self, report: Report) -> None:
+    async def leave(self, report: Report[Answer]) -> None:
         """As blocks are left that ended well. The report says what each made of it."""
         await self._leave(_WELL, report)
 
@@ -60,7 +61,7 @@ class Blocks(AbstractAsyncContextManager["Blocks"]):
         with anyio.CancelScope(shield=how != _WELL):
             await self._leave(how, Report("resume"))
 
-    async def _leave(self, how: HowItEnded, report: Report) -> None:
+    async def _leave(self, how: HowItEnded, report: Report[Answer]) -> None:
         entered, self._entered = self._entered, {}
 
         async def leave(url: str, block: AbstractAsyncContextManager[Any]) -> None:
@@ -69,6 +70,6 @@ class Blocks(AbstractAsyncContextManager["Blocks"]):
             except (InflightError, httpx.HTTPError) as error:
                 report.failures[url] = error
             else:
-                report.answers[url] = {}
+                report.answers[url] = Answer()
 
         await together(leave(url, block) for url, block in entered.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.unsupported import why_no_pause
 from sglang_inflight.upstream.runtime_context import get_memory
@@ -39,18 +39,15 @@ class Caches:
                 "the cache cannot be flushed: a hierarchical cache, LMCache or FlexKV keeps "
                 "prefixes in tiers of its own"
             )
-        require_success(
-            await self._ranks.carry_out(FlushCall(call_id="", retract=retract), FLUSH_TIMEOUT_S)
-        )
-        self.clear_preprocessed()
+        await self._ranks.carry_out(FlushCall(retract=retract), FLUSH_TIMEOUT_S)
+        clear_preprocessed(self._tokenizer_manager)
 
     async def forget_embeddings(self) -> None:
         """Forget what encoders made of images and the like, on every rank."""
-        require_success(
-            await self._ranks.carry_out(ForgetEmbeddingsCall(call_id=""), FLUSH_TIMEOUT_S)
-        )
+        await self._ranks.carry_out(ForgetEmbeddingsCall(), FLUSH_TIMEOUT_S)
 
-    def clear_preprocessed(self) -> None:
-        """Forget preprocessed images and the like; models for text have none."""
-        if self._tokenizer_manager.mm_processor is not None:
-            self._tokenizer_manager.mm_processor.clear_preprocess_cache()
+
+def clear_preprocessed(tokenizer_manager: TokenizerManager) -> None:
+    """Forget preprocessed images and the like; models for text have none."""
+    if tokenizer_manager.mm_processor is not None:
+        tokenizer_manager.mm_processor.clear_preprocess_cache()

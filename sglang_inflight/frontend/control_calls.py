@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.messages import CONTROL_CALL, RankAnswer
+from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedCommunicator
@@ -38,7 +38,7 @@ class _Awaited:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
-    def look(self) -> None:
+    def end_if_whole(self) -> None:
         is_whole = len(self.answers) == self.replicas and self.done == self.others
         if is_whole and not self.complete.done():
             self.complete.set_result(self.answers)
@@ -87,16 +87,16 @@ class ControlCalls:
             logger.info("Nobody waits for this %s any more.", type(answer).__name__)
             return
         awaited.answers.append(answer)
-        awaited.look()
+        awaited.end_if_whole()
 
     def hear_rank(self, answer: RankAnswer) -> None:
         """A rank is done, or its handler raised: then the call has failed, whatever others say."""
         awaited = self._awaited.get(answer.call_id)
         if awaited is None:
             return
-        if answer.success:
+        if not isinstance(answer, Failed):
             awaited.done += 1
-            awaited.look()
+            awaited.end_if_whole()
         elif not awaited.complete.done():
             error = ERRORS.get(answer.error, HandlerFailed)
             awaited.complete.set_exception(error(answer.message))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from sglang_inflight.frontend.bodies import ContinueBody
+
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedSignalHandler
 
@@ -20,4 +22,4 @@ def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
     if tokenizer_manager.is_pause:
         logger.warning("The server is told to go: its pauses end, so that its requests can.")
     frontend = tokenizer_manager.inflight
-    frontend.in_background(frontend.pauses.resume(torch_empty_cache=False))
+    frontend.in_background(frontend.pauses.resume(ContinueBody(torch_empty_cache=False)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
@@ -16,11 +15,15 @@ from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.status import write_status
+from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import GenerationContinues, RankAnswer
+from sglang_inflight.messages import ANSWERS, GenerationContinues, RankAnswer
 from sglang_inflight.settings import Settings
+from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -42,10 +45,14 @@ class Frontend:
         settings = self.settings = Settings.from_environment()
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
-        self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
+        two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)
+        self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
         self._tasks = tokenizer_manager.asyncio_tasks
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
-            [(RankAnswer, self._hear), (GenerationContinues, self._look)]
+            [
+                *((answer, self._hear) for answer in ANSWERS),
+                (GenerationContinues, self._generation_continues),
+            ]
         )
 
     def _hear(self, answer: RankAnswer) -> None:
@@ -53,25 +60,17 @@ class Frontend:
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
 
-    def _look(self, _: GenerationContinues) -> None:
+    def _generation_continues(self, _: GenerationContinues) -> None:
         """What is known here of pauses is out of date."""
-        self.in_background(self.pauses.look())
+        self.in_background(self.pauses.ask_status())
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Do what nobody waits for; what comes of it but a success is logged."""
-        task = asyncio.ensure_future(_logged(doing))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        keep(self._tasks, _logged(doing))
 
-    async def status(self) -> dict[str, Any]:
+    async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""
-        answers = await self.pauses.look()
-        first = answers[0].detail
-        return {
-            **first,
-            "paused": any(answer.detail["paused"] for answer in answers),
-            "ranks": [{**answer.rank, **answer.detail} for answer in answers],
-        }
+        return write_status(await self.pauses.ask_status())
 
 
 async def _logged(doing: Coroutine[Any, Any, Any]) -> None:

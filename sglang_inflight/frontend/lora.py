@@ -33,7 +33,7 @@ async def refuse_to_unload_in_a_pause(
     """
     if tm.is_pause and _users(tm, obj.lora_name):
         # an older pause may be over
-        await tm.inflight.pauses.look()
+        await tm.inflight.pauses.ask_status()
         if tm.is_pause and (users := _users(tm, obj.lora_name)):
             raise Conflict(_say(obj.lora_name, users))
     return await unload(tm, obj, *args)

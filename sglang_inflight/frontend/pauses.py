@@ -9,18 +9,20 @@ import math
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
-from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.shared_call import SharedCall
+from sglang_inflight.grants import Grant, RankGrant, Release
 from sglang_inflight.messages import (
     ContinueCall,
+    Described,
     PauseCall,
-    PauseMode,
-    RankAnswer,
+    Paused,
     StatusCall,
 )
 from sglang_inflight.unsupported import why_no_pause
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0
 RELEASE_TIMEOUT_S = 1.0
-LOOK_AGAIN_S = 1.0
+ASK_AGAIN_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,20 +50,12 @@ class Pauses:
         self._metrics = metrics
         self._ranks = ranks
         # calls that take a pause of a name that their callers chose
-        self._taking: dict[str, SharedCall[dict[str, Any]]] = {}
-        self._looking = asyncio.Lock()
-        self._looked_at = -math.inf
+        self._taking: dict[str, SharedCall[Grant]] = {}
+        self._asking = asyncio.Lock()
+        self._asked_at = -math.inf
         self._seen_mode: str | None = None
 
-    async def pause(
-        self,
-        mode: PauseMode | None = None,
-        *,
-        pause_id: str | None = None,
-        new_id: str | None = None,
-        lease_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> dict[str, Any]:
+    async def pause(self, body: PauseBody) -> Grant:
         """Pause generation; returns when every rank stands still.
 
         ``pause_id`` renews the pause of that name, and ``mode`` may change it; a new pause
@@ -79,18 +73,20 @@ class Pauses:
             raise Refused(reason)
         if self._tokenizer_manager.gracefully_exit:
             raise Conflict("the server is told to go: it ends its requests, and pauses no more")
-        if pause_id is not None and new_id is not None:
+        if body.pause_id is not None and body.new_id is not None:
             raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
+        mode, new_id = body.mode or None, body.new_id
         call = PauseCall(
-            call_id="",
-            mode=mode if pause_id is not None else mode or "abort",
-            pause_id=pause_id or new_id or uuid.uuid4().hex,
-            renews=pause_id is not None,
+            mode=mode if body.pause_id is not None else mode or "abort",
+            pause_id=body.pause_id or new_id or uuid.uuid4().hex,
+            renews=body.pause_id is not None,
             may_be_held=new_id is not None,
-            lease_s=lease_s,
-            timeout_s=timeout_s,
+            lease_s=body.lease_s,
+            timeout_s=body.timeout_s,
         )
-        patience = GRANT_TIMEOUT_S if mode != "wait" else (timeout_s or 86400.0) + GRANT_TIMEOUT_S
+        patience = GRANT_TIMEOUT_S
+        if mode == "wait":
+            patience += body.timeout_s or 86400.0
         if new_id is None:
             return await self._take(call, patience)
         # the caller of a call that was made again may be noticed to be gone after that
@@ -101,49 +97,41 @@ class Pauses:
             if not taking.is_awaited:
                 self._taking.pop(new_id, None)
 
-    async def _take(self, call: PauseCall, patience_s: float) -> dict[str, Any]:
+    async def _take(self, call: PauseCall, patience_s: float) -> Grant:
         self._tokenizer_manager.is_pause = True
         began = time.perf_counter()
         try:
             answers = await self._ranks.call(call, patience_s)
-            require_success(answers)
         except BaseException:
             await asyncio.shield(self._undo(call))
             raise
-        # a look that was under way before may have found generation running
+        # a status that was asked for before may have found generation running
         self._tokenizer_manager.is_pause = True
-        granted_mode = answers[0].detail["mode"]
+        granted_mode = answers[0].mode
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
-        return {
-            "status": "ok",
-            "message": "Generation paused successfully.",
-            "paused": True,
-            "mode": granted_mode,
-            "pause_id": call.pause_id,
-            "weight_version": self._tokenizer_manager.config_value("weight_version"),
-            "ranks": [_count(answer) for answer in answers],
-        }
+        return Grant(
+            mode=granted_mode,
+            pause_id=call.pause_id,
+            weight_version=self._tokenizer_manager.config_value("weight_version"),
+            ranks=tuple(_count(answer) for answer in answers),
+        )
 
-    async def resume(
-        self, *, pause_id: str | None = None, torch_empty_cache: bool = True
-    ) -> dict[str, Any]:
+    async def resume(self, body: ContinueBody) -> Release:
         """Let go of one pause, or of all; generation goes on when none is left.
 
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``OutcomeUnknown`` where
         a rank is silent.
         """
-        call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=torch_empty_cache)
+        call = ContinueCall(pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache)
         answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
-        require_success(answers)
-        paused = any(answer.detail["paused"] for answer in answers)
+        paused = any(answer.paused for answer in answers)
         self._tokenizer_manager.is_pause = paused
-        return {
-            "status": "ok",
-            "message": "Generation continued successfully."
+        return Release(
+            message="Generation continued successfully."
             if not paused
             else "Generation stays paused: there are other holders.",
-            "paused": paused,
-        }
+            paused=paused,
+        )
 
     @contextlib.asynccontextmanager
     async def held_while_nothing_runs(
@@ -155,7 +143,7 @@ class Pauses:
         requests it would wait for never finish then (sglang#25319). Raises ``Conflict``
         where requests still run when ``deadline`` is over.
         """
-        call = PauseCall(call_id="", mode="wait", pause_id=pause_id, yields=True)
+        call = PauseCall(mode="wait", pause_id=pause_id, yields=True)
         try:
             await self._wait_until_nothing_runs(call, deadline)
             yield
@@ -165,7 +153,7 @@ class Pauses:
     async def _wait_until_nothing_runs(self, call: PauseCall, deadline: Deadline) -> None:
         while True:
             try:
-                require_success(await self._ranks.call(call, deadline.seconds_left))
+                await self._ranks.call(call, deadline.seconds_left)
                 return
             except RankSilent as silence:
                 raise Conflict(
@@ -182,18 +170,18 @@ class Pauses:
         if not call.renews:
             await self._release_everywhere(call.pause_id)
         try:
-            await self.look()
+            await self.ask_status()
         except Refused as error:
             logger.warning("Whether generation is paused is not known: %s", error)
 
     async def _release_everywhere(self, pause_id: str) -> None:
-        call = ContinueCall(call_id="", pause_id=pause_id, torch_empty_cache=False)
+        call = ContinueCall(pause_id=pause_id, torch_empty_cache=False)
         # a silent rank takes the message in when it comes to its next boundary
         with contextlib.suppress(RankSilent):
-            await self._ranks.call(call, RELEASE_TIMEOUT_S)
+            await self._ranks.ask(call, RELEASE_TIMEOUT_S)
 
     async def is_paused(self) -> bool:
-        paused = {answer.detail["paused"] for answer in await self.look()}
+        paused = {rank.pause.paused for rank in await self.ask_status()}
         if len(paused) > 1:
             raise Conflict("the replicas differ: some are paused, some are not")
         return paused.pop()
@@ -205,26 +193,31 @@ class Pauses:
         """
         if not self._tokenizer_manager.is_pause:
             return None
-        async with self._looking:
-            if time.monotonic() >= self._looked_at + LOOK_AGAIN_S:
+        async with self._asking:
+            if time.monotonic() >= self._asked_at + ASK_AGAIN_S:
                 try:
-                    details = [answer.detail for answer in await self.look()]
+                    pauses = [rank.pause for rank in await self.ask_status()]
                 except Refused as error:
                     logger.warning("Whether generation is paused is not known: %s", error)
                     return None
-                paused = [detail["mode"] for detail in details if detail["paused"]]
-                self._seen_mode = paused[0] if paused else None
-                self._looked_at = time.monotonic()
+                self._seen_mode = next((pause.mode for pause in pauses if pause.paused), None)
+                self._asked_at = time.monotonic()
         return self._seen_mode
 
-    async def look(self) -> list[RankAnswer]:
+    async def ask_status(self) -> list[Described]:
         """Each rank's own account of itself."""
-        answers = await self._ranks.call(StatusCall(call_id=""), GRANT_TIMEOUT_S)
-        require_success(answers)
-        self._tokenizer_manager.is_pause = any(a.detail["paused"] for a in answers)
-        return answers
+        ranks = await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
+        self._tokenizer_manager.is_pause = any(rank.pause.paused for rank in ranks)
+        return ranks
 
 
-def _count(answer: RankAnswer) -> dict[str, Any]:
-    counts = ("running", "waiting", "retracted", "aborted")
-    return {**answer.rank, **{name: answer.detail[name] for name in counts}}
+def _count(answer: Paused) -> RankGrant:
+    return RankGrant(
+        dp_rank=answer.dp_rank,
+        tp_rank=answer.tp_rank,
+        pp_rank=answer.pp_rank,
+        running=answer.running,
+        waiting=answer.waiting,
+        retracted=answer.retracted,
+        aborted=answer.aborted,
+    )

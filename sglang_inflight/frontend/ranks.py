@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
-from sglang_inflight.messages import InflightCall, RankAnswer
+from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 Rank = tuple[int, int, int]
-
-C = TypeVar("C", bound=InflightCall)
 
 
 class _Collector:
@@ -47,11 +45,16 @@ class Ranks:
         self.all = _all_ranks()
         self._collectors: dict[str, _Collector] = {}
 
-    async def call(self, call: C, timeout_s: float) -> list[RankAnswer]:
+    async def call(self, call: InflightCall[A], timeout_s: float) -> list[A]:
         """Send ``call`` and return the answer of every rank, in the order of the ranks.
 
-        Raises ``RankSilent`` with the silent ranks' names after ``timeout_s`` seconds.
+        Raises what a rank raised, and ``RankSilent`` with the silent ranks' names after
+        ``timeout_s`` seconds.
         """
+        return require_success(await self.ask(call, timeout_s))
+
+    async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
+        """As ``call``, for who looks at failures rank by rank: they are answers here."""
         self._tokenizer_manager.auto_create_handle_loop()
         call.call_id = uuid.uuid4().hex
         collector = self._collectors[call.call_id] = _Collector(self.all)
@@ -64,15 +67,19 @@ class Ranks:
                 raise RankSilent(f"{silent} did not answer within {timeout_s:g} s") from None
         finally:
             del self._collectors[call.call_id]
-        return [collector.answers[rank] for rank in sorted(collector.answers)]
+        return [_as_answer_to(call, collector.answers[rank]) for rank in sorted(self.all)]
 
-    async def carry_out(self, call: C, timeout_s: float) -> list[RankAnswer]:
-        """``call`` what cannot be called back: a silent rank does it later, or is dead.
+    async def carry_out(self, call: InflightCall[A], timeout_s: float) -> list[A]:
+        """``call`` what cannot be called back; see ``ask_to_carry_out``."""
+        return require_success(await self.ask_to_carry_out(call, timeout_s))
+
+    async def ask_to_carry_out(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
+        """``ask`` for what cannot be called back: a silent rank does it later, or is dead.
 
         Raises ``OutcomeUnknown`` then.
         """
         try:
-            return await self.call(call, timeout_s)
+            return await self.ask(call, timeout_s)
         except RankSilent as silence:
             raise OutcomeUnknown(
                 f"it was sent to all ranks, but {silence}. A silent rank carries it out when it "
@@ -90,17 +97,26 @@ class Ranks:
             collector.add(answer)
 
 
-def require_success(answers: list[RankAnswer]) -> None:
+def require_success(answers: list[A | Failed]) -> list[A]:
     """Raise the first failure's error, with what each failed rank said."""
-    failed = [answer for answer in answers if not answer.success]
+    failed = [answer for answer in answers if isinstance(answer, Failed)]
     if not failed:
-        return
+        return [answer for answer in answers if not isinstance(answer, Failed)]
     error = ERRORS.get(failed[0].error, RankFailed)
     if len({answer.message for answer in failed}) == 1 and len(failed) == len(answers):
         raise error(failed[0].message)
-    raise error(
-        "; ".join(f"{name_rank(a.dp_rank, a.pp_rank, a.tp_rank)}: {a.message}" for a in failed)
-    )
+    raise error(say_which(failed))
+
+
+def say_which(failed: list[Failed]) -> str:
+    """Each failed rank, and what it said."""
+    return "; ".join(f"{name_rank(a.dp_rank, a.pp_rank, a.tp_rank)}: {a.message}" for a in failed)
+
+
+def _as_answer_to(call: InflightCall[A], answer: RankAnswer) -> A | Failed:
+    # AnswerChannel sends no other
+    assert isinstance(answer, call.answer | Failed)
+    return answer
 
 
 def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:

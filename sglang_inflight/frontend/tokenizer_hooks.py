@@ -15,6 +15,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 
 from sglang_inflight.frontend import control_calls
+from sglang_inflight.frontend.as_sglang_answers import as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     BeginBody,
     ContinueBody,
@@ -35,7 +36,6 @@ from sglang_inflight.frontend.lora import (
     stop_unloading_in_a_pause,
 )
 from sglang_inflight.frontend.spans import write_spans
-from sglang_inflight.frontend.updates.receipt import settle
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
 
@@ -63,18 +63,17 @@ def create_frontend(
 
 
 async def pause_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
-    await tm.inflight.pauses.pause(_convert(obj, PauseBody).mode)
+    await tm.inflight.pauses.pause(_convert(obj, PauseBody))
 
 
 async def continue_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
-    body = _convert(obj, ContinueBody)
-    await tm.inflight.pauses.resume(torch_empty_cache=body.torch_empty_cache)
+    await tm.inflight.pauses.resume(_convert(obj, ContinueBody))
 
 
 async def update_weights_from_disk(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str, int]:
-    success, message = await settle(tm.inflight.updates.update(_convert(obj, DiskBody)))
+    success, message = await as_sglang_answers(tm.inflight.updates.update(_convert(obj, DiskBody)))
     return success, message, 0
 
 
@@ -84,43 +83,43 @@ async def update_weights_from_tensor(
     payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
     changed = msgspec.structs.replace(cast("Any", obj), serialized_named_tensors=payloads)
     body = _convert(changed, TensorBody)
-    return await settle(tm.inflight.updates.update(body))
+    return await as_sglang_answers(tm.inflight.updates.update(body))
 
 
 async def update_weights_from_distributed(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.update(_convert(obj, DistributedBody)))
+    return await as_sglang_answers(tm.inflight.updates.update(_convert(obj, DistributedBody)))
 
 
 async def update_weights_from_ipc(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.update(_convert(obj, IPCBody)))
+    return await as_sglang_answers(tm.inflight.updates.update(_convert(obj, IPCBody)))
 
 
 async def begin_weight_update(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.begin(_convert(obj, BeginBody)))
+    return await as_sglang_answers(tm.inflight.updates.begin(_convert(obj, BeginBody)))
 
 
 async def end_weight_update(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.end(_convert(obj, EndBody)))
+    return await as_sglang_answers(tm.inflight.updates.end(_convert(obj, EndBody)))
 
 
 async def init_weights_update_group(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
+    return await as_sglang_answers(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
 
 
 async def destroy_weights_update_group(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
+    return await as_sglang_answers(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
 
 
 def _convert(obj: Any, body: type[Any]) -> Any:

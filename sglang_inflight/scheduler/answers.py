@@ -12,8 +12,10 @@ from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.messages import (
+    A,
     BaseReq,
-    Call,
+    Done,
+    Failed,
     GenerationContinues,
     InflightCall,
     RankAnswer,
@@ -45,36 +47,29 @@ class AnswerChannel:
         self._socket = get_zmq_socket(self._context, zmq.PUSH, ipc_name, False)
         self._lock = threading.Lock()
 
-    def succeed(self, call: InflightCall, message: str = "", **detail: Any) -> None:
-        self._send(call, success=True, message=message, error="", detail=detail)
+    def succeed(self, call: InflightCall[A], answer: A) -> None:
+        self._send(answer, call.call_id, call.http_worker_ipc)
 
-    def fail(self, call: InflightCall, error: BaseException, **detail: Any) -> None:
+    def fail(self, call: InflightCall[Any], error: BaseException) -> None:
         """Answer with ``error``. What is not an answer of ours is a surprise, so log it whole."""
         if not isinstance(error, InflightError):
             logger.error("%s failed", type(call).__name__, exc_info=error)
-        self._send(
-            call,
-            success=False,
-            message=str(error) or repr(error),
-            error=type(error).__name__ if isinstance(error, InflightError) else "RankFailed",
-            detail=detail,
-        )
+        name = type(error).__name__ if isinstance(error, InflightError) else "RankFailed"
+        failed = Failed(message=str(error) or repr(error), error=name)
+        self._send(failed, call.call_id, call.http_worker_ipc)
 
     def succeed_request(self, request: BaseReq) -> None:
         """Say of a control request of upstream's that it is done here."""
-        self.succeed(_call_of(request))
+        assert request.rid is not None
+        self._send(Done(), request.rid, request.http_worker_ipc)
 
     def fail_request(self, request: BaseReq, error: BaseException, message: str) -> None:
         """Say of a control request of upstream's that its handler raised ``error``."""
         if request.rid is None:
             return
-        self._send(
-            _call_of(request),
-            success=False,
-            message=message,
-            error=type(error).__name__ if isinstance(error, InflightError) else "HandlerFailed",
-            detail={},
-        )
+        name = type(error).__name__ if isinstance(error, InflightError) else "HandlerFailed"
+        failed = Failed(message=message, error=name)
+        self._send(failed, request.rid, request.http_worker_ipc)
 
     def tell_that_generation_continues(self) -> None:
         """By itself: no caller's answer says so. One rank tells it for its replica."""
@@ -82,24 +77,8 @@ class AnswerChannel:
             with self._lock:
                 sock_send(self._socket, GenerationContinues())
 
-    def _send(
-        self, call: InflightCall, *, success: bool, message: str, error: str, detail: dict[str, Any]
-    ) -> None:
-        answer = RankAnswer(
-            call_id=call.call_id,
-            http_worker_ipc=call.http_worker_ipc,
-            dp_rank=self._dp_rank,
-            tp_rank=self._tp_rank,
-            pp_rank=self._pp_rank,
-            success=success,
-            message=message,
-            error=error,
-            detail=detail,
-        )
+    def _send(self, answer: RankAnswer, call_id: str, http_worker_ipc: str | None) -> None:
+        answer.call_id, answer.http_worker_ipc = call_id, http_worker_ipc
+        answer.dp_rank, answer.tp_rank, answer.pp_rank = self._dp_rank, self._tp_rank, self._pp_rank
         with self._lock:
             sock_send(self._socket, answer)
-
-
-def _call_of(request: BaseReq) -> Call:
-    assert request.rid is not None
-    return Call(call_id=request.rid, http_worker_ipc=request.http_worker_ipc)

@@ -18,6 +18,8 @@ from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     CommitCall,
     ContinueCall,
+    Described,
+    Done,
     DropCall,
     FlushCall,
     ForgetEmbeddingsCall,
@@ -95,7 +97,7 @@ class Controller:
             self.staleness,
             metrics,
         )
-        handlers: dict[type[InflightCall], Callable[[Any], None]] = {
+        handlers: dict[type[InflightCall[Any]], Callable[[Any], None]] = {
             PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
             OpenCall: self._open,
@@ -192,9 +194,9 @@ class Controller:
 
     # ---- handlers ------------------------------------------------------------------
 
-    def _contain(self, handler: Callable[[Any], None]) -> Callable[[InflightCall], None]:
+    def _contain(self, handler: Callable[[Any], None]) -> Callable[[InflightCall[Any]], None]:
         @functools.wraps(handler)
-        def contained(call: InflightCall) -> None:
+        def contained(call: InflightCall[Any]) -> None:
             try:
                 handler(call)
             except Exception as error:
@@ -203,19 +205,19 @@ class Controller:
         return contained
 
     def _take_upstream_pause(self, request: PauseRequest) -> None:
-        self.pause.ask(PauseCall(call_id="", mode=request.mode, pause_id="upstream"))
+        self.pause.ask(PauseCall(mode=request.mode, pause_id="upstream"))
 
     def _take_upstream_continue(self, request: ContinueRequest) -> None:
-        self.pause.resume(ContinueCall(call_id="", torch_empty_cache=request.torch_empty_cache))
+        self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
     def _open(self, call: OpenCall) -> None:
         self.staging.open(call, current_version=self.versions.current)
 
     def _commit(self, call: CommitCall) -> None:
-        self._answers.succeed(call, **self.commits.commit(call))
+        self._answers.succeed(call, self.commits.commit(call))
 
     def _roll_back(self, call: RollbackCall) -> None:
-        self._answers.succeed(call, **self.commits.roll_back(call))
+        self._answers.succeed(call, self.commits.roll_back(call))
 
     def _flush(self, call: FlushCall) -> None:
         self._boundary.drain()
@@ -224,18 +226,20 @@ class Controller:
             raise Conflict(f"{running} running requests hold KV")
         self._boundary.retract()
         self._boundary.flush(empty_cache=False)
-        self._answers.succeed(call)
+        self._answers.succeed(call, Done())
 
     def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
         forget_embeddings()
-        self._answers.succeed(call)
+        self._answers.succeed(call, Done())
 
     def _describe(self, call: StatusCall) -> None:
         self._answers.succeed(
             call,
-            **self.pause.describe(),
-            **self.commits.describe(),
-            staging=self.staging.describe(),
+            Described(
+                pause=self.pause.describe(),
+                weights=self.commits.describe(),
+                staging=self.staging.describe(),
+            ),
         )
 
     def _is_busy(self) -> bool:

@@ -8,11 +8,66 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-OK = (200, b"{}")
+import msgspec
+
+from sglang_inflight.answer import Answer
+from sglang_inflight.grants import Grant, Release
+from sglang_inflight.receipt import Begun, RankReceipt, Receipt, StagedSoFar
+from sglang_inflight.status import RankStatus, StagingStatus, Status
+
+_RECEIPT = Receipt(
+    message="ok",
+    weight_version="v1",
+    base_version="v0",
+    epoch=1,
+    staged_s=1.0,
+    stall_ms=1.0,
+    bytes=1,
+    tensors=1,
+    retracted=0,
+    ranks=(RankReceipt(dp_rank=0, tp_rank=0, pp_rank=0, digest="d"),),
+)
+_STAGED = StagedSoFar(message="ok", weight_version="v0", staged_s=1.0, bytes=1, tensors=1)
+_STATE: dict[str, Any] = {
+    "state": "running",
+    "paused": False,
+    "mode": None,
+    "holders": (),
+    "running": 0,
+    "waiting": 0,
+    "weight_version": "v0",
+    "epoch": 0,
+    "digest": None,
+    "previous_version": None,
+    "staging": StagingStatus(
+        mode="device",
+        state="empty",
+        update_id=None,
+        tensors=0,
+        bytes=0,
+        can_roll_back=False,
+        dirty=None,
+        refusal=None,
+        groups={},
+    ),
+}
+# what a server answers with that is whole
+WELL: dict[str, Answer] = {
+    "/inflight/status": Status(
+        **_STATE, ranks=(RankStatus(**_STATE, dp_rank=0, tp_rank=0, pp_rank=0),)
+    ),
+    "/pause_generation": Grant(mode="abort", pause_id="p", weight_version="v0", ranks=()),
+    "/continue_generation": Release(message="ok", paused=False),
+    "/begin_weight_update": Begun(message="ok", session_id="s"),
+    "/seal_weight_update": _STAGED,
+    "/end_weight_update": _RECEIPT,
+    "/update_weights_from_disk": _RECEIPT,
+    "/inflight/rollback": _RECEIPT,
+}
 
 
 class BrokenServer:
-    """Answers each path as it was told to, and else ``{}``."""
+    """Answers each path as it was told to, and else as a server that is well."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, bytes]] = {}
@@ -54,7 +109,8 @@ class BrokenServer:
                     server.arrivals.append(self.path)
                     server._changed.notify_all()
                     server._changed.wait_for(lambda: self.path not in server._silent)
-                status, content = server.answers.get(self.path, OK)
+                well = (200, msgspec.json.encode(WELL.get(self.path, {})))
+                status, content = server.answers.get(self.path, well)
                 # whoever has given up is not there to hear it
                 with contextlib.suppress(ConnectionError):
                     self.send_response(status)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +36,14 @@ DISK = "/update_weights_from_disk"
 
 # as long as a test waits for what does not come
 SHORT_S = 0.3
+
+
+def test_a_trainer_needs_no_sglang() -> None:
+    program = "import sys, sglang_inflight.client; print({*sys.modules} & {'sglang', 'torch'})"
+    said = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert said.stdout == "set()\n"
 
 
 @pytest.fixture
@@ -101,6 +111,27 @@ def test_answer_that_is_none(server: BrokenServer, content: bytes) -> None:
     server.answers[DISK] = (200, content)
     with Client(server.url) as client, pytest.raises(WrongAnswer, match="no JSON object"):
         client.update_from_disk("/x")
+
+
+@pytest.mark.parametrize(
+    ("path", "call", "content", "missing"),
+    [
+        (STATUS, Client.status, b"{}", "state"),
+        (PAUSE, Client.pause, b'{"mode": "abort"}', "pause_id"),
+        (CONTINUE, Client.resume, b'{"message": "ok"}', "paused"),
+        (ROLLBACK, Client.roll_back, b'{"success": true}', "message"),
+    ],
+)
+def test_answer_to_something_else(
+    server: BrokenServer,
+    path: str,
+    call: Callable[[Client], object],
+    content: bytes,
+    missing: str,
+) -> None:
+    server.answers[path] = (200, content)
+    with Client(server.url) as client, pytest.raises(WrongAnswer, match=f"`{missing}`"):
+        call(client)
 
 
 def test_one_of_a_fleet_answers_wrongly(

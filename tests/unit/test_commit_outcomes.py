@@ -17,10 +17,13 @@ from sglang_inflight.errors import (
     Refused,
 )
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import CommitCall, RankAnswer
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.messages import A, CommitCall, Committed, Failed, InflightCall
 
-CALL = CommitCall(call_id="", update_id="u", weight_version="v1", kv_cache="fence")
+CALL = CommitCall(update_id="u", weight_version="v1", kv_cache="fence")
+COMMITTED = Committed(
+    weight_version="v1", base_version="v0", epoch=1, stall_ms=1.0, retracted=0, digest="d"
+)
 
 
 class TwoRanks(Ranks):
@@ -29,21 +32,14 @@ class TwoRanks(Ranks):
     def __init__(self, *errors: str) -> None:
         self._errors = errors
 
-    async def call(self, call: Any, timeout_s: float) -> list[RankAnswer]:
+    async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
         if "silent" in self._errors:
             raise RankSilent("rank dp0 pp0 tp1 did not answer within 120 s")
-        return [
-            RankAnswer(
-                call_id="",
-                dp_rank=0,
-                pp_rank=0,
-                tp_rank=tp_rank,
-                success=not error,
-                message=f"{error} said so",
-                error=error,
-            )
+        answers: list[Any] = [
+            Failed(tp_rank=tp_rank, message=f"{error} said so", error=error) if error else COMMITTED
             for tp_rank, error in enumerate(self._errors)
         ]
+        return answers
 
 
 @pytest.mark.parametrize(
@@ -59,10 +55,10 @@ class TwoRanks(Ranks):
     ids=lambda value: value.__name__ if isinstance(value, type) else "+".join(value),
 )
 def test_what_is_said_is_so(errors: tuple[str, ...], raised: type[InflightError]) -> None:
-    updates = Updates.__new__(Updates)
-    updates._ranks = TwoRanks(*errors)
+    two_phase = TwoPhase.__new__(TwoPhase)
+    two_phase._ranks = TwoRanks(*errors)
     with pytest.raises(InflightError) as caught:
-        asyncio.run(updates._commit_everywhere(CALL, "commit"))
+        asyncio.run(two_phase._commit_everywhere(CALL, "commit"))
     assert type(caught.value) is raised
     nothing_changed = set(errors) == {"Conflict"}
     assert isinstance(caught.value, Refused) is nothing_changed

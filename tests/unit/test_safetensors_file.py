@@ -51,7 +51,7 @@ def test_every_dtype_as_the_library_reads_it(tmp_path: Path) -> None:
     }
     save_file({name: tensor.clone() for name, tensor in weights.items()}, path, {"format": "pt"})
     found = read(path)
-    with safe_open(path, framework="pt") as library:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as library:
         assert set(found) == set(library.keys())
         for name, tensor in found.items():
             expected = library.get_tensor(name)

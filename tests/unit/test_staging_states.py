@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.staging_state import MOVES, StagingState, Step
 from sglang_inflight.scheduler.update.swap import PointerSwap, PreparedSwap
-from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.update import SealedUpdate, Update
 from sglang_inflight.scheduler.update.worker import Job
 
 EMPTY, OPEN, SEALED = StagingState
@@ -33,10 +33,10 @@ class LaterWorker:
     """A staging thread that gets to its jobs when the test says so."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[Job[Any]] = []
         self.failed: list[str] = []
 
-    def submit(self, call: InflightCall, job: Job) -> None:
+    def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
         self._jobs.append(job)
 
     def work(self) -> None:
@@ -61,7 +61,7 @@ class NoModel:
         if base_digest is None:
             update.base_digest = "old"
         pair = torch.zeros(1), torch.ones(1)
-        update.sealed = Sealed("new", PreparedSwap(PointerSwap(), (pair,)), ())
+        update.sealed = SealedUpdate("new", PreparedSwap(PointerSwap(), (pair,)), ())
         return {}
 
 

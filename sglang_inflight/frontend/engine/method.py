@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from sglang_inflight.answer import Answer
 from sglang_inflight.frontend.bodies import Body
 from sglang_inflight.frontend.engine.arguments import Arguments, Given
 from sglang_inflight.frontend.engine.shared_loop import refuse_where_a_loop_runs
@@ -19,8 +20,9 @@ B = TypeVar("B", bound=Body)
 class EngineMethod(Generic[B]):
     """``asynchronous`` is for the event loop that the engine lives on, ``waiting`` for threads.
 
-    Both read their arguments, and refuse what cannot be, before anything is done. An engine
-    lives on the loop that it was first used on: there its answers come in.
+    Both read their arguments, and refuse what cannot be, before anything is done. Both return
+    the JSON that HTTP answers with, where ``do`` returns an ``Answer``. An engine lives on the
+    loop that it was first used on: there its answers come in.
     """
 
     def __init__(
@@ -34,7 +36,8 @@ class EngineMethod(Generic[B]):
         arguments = Arguments(self.name, shape, positional, prepare)
 
         async def attend(engine: AdoptedEngine, body: B) -> Any:
-            return await engine.tokenizer_manager.inflight.lifetime.attend(do(engine, body))
+            answer = await engine.tokenizer_manager.inflight.lifetime.attend(do(engine, body))
+            return answer.as_json() if isinstance(answer, Answer) else answer
 
         async def asynchronous(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
             require_home(engine)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from sglang.srt.managers.io_struct import (
@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
+from sglang_inflight.frontend.as_sglang_answers import SuccessAndMessage, as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -39,13 +40,18 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.updates.receipt import Receipt, settle
+from sglang_inflight.grants import Grant, Release
 from sglang_inflight.messages import FLATTENED_BUCKET
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
 
-Outcome = Receipt | tuple[bool, str] | tuple[bool, str, int]
+Outcome = Receipt | StagedSoFar | Begun | SuccessAndMessage | tuple[bool, str, int]
+
+
+A = TypeVar("A", Receipt, Receipt | StagedSoFar, Begun)
 
 
 class NoArguments(Body, kw_only=True):
@@ -66,7 +72,7 @@ def _frontend(engine: AdoptedEngine) -> Frontend:
 
 
 @engine_method(PauseBody, "mode")
-async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> dict[str, Any]:
+async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> Grant:
     """Pause generation, or renew a pause. Returns when every rank stands still.
 
     ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the
@@ -76,24 +82,16 @@ async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> dict[str, 
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.pause(
-        body.mode or None,
-        pause_id=body.pause_id,
-        new_id=body.new_id,
-        lease_s=body.lease_s,
-        timeout_s=body.timeout_s,
-    )
+    return await _frontend(engine).pauses.pause(body)
 
 
 @engine_method(ContinueBody)
-async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> dict[str, Any]:
+async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> Release:
     """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.resume(
-        pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
-    )
+    return await _frontend(engine).pauses.resume(body)
 
 
 @engine_method(NoArguments)
@@ -103,7 +101,7 @@ async def is_paused(engine: AdoptedEngine, body: NoArguments) -> bool:
 
 
 @engine_method(NoArguments)
-async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> dict[str, Any]:
+async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> Status:
     """State, holders, versions and staging: of the first rank, and in ``ranks`` of each."""
     return await _frontend(engine).status()
 
@@ -189,11 +187,11 @@ async def begin_weight_update(engine: AdoptedEngine, body: BeginBody) -> Outcome
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
     ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
     """
-    return await _settle(_frontend(engine).updates.begin(body), body.non_blocking)
+    return await _answer(_frontend(engine).updates.begin(body), body.non_blocking)
 
 
 @engine_method(SealBody)
-async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> Receipt:
+async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> StagedSoFar:
     """Check the session and vote for it on every rank, without committing it."""
     return await _frontend(engine).updates.seal(body)
 
@@ -201,7 +199,7 @@ async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> Receipt:
 @engine_method(EndBody)
 async def end_weight_update(engine: AdoptedEngine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
-    return await _settle(_frontend(engine).updates.end(body), body.non_blocking)
+    return await _answer(_frontend(engine).updates.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
@@ -230,7 +228,7 @@ async def rollback_weights(engine: AdoptedEngine, body: RollbackBody) -> Receipt
 )
 async def init_weights_update_group(engine: AdoptedEngine, body: JoinGroupBody) -> tuple[bool, str]:
     """Join a group with a trainer, whose ranks count from ``rank_offset``."""
-    return await settle(_frontend(engine).groups.join(body))
+    return await as_sglang_answers(_frontend(engine).groups.join(body))
 
 
 @engine_method(LeaveGroupBody, "group_name")
@@ -238,15 +236,17 @@ async def destroy_weights_update_group(
     engine: AdoptedEngine, body: LeaveGroupBody
 ) -> tuple[bool, str]:
     """Leave the group with a trainer."""
-    return await settle(_frontend(engine).groups.leave(body))
+    return await as_sglang_answers(_frontend(engine).groups.leave(body))
 
 
-async def _update(engine: AdoptedEngine, body: UpdateBody) -> Receipt | tuple[bool, str]:
-    return await _settle(_frontend(engine).updates.update(body), body.non_blocking)
+async def _update(
+    engine: AdoptedEngine, body: UpdateBody
+) -> Receipt | StagedSoFar | SuccessAndMessage:
+    return await _answer(_frontend(engine).updates.update(body), body.non_blocking)
 
 
-async def _settle(updating: Awaitable[Receipt], non_blocking: bool) -> Receipt | tuple[bool, str]:
-    return await updating if non_blocking else await settle(updating)
+async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndMessage:
+    return await updating if non_blocking else await as_sglang_answers(updating)
 
 
 # ---- what is upstream's own --------------------------------------------------------

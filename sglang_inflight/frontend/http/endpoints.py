@@ -8,10 +8,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import msgspec
 from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_inflight.answer import Answer
 from sglang_inflight.errors import Dropped, InflightError
 from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
 from sglang_inflight.frontend.http.large_bodies import large_body
@@ -19,21 +21,22 @@ from sglang_inflight.frontend.http.large_bodies import large_body
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
-Answer = dict[str, Any]
+# what a handler returns, and an endpoint makes JSON of
+Content = Answer | dict[str, Any]
 Endpoint = Callable[..., Awaitable[Response]]
 
 
-def with_body(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
+def with_body(shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> Endpoint:
     """An endpoint whose JSON body has the ``shape``."""
 
-    async def read_and_answer(request: Request) -> Answer:
+    async def read_and_answer(request: Request) -> Content:
         body = decode(await request.body(), shape)
         return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
 
-async def while_connected(request: Request, doing: Awaitable[Answer]) -> Answer:
+async def while_connected(request: Request, doing: Awaitable[Content]) -> Content:
     """The answer, for as long as there is somebody to hear it.
 
     ``doing`` is cancelled when the caller is gone: what it has not done yet is not wanted any
@@ -62,10 +65,10 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoint:
+def with_payloads(handler: Callable[[TensorBody], Awaitable[Content]]) -> Endpoint:
     """An endpoint whose JSON body may hold whole tensors."""
 
-    async def read_and_answer(request: Request) -> Answer:
+    async def read_and_answer(request: Request) -> Content:
         with large_body() as large:
             body = decode(await large.read(request), TensorBody)
             # its type is what JSON may hold, which is no file
@@ -75,10 +78,10 @@ def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoin
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
 
-def with_query(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
+def with_query(shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> Endpoint:
     """An endpoint whose query has the ``shape``; a body is not looked at."""
 
-    async def read_and_answer(request: Request) -> Answer:
+    async def read_and_answer(request: Request) -> Content:
         query = read_query(request.query_params.multi_items(), shape)
         await request.body()
         return await while_connected(request, handler(query))
@@ -86,12 +89,12 @@ def with_query(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> End
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
 
-def guarded(handler: Callable[..., Awaitable[Answer]], *, takes_request: bool = False) -> Endpoint:
+def guarded(handler: Callable[..., Awaitable[Content]], *, takes_request: bool = False) -> Endpoint:
     """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
 
     async def answer(*args: Any) -> Response:
         try:
-            return ORJSONResponse(await handler(*args))
+            return ORJSONResponse(msgspec.to_builtins(await handler(*args)))
         except InflightError as error:
             logger.warning("%s refused: %s", handler.__name__, error)
             return refusal(error)

@@ -35,7 +35,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
-    Answer,
+    Content,
     guarded,
     refusal,
     while_connected,
@@ -61,7 +61,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter(tags=[TAG])
 
-    def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> None:
+    def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> None:
         router.add_api_route(
             path, with_body(shape, handler), methods=["POST"], openapi_extra=_describe(shape)
         )
@@ -137,60 +137,52 @@ class _Routes:
         self._pauses = frontend.pauses
         self._updates = frontend.updates
 
-    async def pause(self, body: PauseBody) -> Answer:
-        return await self._pauses.pause(
-            body.mode or None,
-            pause_id=body.pause_id,
-            new_id=body.new_id,
-            lease_s=body.lease_s,
-            timeout_s=body.timeout_s,
-        )
+    async def pause(self, body: PauseBody) -> Content:
+        return await self._pauses.pause(body)
 
-    async def resume(self, body: ContinueBody) -> Answer:
-        return await self._pauses.resume(
-            pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
-        )
+    async def resume(self, body: ContinueBody) -> Content:
+        return await self._pauses.resume(body)
 
-    async def update(self, body: UpdateBody) -> Answer:
+    async def update(self, body: UpdateBody) -> Content:
         # upstream's name for a count that it never counted
         return {**await self._updates.update(body), "num_paused_requests": 0}
 
-    async def update_from_distributed(self, request: Request) -> Answer:
+    async def update_from_distributed(self, request: Request) -> Content:
         content = await request.body()
         # where it cannot be read, its trainer may have begun to broadcast all the same
         async with self._frontend.groups.in_step_by_name(group_named_in(content)):
             body = decode(content, DistributedBody)
         return await while_connected(request, self.update(body))
 
-    async def begin(self, body: BeginBody) -> Answer:
+    async def begin(self, body: BeginBody) -> Content:
         return await self._updates.begin(body)
 
-    async def seal(self, body: SealBody) -> Answer:
+    async def seal(self, body: SealBody) -> Content:
         return await self._updates.seal(body)
 
-    async def end(self, body: EndBody) -> Answer:
+    async def end(self, body: EndBody) -> Content:
         return await self._updates.end(body)
 
-    async def abort(self, body: AbortUpdateBody) -> Answer:
+    async def abort(self, body: AbortUpdateBody) -> Content:
         await self._updates.abort(body)
         return {"success": True, "message": "The session was dropped."}
 
-    async def roll_back(self, body: RollbackBody) -> Answer:
+    async def roll_back(self, body: RollbackBody) -> Content:
         return await self._updates.roll_back(body)
 
-    async def rename(self, body: NameBody) -> Answer:
+    async def rename(self, body: NameBody) -> Content:
         return await name_version(self._tokenizer_manager, body)
 
-    async def join_group(self, body: JoinGroupBody) -> Answer:
+    async def join_group(self, body: JoinGroupBody) -> Content:
         await self._frontend.groups.join(body)
         return {"success": True, "message": "Succeeded to initialize custom process group."}
 
-    async def leave_group(self, body: LeaveGroupBody) -> Answer:
+    async def leave_group(self, body: LeaveGroupBody) -> Content:
         await self._frontend.groups.leave(body)
         return {"success": True, "message": "Succeeded to destroy custom process group."}
 
-    async def status(self) -> Answer:
+    async def status(self) -> Content:
         return await self._frontend.status()
 
-    async def is_paused(self) -> Answer:
+    async def is_paused(self) -> Content:
         return {"is_paused": await self._pauses.is_paused()}

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 
 from sglang_inflight.errors import InflightError, RankSilent
 from sglang_inflight.frontend.bodies import JoinGroupBody, LeaveGroupBody
-from sglang_inflight.frontend.ranks import Ranks, require_success
+from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     DistributedSource,
+    Failed,
     GiveUpTransferCall,
     JoinGroupCall,
     LeaveGroupCall,
@@ -42,7 +43,6 @@ class Groups:
         did not say.
         """
         call = JoinGroupCall(
-            call_id="",
             master_address=body.master_address,
             master_port=body.master_port,
             rank_offset=body.rank_offset,
@@ -52,14 +52,14 @@ class Groups:
         )
         patience = self._settings.group_timeout_s + GRACE_S
         try:
-            require_success(await self._ranks.carry_out(call, patience))
+            await self._ranks.carry_out(call, patience)
         except asyncio.CancelledError:
             await asyncio.shield(self._stop_joining(body.group_name))
             raise
 
     async def leave(self, body: LeaveGroupBody) -> None:
-        call = LeaveGroupCall(call_id="", group_name=body.group_name)
-        require_success(await self._ranks.carry_out(call, LEAVE_TIMEOUT_S))
+        call = LeaveGroupCall(group_name=body.group_name)
+        await self._ranks.carry_out(call, LEAVE_TIMEOUT_S)
 
     @asynccontextmanager
     async def in_step(self, source: Source) -> AsyncIterator[None]:
@@ -89,9 +89,7 @@ class Groups:
 
     async def _stop_joining(self, group_name: str) -> None:
         try:
-            await self._ranks.call(
-                LeaveGroupCall(call_id="", group_name=group_name), GIVE_UP_TIMEOUT_S
-            )
+            await self._ranks.ask(LeaveGroupCall(group_name=group_name), GIVE_UP_TIMEOUT_S)
         except RankSilent as silence:
             logger.error("Group %r, whose join was given up: %s", group_name, silence)
 
@@ -102,15 +100,13 @@ class Groups:
         The message goes out before any later update's on the same socket, so it holds
         whether it is answered or not.
         """
-        call = GiveUpTransferCall(
-            call_id="", group_name=group_name, transfer_id=transfer_id, reason=f"{error}"
-        )
+        call = GiveUpTransferCall(group_name=group_name, transfer_id=transfer_id, reason=f"{error}")
         try:
-            answers = await self._ranks.call(call, GIVE_UP_TIMEOUT_S)
+            answers = await self._ranks.ask(call, GIVE_UP_TIMEOUT_S)
         except RankSilent as silence:
             logger.error("Group %r, after a failed update: %s", group_name, silence)
             return ""
-        if not any(answer.success and answer.detail["broken"] for answer in answers):
+        if not any(answer.broken for answer in answers if not isinstance(answer, Failed)):
             return ""
         return (
             f" Group {group_name!r} is out of step with its trainer now: destroy it and join anew."

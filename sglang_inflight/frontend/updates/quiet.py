@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
@@ -47,6 +48,19 @@ class Quiet:
             block = self._locked(deadline)
         async with block:
             yield
+
+    async def enter(self, stack: AsyncExitStack, update: OpenUpdate, deadline: Deadline) -> None:
+        """``held`` until ``stack`` is closed. Raises ``Dropped`` where the update is, meanwhile."""
+        waiting = asyncio.ensure_future(stack.enter_async_context(self.held(update.id, deadline)))
+        over = asyncio.ensure_future(update.over.wait())
+        try:
+            await asyncio.wait({waiting, over}, return_when=asyncio.FIRST_COMPLETED)
+            update.require_alive()
+            await waiting
+        finally:
+            for task in (waiting, over):
+                task.cancel()
+            await asyncio.wait({waiting, over})
 
     @asynccontextmanager
     async def _locked(self, deadline: Deadline) -> AsyncIterator[None]:

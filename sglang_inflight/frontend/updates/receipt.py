@@ -2,53 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
-from typing import Any
-
-from sglang_inflight.errors import InflightError
-from sglang_inflight.messages import RankAnswer
-
-Receipt = dict[str, Any]
+from sglang_inflight.frontend.updates.open_update import OpenUpdate
+from sglang_inflight.messages import Committed
+from sglang_inflight.receipt import RankReceipt, Receipt
 
 
-def write_receipt(
-    committed: list[RankAnswer], *, staged_s: float, nbytes: int, tensors: int, message: str
-) -> Receipt:
-    """``stall_ms`` is the longest that any rank's loop was held by the commit."""
-    first = committed[0].detail
-    return {
-        "success": True,
-        "message": message,
-        "weight_version": first["weight_version"],
-        "base_version": first["base_version"],
-        "epoch": first["epoch"],
-        "staged_s": staged_s,
-        "stall_ms": max(answer.detail["stall_ms"] for answer in committed),
-        "bytes": nbytes,
-        "tensors": tensors,
-        "retracted": sum(answer.detail["retracted"] for answer in committed),
-        "ranks": [
-            {
-                **answer.rank,
-                "success": answer.success,
-                "message": answer.message,
-                "digest": answer.detail["digest"],
-            }
-            for answer in committed
-        ],
-    }
-
-
-def describe_failures(answers: list[RankAnswer]) -> list[dict[str, Any]]:
-    return [
-        {**answer.rank, "success": answer.success, "message": answer.message} for answer in answers
-    ]
-
-
-async def settle(doing: Awaitable[Receipt | None]) -> tuple[bool, str]:
-    """What upstream's methods return: whether it was done, and a message or the refusal's."""
-    try:
-        receipt = await doing
-    except InflightError as error:
-        return False, str(error)
-    return True, receipt["message"] if receipt else "Success"
+def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Receipt:
+    """``update`` is None for a rollback, which stages nothing."""
+    message = "Rolled the weights back."
+    if update is not None:
+        message = "Succeeded to update model weights."
+        if update.weight_version is not None:
+            message += f" Weight version updated to {update.weight_version}."
+    first = committed[0]
+    return Receipt(
+        message=message,
+        weight_version=first.weight_version,
+        base_version=first.base_version,
+        epoch=first.epoch,
+        staged_s=update.staged_s if update is not None else 0.0,
+        stall_ms=max(rank.stall_ms for rank in committed),
+        bytes=update.bytes if update is not None else 0,
+        tensors=update.tensors if update is not None else 0,
+        retracted=sum(rank.retracted for rank in committed),
+        ranks=tuple(
+            RankReceipt(
+                dp_rank=rank.dp_rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, digest=rank.digest
+            )
+            for rank in committed
+        ),
+    )

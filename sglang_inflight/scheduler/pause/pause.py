@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
 
 from sglang.srt.managers.io_struct import (
     AbortReq,
@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.messages import ContinueCall, Continued, PauseCall, Paused, PauseMode
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
@@ -26,7 +26,6 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import (
     AbortAll,
     Asked,
-    Continued,
     Drain,
     Drained,
     Event,
@@ -37,6 +36,7 @@ from sglang_inflight.scheduler.pause.machine import (
     Move,
     PauseState,
     Refuse,
+    Resumed,
     Retract,
     RunOn,
     Saying,
@@ -45,6 +45,7 @@ from sglang_inflight.scheduler.pause.machine import (
     transition,
 )
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
+from sglang_inflight.status import Holder, PauseStatus
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
@@ -95,7 +96,7 @@ class Pause:
 
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
-        self._go_through(Continued(call))
+        self._go_through(Resumed(call))
 
     # ---- the event loop ----------------------------------------------------------
 
@@ -135,26 +136,26 @@ class Pause:
         """While draining, run only what already ran, or was aborted and must be ended."""
         return req in self._may_run or req.to_finish is not None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> PauseStatus:
         """State, mode, holders with seconds left, and how many requests run and wait."""
         now = time.monotonic()
-        return {
-            "state": self.state.value,
-            "paused": self.state is not PauseState.RUNNING,
-            "mode": self.mode,
-            "holders": [
-                {
-                    "pause_id": holder.pause_id,
-                    "mode": holder.mode,
-                    "lease_left_s": None
+        return PauseStatus(
+            state=self.state.value,
+            paused=self.state is not PauseState.RUNNING,
+            mode=self.mode,
+            holders=tuple(
+                Holder(
+                    pause_id=holder.pause_id,
+                    mode=holder.mode,
+                    lease_left_s=None
                     if holder.expires_at is None
                     else max(0.0, holder.expires_at - now),
-                }
+                )
                 for holder in self._held.holders
-            ],
-            "running": len(self._boundary.running_requests()),
-            "waiting": len(self._boundary.waiting_requests()),
-        }
+            ),
+            running=len(self._boundary.running_requests()),
+            waiting=len(self._boundary.waiting_requests()),
+        )
 
     # ---- the machine ---------------------------------------------------------------
 
@@ -198,11 +199,17 @@ class Pause:
         match saying:
             case Grant(call):
                 aborted = self._aborted.pop(call.call_id, 0)
-                self._answers.succeed(
-                    call, **self.describe(), retracted=self._retracted, aborted=aborted
+                answer = Paused(
+                    mode=self.mode,
+                    running=len(self._boundary.running_requests()),
+                    waiting=len(self._boundary.waiting_requests()),
+                    retracted=self._retracted,
+                    aborted=aborted,
                 )
+                self._answers.succeed(call, answer)
             case LetGo(released):
-                self._answers.succeed(released, **self.describe())
+                paused = self.state is not PauseState.RUNNING
+                self._answers.succeed(released, Continued(paused=paused))
             case Refuse(refused, why):
                 self._aborted.pop(refused.call_id, None)
                 self._answers.fail(refused, Conflict(why))

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
 
 from sglang.srt.configs.load_config import LoadConfig
 
 from sglang_inflight.errors import Conflict, HalfDone, Refused
-from sglang_inflight.messages import CommitCall, KVPolicy, RollbackCall
+from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
@@ -30,7 +29,8 @@ from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
-from sglang_inflight.scheduler.update.update import Sealed
+from sglang_inflight.scheduler.update.update import SealedUpdate
+from sglang_inflight.status import WeightsStatus
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +56,10 @@ class Commits:
         self._staleness = staleness
         self._metrics = metrics
 
-    def commit(self, call: CommitCall) -> dict[str, Any]:
+    def commit(self, call: CommitCall) -> Committed:
         """Swap in a sealed update. Returns the rank's part of the receipt."""
         sealed = self._staging.take(call.update_id)
-        base = self._versions.current
-        detail = self._go_live(
+        committed = self._go_live(
             sealed.digest,
             sealed.swap,
             call.weight_version,
@@ -68,9 +67,9 @@ class Commits:
             empty_cache=call.torch_empty_cache,
         )
         _name_checkpoints(sealed)
-        return {**detail, "base_version": base, "digest": sealed.digest}
+        return committed
 
-    def roll_back(self, call: RollbackCall) -> dict[str, Any]:
+    def roll_back(self, call: RollbackCall) -> Committed:
         """Swap the previous version back in. It then is what a rollback would undo."""
         if call.expected_version not in (None, self._versions.current):
             raise Conflict(
@@ -80,23 +79,21 @@ class Commits:
         previous = self._live.previous
         if (reason := self._staging.why_no_rollback()) is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
-        base = self._versions.current
-        detail = self._go_live(
+        return self._go_live(
             previous.digest,
             previous.swap,
             call.weight_version or previous.version,
             call.kv_cache,
             empty_cache=False,
         )
-        return {**detail, "base_version": base, "digest": previous.digest}
 
-    def describe(self) -> dict[str, Any]:
-        return {
-            "weight_version": self._versions.current,
-            "epoch": self._versions.epoch,
-            "digest": self._live.digest,
-            "previous_version": self._live.previous.version if self._live.previous else None,
-        }
+    def describe(self) -> WeightsStatus:
+        return WeightsStatus(
+            weight_version=self._versions.current,
+            epoch=self._versions.epoch,
+            digest=self._live.digest,
+            previous_version=self._live.previous.version if self._live.previous else None,
+        )
 
     def _go_live(
         self,
@@ -106,8 +103,9 @@ class Commits:
         kv_cache: KVPolicy,
         *,
         empty_cache: bool,
-    ) -> dict[str, Any]:
+    ) -> Committed:
         started = time.perf_counter()
+        base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._live.swap_in(digest, swap, base_version=self._versions.current)
         try:
@@ -127,12 +125,14 @@ class Commits:
             swapped,
             stall_ms,
         )
-        return {
-            "weight_version": self._versions.current,
-            "epoch": self._versions.epoch,
-            "stall_ms": stall_ms,
-            "retracted": retracted,
-        }
+        return Committed(
+            weight_version=self._versions.current,
+            base_version=base,
+            epoch=self._versions.epoch,
+            stall_ms=stall_ms,
+            retracted=retracted,
+            digest=digest,
+        )
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
         """All that must know of weights that have just been swapped in."""
@@ -145,7 +145,7 @@ class Commits:
             self._boundary.flush(empty_cache=empty_cache)
 
 
-def _name_checkpoints(sealed: Sealed) -> None:
+def _name_checkpoints(sealed: SealedUpdate) -> None:
     """Tell upstream's readers of the path where the weights came from."""
     for runner, source in sealed.checkpoints:
         load_format = source.load_format or "auto"

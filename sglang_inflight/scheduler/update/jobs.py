@@ -13,9 +13,12 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
+    Done,
     IPCSource,
+    Sealed,
     Selector,
     Source,
+    Staged,
     TensorSource,
 )
 from sglang_inflight.scheduler.metrics import Metrics
@@ -32,7 +35,7 @@ from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
-from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.update import SealedUpdate, Update
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
@@ -42,7 +45,7 @@ class Jobs:
     """The jobs of updates. They run on the staging thread, one after the other.
 
     The shadow is theirs while an update is open, and the scheduler's thread's from its seal
-    on: what they leave to it is the ``Sealed`` of the update. A job looks between two tensors
+    on: what they leave to it is the ``SealedUpdate`` of the update. A job looks between two tensors
     whether its update was dropped, and gives up then; whatever it had written is never
     committed.
 
@@ -73,7 +76,7 @@ class Jobs:
         self._rate_limit = rate_limit
         self._check_finite = check_finite
 
-    def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> dict[str, Any]:
+    def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Done:
         """Start from the live weights, or from marks that show what was not written.
 
         The live weights are only read, and only the scheduler's thread changes them, in a
@@ -93,7 +96,7 @@ class Jobs:
         if after is not None:
             after.synchronize()
         if self._mode is StagingMode.OFF:
-            return {}
+            return Done()
         for model, name, live, shadow in self._weights(update.roles):
             update.check()
             self._shadows.swap.check(name, live, shadow)
@@ -103,9 +106,9 @@ class Jobs:
             else:
                 for (piece,) in self._rate_limit.cut(shadow):
                     mark(piece)
-        return {}
+        return Done()
 
-    def fill(self, update: Update, source: Source, selector: Selector | None) -> dict[str, Any]:
+    def fill(self, update: Update, source: Source, selector: Selector | None) -> Staged:
         """Load one call's tensors into the shadow, through the model's own loader."""
         update.check()
         started = time.perf_counter()
@@ -131,11 +134,7 @@ class Jobs:
         staged_s = time.perf_counter() - started
         self._metrics.staged_seconds.inc(staged_s)
         self._metrics.staged_bytes.inc(checked[0].bytes)
-        return {
-            "staged_s": staged_s,
-            "tensors": checked[0].tensors,
-            "bytes": checked[0].bytes,
-        }
+        return Staged(staged_s=staged_s, tensors=checked[0].tensors, bytes=checked[0].bytes)
 
     def take_in(self, update: Update, weights: Weights) -> Weights:
         """Every tensor of an update comes through here on its way to a model's loader."""
@@ -146,7 +145,7 @@ class Jobs:
             update.tensors += 1
             yield name, tensor
 
-    def seal(self, update: Update, base_digest: str | None) -> dict[str, Any]:
+    def seal(self, update: Update, base_digest: str | None) -> Sealed:
         """Check that the update is whole; after this nothing can fail any more.
 
         ``base_digest`` is that of the live weights, or None where it is not known yet.
@@ -167,13 +166,8 @@ class Jobs:
                     model.refuse_if_derived()
         digest = self._read_through(update, update.roles, whole)
         update.check()
-        update.sealed = Sealed(digest, self._prepare_swap(update), self._checkpoints(update))
-        return {
-            "staged_s": time.perf_counter() - started,
-            "digest": digest,
-            "tensors": update.tensors,
-            "bytes": update.bytes,
-        }
+        update.sealed = SealedUpdate(digest, self._prepare_swap(update), self._checkpoints(update))
+        return Sealed(staged_s=time.perf_counter() - started)
 
     def _prepare_swap(self, update: Update) -> PreparedSwap:
         if self._mode is StagingMode.OFF:

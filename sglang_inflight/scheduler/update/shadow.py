@@ -208,7 +208,7 @@ class Shadow:
         data = parameter.data
         if self._storage is not None:
             data = self._twins.storage_for(parameter, self._storage)
-        twin: nn.Parameter = torch.Tensor._make_subclass(  # type: ignore[attr-defined]
+        twin: nn.Parameter = torch.Tensor._make_subclass(
             type(parameter), data, parameter.requires_grad
         )
         twin.__dict__.update(parameter.__dict__)

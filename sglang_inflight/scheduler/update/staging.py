@@ -9,10 +9,11 @@ hangs fails the update and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
+    A,
+    Done,
     DropCall,
     GiveUpTransferCall,
     JoinGroupCall,
@@ -20,7 +21,8 @@ from sglang_inflight.messages import (
     OpenCall,
     SealCall,
     StageCall,
-    UpdateCall,
+    TimedCall,
+    TransferGivenUp,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.collectives import is_true_of_any
@@ -29,8 +31,9 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging_state import StagingState, Step, states_for
-from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.scheduler.update.update import SealedUpdate, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
+from sglang_inflight.status import StagingStatus
 
 
 class Staging:
@@ -109,9 +112,9 @@ class Staging:
             update.dropped = call.reason
             self._forget(update)
         # answered when the staging thread has let go of the shadow
-        self._worker.submit(call, dict)
+        self._worker.submit(call, Done)
 
-    def take(self, update_id: str) -> Sealed:
+    def take(self, update_id: str) -> SealedUpdate:
         """The sealed update, to be committed now."""
         update = self._expect(update_id, Step.COMMIT)
         assert update.sealed is not None
@@ -125,11 +128,11 @@ class Staging:
     def leave_group(self, call: LeaveGroupCall) -> None:
         self._groups.stop_joining(call.group_name, "the group was left")
         # after the job that may still be receiving in it
-        self._worker.submit(call, _nothing_to_tell(lambda: self._groups.leave(call.group_name)))
+        self._worker.submit(call, _done_after(lambda: self._groups.leave(call.group_name)))
 
     def give_up_transfer(self, call: GiveUpTransferCall) -> None:
-        def job() -> dict[str, Any]:
-            return {"broken": self._groups.give_up(call)}
+        def job() -> TransferGivenUp:
+            return TransferGivenUp(broken=self._groups.give_up(call))
 
         # after the job that may still be taking it in
         self._worker.submit(call, job)
@@ -144,19 +147,19 @@ class Staging:
             return "nothing was committed since the start or since the last failed update"
         return None
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> StagingStatus:
         update = self._update
-        return {
-            "mode": self.mode.name.lower(),
-            "state": self.state.value,
-            "update_id": update.id if update else None,
-            "tensors": update.tensors if update else 0,
-            "bytes": update.bytes if update else 0,
-            "can_roll_back": self.why_no_rollback() is None,
-            "dirty": self._live.dirty,
-            "refusal": self._refusal,
-            "groups": self._groups.describe(),
-        }
+        return StagingStatus(
+            mode=self.mode.name.lower(),
+            state=self.state.value,
+            update_id=update.id if update else None,
+            tensors=update.tensors if update else 0,
+            bytes=update.bytes if update else 0,
+            can_roll_back=self.why_no_rollback() is None,
+            dirty=self._live.dirty,
+            refusal=self._refusal,
+            groups=self._groups.describe(),
+        )
 
     def _forget(self, update: Update) -> None:
         if update.base_digest is not None:
@@ -170,8 +173,8 @@ class Staging:
             raise Conflict(f"no weight update {update_id!r} is {expected}")
         return update
 
-    def _submit(self, update: Update, call: UpdateCall, job: Job) -> None:
-        def one_failure_fails_the_update() -> dict[str, Any]:
+    def _submit(self, update: Update, call: TimedCall[A], job: Job[A]) -> None:
+        def one_failure_fails_the_update() -> A:
             try:
                 update.allow(call.timeout_s)
                 update.check()
@@ -188,9 +191,9 @@ class Staging:
             self._live.write_in_place()
 
 
-def _nothing_to_tell(action: Callable[[], None]) -> Job:
-    def job() -> dict[str, Any]:
+def _done_after(action: Callable[[], None]) -> Job[Done]:
+    def job() -> Done:
         action()
-        return {}
+        return Done()
 
     return job

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from sglang.srt.managers.utils import allocate_distinct_stream
 
-from sglang_inflight.messages import InflightCall
+from sglang_inflight.messages import A, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.throttle.rate import yield_cores
 from sglang_inflight.upstream.runtime_context import get_resources
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Job = Callable[[], dict[str, Any]]
+# it returns the answer to the call that it is for
+Job = Callable[[], A]
 
 
 class Worker(Protocol):
-    def submit(self, call: InflightCall, job: Job) -> None:
+    def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         """Do ``job`` after all others, then answer ``call`` with what it returns."""
 
 
@@ -37,16 +38,16 @@ class InlineWorker:
         self._answers = answers
         self._drain = drain
 
-    def submit(self, call: InflightCall, job: Job) -> None:
+    def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         # no forward may read weights that the job writes
         self._drain()
         try:
             with torch.no_grad():
-                detail = job()
+                answer = job()
         except Exception as error:
             self._answers.fail(call, error)
         else:
-            self._answers.succeed(call, **detail)
+            self._answers.succeed(call, answer)
 
 
 class StagingWorker:
@@ -69,10 +70,10 @@ class StagingWorker:
         self._device = device
         self._niceness = niceness
         self._streams_in_use = streams_in_use
-        self._jobs: queue.SimpleQueue[tuple[InflightCall, Job]] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
 
-    def submit(self, call: InflightCall, job: Job) -> None:
+    def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         self._jobs.put((call, job))
 
     def _run(self) -> None:
@@ -89,13 +90,13 @@ class StagingWorker:
                     # not before: the loop may choose its own anew when it begins
                     stream = own_stream(self._device, self._streams_in_use())
                 with torch.no_grad(), stream or nullcontext():
-                    detail = job()
+                    answer = job()
                 if stream is not None:
                     stream.synchronize()
             except Exception as error:
                 self._answers.fail(call, error)
             else:
-                self._answers.succeed(call, **detail)
+                self._answers.succeed(call, answer)
             # a job holds the caller's tensors: let them go before the next one comes
             del call, job
 

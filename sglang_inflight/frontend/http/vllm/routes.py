@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI, Request
 
 from sglang_inflight.errors import Conflict, NotOffered, Refused
-from sglang_inflight.frontend.bodies import decode
+from sglang_inflight.frontend.bodies import ContinueBody, PauseBody, decode
+from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
-    Answer,
+    Content,
     Endpoint,
     guarded,
     while_connected,
@@ -94,23 +95,22 @@ class _Routes:
 
     # ---- pauses --------------------------------------------------------------------
 
-    async def pause(self, query: PauseQuery) -> Answer:
-        answer = await self._pauses.pause(
-            choose_pause_mode(query.mode, clears_cache=query.clear_cache)
-        )
+    async def pause(self, query: PauseQuery) -> Content:
+        mode = choose_pause_mode(query.mode, clears_cache=query.clear_cache)
+        answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.clear_cache:
             try:
                 await self._caches.flush(retract=True)
             except Refused:
                 # a caller that was refused holds no pause
-                await self._pauses.resume(pause_id=answer["pause_id"])
+                await self._pauses.resume(ContinueBody(pause_id=answer.pause_id))
                 raise
         return {**answer, "status": "paused"}
 
-    async def resume(self) -> Answer:
-        return {**await self._pauses.resume(), "status": "resumed"}
+    async def resume(self) -> Content:
+        return {**await self._pauses.resume(ContinueBody()), "status": "resumed"}
 
-    async def abort_requests(self, request: Request) -> Answer:
+    async def abort_requests(self, request: Request) -> Content:
         content = await request.body()
         if not content:
             raise Refused("bad request body: there is none; {} aborts every request")
@@ -125,42 +125,42 @@ class _Routes:
 
     # ---- weights -------------------------------------------------------------------
 
-    async def connect(self, body: InitBody) -> Answer:
+    async def connect(self, body: InitBody) -> Content:
         await self._transfer.connect(body.init_info)
         return {"message": "Weight transfer initialized"}
 
-    async def disconnect(self) -> Answer:
+    async def disconnect(self) -> Content:
         await self._transfer.disconnect()
         return {"message": "Weight transfer shut down"}
 
-    async def start(self) -> Answer:
+    async def start(self) -> Content:
         await self._transfer.start("target")
         return {"message": "Weight update started"}
 
-    async def start_draft(self) -> Answer:
+    async def start_draft(self) -> Content:
         await self._transfer.start("draft")
         return {"message": "Draft weight update started"}
 
-    async def update(self, request: Request) -> Answer:
+    async def update(self, request: Request) -> Content:
         content = await request.body()
 
-        async def receive() -> Answer:
+        async def receive() -> Content:
             await self._transfer.receive(content)
             return {"message": "Weights updated"}
 
         return await while_connected(request, receive())
 
-    async def finish(self, body: FinishBody) -> Answer:
+    async def finish(self, body: FinishBody) -> Content:
         await self._transfer.finish(body.weight_version)
         return {"message": "Weight update finished"}
 
-    async def name_version(self, body: VersionBody) -> Answer:
+    async def name_version(self, body: VersionBody) -> Content:
         return await name_version(self._tokenizer_manager, body)
 
-    async def weight_info(self) -> Answer:
+    async def weight_info(self) -> Content:
         return {"weight_version": self._tokenizer_manager.config_value("weight_version")}
 
-    async def check_weights(self, body: CheckBody) -> Answer:
+    async def check_weights(self, body: CheckBody) -> Content:
         if body.action == "reset":
             raise NotOffered("weights that are being served are not set to zero")
         if body.action == "compare" and body.baseline is None:
@@ -171,7 +171,7 @@ class _Routes:
         differ = mismatches(checksums, body.baseline)
         return {"match": not differ, "mismatches": differ}
 
-    async def world_size(self, query: WorldSizeQuery) -> Answer:
+    async def world_size(self, query: WorldSizeQuery) -> Content:
         if query.include_dp:
             return {"world_size": self._ranks.count}
         parallel = get_parallel()
@@ -179,7 +179,7 @@ class _Routes:
 
     # ---- caches and sleep ----------------------------------------------------------
 
-    async def reset_prefix_cache(self, query: ResetCacheQuery) -> Answer:
+    async def reset_prefix_cache(self, query: ResetCacheQuery) -> Content:
         """An external cache is one that a flush refuses to leave behind, asked or not."""
         try:
             await self._caches.flush(retract=query.reset_running_requests)
@@ -188,30 +188,36 @@ class _Routes:
             return {"success": False}
         return {"success": True}
 
-    async def reset_mm_cache(self) -> Answer:
-        self._caches.clear_preprocessed()
+    async def reset_mm_cache(self) -> Content:
+        clear_preprocessed(self._tokenizer_manager)
         return {}
 
-    async def reset_encoder_cache(self) -> Answer:
+    async def reset_encoder_cache(self) -> Content:
         await self._caches.forget_embeddings()
         return {}
 
-    async def sleep(self, query: SleepQuery) -> Answer:
+    async def sleep(self, query: SleepQuery) -> Content:
         if query.level > 0:
             raise NotOffered(f"{_NO_RELEASE}level=0 pauses")
-        answer = await self._pauses.pause(choose_pause_mode(query.mode, clears_cache=False))
+        answer = await self._pauses.pause(
+            PauseBody(mode=choose_pause_mode(query.mode, clears_cache=False))
+        )
         return {**answer, "status": "sleeping", "level": query.level}
 
-    async def wake_up(self, request: Request) -> Answer:
+    async def wake_up(self, request: Request) -> Content:
         tags = request.query_params.getlist("tags")
         for tag in tags:
             if tag not in WAKE_TAGS:
                 raise Refused(f"tags has {tag!r}; there are {', '.join(WAKE_TAGS)}")
         # no memory sleeps, so whatever the tags say, all of it is awake then
-        return {**await self._pauses.resume(), "status": "awake", "tags": tags or None}
+        return {
+            **await self._pauses.resume(ContinueBody()),
+            "status": "awake",
+            "tags": tags or None,
+        }
 
-    async def is_sleeping(self) -> Answer:
+    async def is_sleeping(self) -> Content:
         return {"is_sleeping": await self._pauses.is_paused()}
 
-    async def release_kv_cache(self) -> Answer:
+    async def release_kv_cache(self) -> Content:
         raise NotOffered(f"{_NO_RELEASE}/release_memory_occupation does it on an idle server")

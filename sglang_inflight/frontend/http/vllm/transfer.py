@@ -88,7 +88,7 @@ class Transfer:
         begun = await self._updates.begin(
             BeginBody(selector=selector, non_blocking=True, lease_s=self._session_lease_s)
         )
-        self._session_id = begun["session_id"]
+        self._session_id = begun.session_id
 
     async def receive(self, content: bytes) -> None:
         """Take in what the trainer broadcasts now; it goes live at ``finish``.

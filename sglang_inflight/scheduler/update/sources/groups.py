@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import GiveUpTransferCall, JoinGroupCall
+from sglang_inflight.messages import Done, GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.process_group import is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
@@ -220,7 +220,7 @@ class Groups:
             if isinstance(outcome, Exception):
                 answers.fail(call, outcome)
             else:
-                answers.succeed(call)
+                answers.succeed(call, Done())
 
         name = call.group_name
         meeting = Rendezvous(

@@ -1,0 +1,33 @@
+"""Updates that go live together, as a trainer sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sglang_inflight.receipt import Begun, Receipt
+
+
+class Session(Mapping[str, Any]):
+    """``receipt`` is there once the block of the session has ended; its fields are keys here."""
+
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
+        self.receipt: Receipt | None = None
+
+    @property
+    def session_id(self) -> str:
+        """For a trainer that sends by other means."""
+        return self._begun.session_id
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content())
+
+    def __len__(self) -> int:
+        return len(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {**self._begun} if self.receipt is None else {**self._begun, **self.receipt}

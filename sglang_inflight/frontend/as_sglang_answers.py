@@ -1,0 +1,21 @@
+"""Outcomes in the form of SGLang's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+
+from sglang_inflight.errors import InflightError
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+
+SuccessAndMessage = tuple[bool, str]
+
+
+async def as_sglang_answers(
+    doing: Awaitable[Receipt | StagedSoFar | Begun | None],
+) -> SuccessAndMessage:
+    """It raises nothing that is an answer: the sentence of a refusal is the message."""
+    try:
+        answer = await doing
+    except InflightError as error:
+        return False, str(error)
+    return True, answer.message if answer is not None else "Success"

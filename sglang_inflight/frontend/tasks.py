@@ -1,0 +1,19 @@
+"""Tasks that nobody waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Begin ``doing``, and keep it among ``tasks`` until it has ended: the event loop itself
+    keeps only a weak reference.
+    """
+    task = asyncio.ensure_future(doing)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

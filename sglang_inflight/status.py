@@ -1,0 +1,91 @@
+"""What a server says of itself, and each of its ranks: pauses, weights, what is staged."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from sglang_inflight.answer import Answer
+
+PauseMode = Literal["abort", "in_place", "retract", "wait"]
+
+
+class Holder(Answer, frozen=True, kw_only=True):
+    """Whoever keeps generation paused."""
+
+    pause_id: str
+    mode: PauseMode
+    # None: for ever
+    lease_left_s: float | None
+
+
+class PauseStatus(Answer, frozen=True, kw_only=True):
+    # "running", "draining" or "frozen"
+    state: str
+    paused: bool
+    # the one asked for last among those held
+    mode: PauseMode | None
+    holders: tuple[Holder, ...]
+    # requests
+    running: int
+    waiting: int
+
+
+class WeightsStatus(Answer, frozen=True, kw_only=True):
+    """Which weights are served."""
+
+    weight_version: str
+    # commits and rollbacks so far
+    epoch: int
+    # None: not computed yet, which the first update does
+    digest: str | None
+    # what a rollback returns to
+    previous_version: str | None
+
+
+class StagingStatus(Answer, frozen=True, kw_only=True):
+    """The update that is staged, and what may become of the next one."""
+
+    # "device", "host" or "off"
+    mode: str
+    # "empty", "open" or "sealed"
+    state: str
+    update_id: str | None
+    tensors: int
+    bytes: int
+    can_roll_back: bool
+    # why the weights that are in place are a mixture
+    dirty: str | None
+    # why no update can be taken in
+    refusal: str | None
+    # with trainers, by name, and how each stands
+    groups: dict[str, str]
+
+
+class State(Answer, frozen=True, kw_only=True):
+    """All three, side by side."""
+
+    state: str
+    paused: bool
+    mode: PauseMode | None
+    holders: tuple[Holder, ...]
+    running: int
+    waiting: int
+    weight_version: str
+    epoch: int
+    digest: str | None
+    previous_version: str | None
+    staging: StagingStatus
+
+
+class RankStatus(State, frozen=True, kw_only=True):
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+
+
+class Status(State, frozen=True, kw_only=True):
+    """The state of the first rank, and of each. ``paused`` is true where any rank is."""
+
+    ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]

@@ -1,0 +1,69 @@
+"""What crosses a process: each call has an answer, and each arrives as it was sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers import io_struct
+
+from sglang_inflight.answer import Answer
+from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
+from sglang_inflight.status import Holder, PauseStatus, StagingStatus, WeightsStatus
+
+DESCRIBED = Described(
+    call_id="c",
+    tp_rank=1,
+    pause=PauseStatus(
+        state="frozen",
+        paused=True,
+        mode="wait",
+        holders=(Holder(pause_id="p", mode="wait", lease_left_s=None),),
+        running=1,
+        waiting=2,
+    ),
+    weights=WeightsStatus(weight_version="v1", epoch=3, digest=None, previous_version="v0"),
+    staging=StagingStatus(
+        mode="device",
+        state="open",
+        update_id="u",
+        tensors=1,
+        bytes=2,
+        can_roll_back=False,
+        dirty=None,
+        refusal=None,
+        groups={"g": "in step"},
+    ),
+)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+def test_every_call_names_an_answer_that_is_known(call: Any) -> None:
+    assert call.answer in ANSWERS
+
+
+def test_answers_arrive_as_they_were_sent() -> None:
+    make_known()
+    assert io_struct.msgpack_decode(io_struct.msgpack_encode(DESCRIBED)) == DESCRIBED
+
+
+def test_an_answer_is_read_by_attribute_and_by_key() -> None:
+    pause: Answer = DESCRIBED.pause
+    assert pause["holders"][0]["mode"] == "wait"
+    assert {**pause} == {name: getattr(pause, name) for name in pause}
+    assert ("mode" in pause, "colour" in pause) == (True, False)
+    assert (pause.get("mode"), pause.get("colour"), len(pause)) == ("wait", None, 6)
+    with pytest.raises(KeyError):
+        pause["colour"]
+
+
+def test_as_json() -> None:
+    """Plain down to its last part, and no more than the fields."""
+    assert DESCRIBED.pause.as_json() == {
+        "state": "frozen",
+        "paused": True,
+        "mode": "wait",
+        "holders": [{"pause_id": "p", "mode": "wait", "lease_left_s": None}],
+        "running": 1,
+        "waiting": 2,
+    }

@@ -1,0 +1,226 @@
+"""Calls of updates in every order, also while others wait for their ranks.
+
+The front end is the real one. Its ranks answer when they are told to, so that a call may
+come at any moment of another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.answer import Answer
+from sglang_inflight.errors import InflightError
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    EndBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+)
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.quiet import Quiet
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.messages import (
+    A,
+    CommitCall,
+    Committed,
+    Done,
+    DropCall,
+    Failed,
+    InflightCall,
+    OpenCall,
+    RollbackCall,
+    SealCall,
+    Sealed,
+    StageCall,
+    Staged,
+)
+from sglang_inflight.settings import Settings
+
+SESSION = "s"
+# ticks of the loop in which all is done that waits for nothing
+TICKS = 8
+# more than there are updates in a play
+ROUNDS = 10
+WHOLE = {
+    Done: Done(),
+    Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
+    Sealed: Sealed(staged_s=1.0),
+    Committed: Committed(
+        weight_version="v1", base_version="v0", epoch=1, stall_ms=1.0, retracted=0, digest="d"
+    ),
+}
+
+
+class Patient(Ranks):
+    """One rank, which answers when it is told to, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self.refuses_next = False
+
+    async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
+        self.called.append(call)
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, answered))
+        return [await answered]
+
+    def answer(self) -> bool:
+        """All who wait; whether there was one."""
+        waiting, self._waiting = self._waiting, []
+        for call, answered in waiting:
+            refused = self.refuses_next and isinstance(call, StageCall | SealCall)
+            self.refuses_next = self.refuses_next and not refused
+            if not answered.done():
+                no = Failed(message="no", error="Refused")
+                answered.set_result(no if refused else WHOLE[call.answer])
+        return bool(waiting)
+
+
+class Play:
+    """A front end in which a session was begun, and the calls that were made of it."""
+
+    def __init__(self) -> None:
+        # the version after each commit and rollback
+        self.published: list[str] = []
+        manager: Any = SimpleNamespace(
+            asyncio_tasks=set(),
+            mm_processor=None,
+            config_value=lambda name: "v0",
+            _update_weight_version_if_provided=self.published.append,
+        )
+        self.ranks = Patient()
+        self.two_phase = TwoPhase(manager, self.ranks, METRICS)
+        groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
+        self.updates: Updates = Updates(manager, self.two_phase, groups, quiet, SETTINGS)
+        self.background = manager.asyncio_tasks
+        self.made: list[asyncio.Future[Any]] = []
+
+    def make(self, call: Awaitable[Any]) -> None:
+        self.made.append(asyncio.ensure_future(call))
+
+    def piece(self, **fields: Any) -> TensorBody:
+        return TensorBody(
+            serialized_named_tensors=[b""], non_blocking=True, kv_cache="fence", **fields
+        )
+
+    def lapse(self) -> None:
+        if self.two_phase.current is not None:
+            self.two_phase.expire(self.two_phase.current)
+
+    def leave(self) -> None:
+        """The last caller who waits goes away."""
+        waiting = [call for call in self.made if not call.done()]
+        if waiting:
+            waiting[-1].cancel()
+
+    def refuse(self) -> None:
+        self.ranks.refuses_next = True
+
+    async def settle(self) -> None:
+        for _ in range(TICKS):
+            await asyncio.sleep(0)
+
+    async def finish(self) -> None:
+        """The ranks answer whatever they are asked. A session that nobody ends lapses."""
+        for _ in range(ROUNDS):
+            while self.ranks.answer():
+                await self.settle()
+            if all(call.done() for call in (*self.made, *self.background)):
+                return
+            self.lapse()
+            await self.settle()
+        raise AssertionError("somebody waits for ever")
+
+
+SETTINGS = Settings.from_environment()
+METRICS: Any = SimpleNamespace(
+    updates=SimpleNamespace(labels=lambda result: SimpleNamespace(inc=lambda: None))
+)
+NO_PAUSES: Any = None
+
+EVENTS: dict[str, Callable[[Play], object]] = {
+    "ranks answer": lambda play: play.ranks.answer(),
+    "a rank refuses": Play.refuse,
+    "a caller leaves": Play.leave,
+    "piece": lambda play: play.make(play.updates.update(play.piece(session_id=SESSION))),
+    "seal": lambda play: play.make(play.updates.seal(SealBody(session_id=SESSION))),
+    "end": lambda play: play.make(play.updates.end(EndBody(non_blocking=True, session_id=SESSION))),
+    "abort": lambda play: play.make(play.updates.abort(AbortUpdateBody(session_id=SESSION))),
+    "lapse": Play.lapse,
+    "replace": lambda play: play.make(play.updates.update(play.piece(on_busy="replace"))),
+    "roll back": lambda play: play.make(play.updates.roll_back(RollbackBody())),
+}
+
+
+async def play_through(events: tuple[str, ...]) -> None:
+    play = Play()
+    begun = BeginBody(new_id=SESSION, non_blocking=True)
+    beginning = asyncio.ensure_future(play.updates.begin(begun))
+    await play.settle()
+    play.ranks.answer()
+    await beginning
+    for event in events:
+        EVENTS[event](play)
+        await play.settle()
+    play.lapse()
+    await play.settle()
+    await play.finish()
+    outcomes = await asyncio.gather(*play.made, return_exceptions=True)
+    expect_answers(outcomes)
+    expect_each_is_over_once(play)
+
+
+def expect_answers(outcomes: list[Any]) -> None:
+    for outcome in outcomes:
+        assert outcome is None or isinstance(
+            outcome, Answer | InflightError | asyncio.CancelledError
+        ), outcome
+
+
+def expect_each_is_over_once(play: Play) -> None:
+    assert play.two_phase.current is None
+    assert not play.two_phase._turn.locked()
+    # also where their callers had left
+    sent = [call for call in play.ranks.called if isinstance(call, CommitCall | RollbackCall)]
+    assert len(play.published) == len(sent)
+    by_update: dict[str, list[Any]] = {}
+    for call in play.ranks.called:
+        if not isinstance(call, RollbackCall):
+            by_update.setdefault(call.update_id, []).append(type(call))
+    for kinds in by_update.values():
+        assert kinds.count(OpenCall) == 1
+        assert kinds.count(CommitCall) + kinds.count(DropCall) == 1
+        assert kinds.count(SealCall) <= 1
+        if CommitCall in kinds:
+            assert kinds.index(SealCall) < kinds.index(CommitCall)
+            assert kinds[-1] is CommitCall
+
+
+def test_every_order_of_calls(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("ERROR")
+    # there is no server, whose settings this is one of
+    memory = SimpleNamespace(enable_hierarchical_cache=False)
+    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.get_memory", lambda: memory)
+
+    async def all_orders() -> None:
+        for events in itertools.product(EVENTS, repeat=4):
+            try:
+                await play_through(events)
+            except BaseException as error:
+                error.add_note(f"in the order {events}")
+                raise
+
+    asyncio.run(all_orders())
