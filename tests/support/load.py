@@ -21,6 +21,7 @@ import httpx
 from harness.marker import FIRST, VOCAB, token
 from harness.server import Server
 from harness.starting import UPSTREAM
+from harness.streams import read_event
 
 T = TypeVar("T")
 
@@ -212,9 +213,8 @@ class Generation:
                     self._comments.append(line.decode().strip())
                     self._changed.notify_all()
                 continue
-            data = line.removeprefix(b"data:").strip()
-            if data and data != b"[DONE]":
-                chunk = json.loads(data)
+            chunk = read_event(line)
+            if chunk is not None:
                 self._take(chunk.get("index", 0), chunk)
 
     def _take(self, index: int, chunk: dict[str, Any]) -> None:
