@@ -2,6 +2,9 @@
 
 one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
+
+``Sender`` brings a trainer's weights to either, and is what needs torch. ``spans`` reads which
+weights made which token.
 """
 
 from sglang_inflight.client.async_client import AsyncClient
@@ -10,6 +13,14 @@ from sglang_inflight.client.client import Client
 from sglang_inflight.client.fleet import Fleet
 from sglang_inflight.client.progress import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
+from sglang_inflight.client.sender import GroupFailed, Sender
+from sglang_inflight.client.spans import (
+    Span,
+    cover_exactly,
+    in_order,
+    read_spans,
+    version_per_token,
+)
 from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
 
 __all__ = [
@@ -19,9 +30,16 @@ __all__ = [
     "Fleet",
     "FleetRefused",
     "FleetSplit",
+    "GroupFailed",
     "NoAnswer",
     "PauseLost",
     "Progress",
     "Report",
+    "Sender",
+    "Span",
     "WrongAnswer",
+    "cover_exactly",
+    "in_order",
+    "read_spans",
+    "version_per_token",
 ]
