@@ -12,8 +12,9 @@ from harness import marker
 from harness.server import Server
 from harness.starting import ROOT, end, start
 from sglang_inflight.client import Client, Sender
+from sglang_inflight.client.sender import GROUP_NAME
 from sglang_inflight.errors import Conflict, Refused
-from tests.support.load import ENDLESS, start_running, status
+from tests.support.load import ENDLESS, start_running
 from tests.support.updates import (
     drop_session,
     expect_to_run_on,
@@ -156,7 +157,7 @@ def test_a_sender_that_is_killed_between_two_pieces(server: Server, client: Clie
         end(process)
     until_idle(server)
     assert serving(server) == before
-    assert status(server)["groups"]
+    assert staging(server)[0]["groups"] == {GROUP_NAME: "in step"}
     with Sender(client) as sender:
         sender.send(weights(1), weight_version="v1")
     expect_to_run_on(server, generations, [0, 1])
