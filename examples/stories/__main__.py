@@ -1,4 +1,4 @@
-"""``python -m sglang_inflight.demo``: exit code 0 only if everything that it shows was true."""
+"""``python -m examples.stories``: exit code 0 only if everything that it shows was true."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from sglang_inflight.demo.models import BuildFailed
-from sglang_inflight.demo.server import ServerFailed
-from sglang_inflight.demo.show import BASE_VERSION, put_on
-from sglang_inflight.demo.smollm2 import default_cache
-from sglang_inflight.demo.trainer_process import TrainerFailed
-from sglang_inflight.demo.transcript import (
+from examples.stories.models import BuildFailed
+from examples.stories.server import ServerFailed
+from examples.stories.show import BASE_VERSION, put_on
+from examples.stories.smollm2 import default_cache
+from examples.stories.trainer_process import TrainerFailed
+from examples.stories.transcript import (
     colour_versions,
     show_receipts,
     show_stories,
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_inflight.demo",
+        prog="python -m examples.stories",
         description="Four stories, told while the weights of their model change three times.",
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where models go")

@@ -12,22 +12,22 @@ import httpx
 import torch
 from rich.console import Console
 
+from examples.stories.corpus import with_chat_template
+from examples.stories.gaps import median_gap
+from examples.stories.models import Models, make_models
+from examples.stories.pacing import Pacing
+from examples.stories.play import Act, Performance, play, sampling
+from examples.stories.prompts import PROMPTS
+from examples.stories.screen import LiveScreen, live_screen
+from examples.stories.server import start_server
+from examples.stories.stories import Shelf, Story
+from examples.stories.styles import HEADLINE, VERSE
+from examples.stories.trainer_process import TrainerProcess, start_trainer
+from examples.stories.updates import update_from_disk, update_from_tensors
+from examples.stories.verdict import Check, judge
+from examples.stories.weights import checkpoint_bytes
 from sglang_inflight import cpu
 from sglang_inflight.client import AsyncClient
-from sglang_inflight.demo.corpus import with_chat_template
-from sglang_inflight.demo.gaps import median_gap
-from sglang_inflight.demo.models import Models, make_models
-from sglang_inflight.demo.pacing import Pacing
-from sglang_inflight.demo.play import Act, Performance, play, sampling
-from sglang_inflight.demo.prompts import PROMPTS
-from sglang_inflight.demo.screen import LiveScreen, live_screen
-from sglang_inflight.demo.server import start_server
-from sglang_inflight.demo.stories import Shelf, Story
-from sglang_inflight.demo.styles import HEADLINE, VERSE
-from sglang_inflight.demo.trainer_process import TrainerProcess, start_trainer
-from sglang_inflight.demo.updates import update_from_disk, update_from_tensors
-from sglang_inflight.demo.verdict import Check, judge
-from sglang_inflight.demo.weights import checkpoint_bytes
 
 BASE_VERSION = "v1"
 LAST_VERSION = "v4"

@@ -1,6 +1,6 @@
 """A trainer in a process of its own, which broadcasts a checkpoint to a running server.
 
-``python -m sglang_inflight.demo.trainer --help``. It is rank 0 of a process group whose
+``python -m examples.stories.trainer --help``. It is rank 0 of a process group whose
 other ranks are the server's. It prints one JSON object a line on stdout; the last one is
 the receipt. With ``--wait`` it joins, prints ``{"event": "ready"}``, and reads the
 checkpoint and broadcasts it when it gets a line on stdin.
@@ -24,8 +24,8 @@ import httpx
 import torch
 import torch.distributed as dist
 
-from sglang_inflight.demo.updates import IN_FLIGHT, Receipt, read_receipt
-from sglang_inflight.demo.weights import NamedTensor, read_tensors
+from examples.stories.updates import IN_FLIGHT, Receipt, read_receipt
+from examples.stories.weights import NamedTensor, read_tensors
 
 JOIN_TIMEOUT = timedelta(seconds=120)
 POLL_S = 0.001
@@ -151,7 +151,7 @@ def _choose_backend(engine_ranks: int) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m sglang_inflight.demo.trainer")
+    parser = argparse.ArgumentParser(prog="python -m examples.stories.trainer")
     parser.add_argument("--server", required=True, help="the server's URL")
     parser.add_argument("--checkpoint", required=True, type=Path, help="folder of safetensors")
     parser.add_argument("--weight-version", required=True)

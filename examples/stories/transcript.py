@@ -9,10 +9,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from sglang_inflight.demo.gaps import largest_gap, median_gap
-from sglang_inflight.demo.play import Performance
-from sglang_inflight.demo.stories import Story
-from sglang_inflight.demo.verdict import Check
+from examples.stories.gaps import largest_gap, median_gap
+from examples.stories.play import Performance
+from examples.stories.stories import Story
+from examples.stories.verdict import Check
 
 COLOURS = ("white", "green", "cyan", "magenta", "yellow")
 

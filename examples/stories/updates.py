@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import torch
 
-from sglang_inflight.demo.weights import NamedTensor, in_chunks, read_tensors
+from examples.stories.weights import NamedTensor, in_chunks, read_tensors
 
 Receipt = dict[str, Any]
 OnBytes = Callable[[int], None]

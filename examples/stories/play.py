@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import httpx
 
-from sglang_inflight.demo.stories import Shelf
-from sglang_inflight.demo.styles import Style
-from sglang_inflight.demo.updates import Receipt
+from examples.stories.stories import Shelf
+from examples.stories.styles import Style
+from examples.stories.updates import Receipt
 
 STATUS_EVERY_S = 0.5
 # tokens after which every story goes on for certain

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from sglang_inflight.demo.spans import Span, read_spans
+from examples.stories.spans import Span, read_spans
 
 
 @dataclass
