@@ -23,9 +23,11 @@ def update_from_another_thread(engine: Any, checkpoint: str, version: str) -> No
     begun, ended = threading.Event(), threading.Event()
 
     def generate() -> None:
-        for chunk in engine.generate("Once upon a time", SAMPLING, stream=True):
-            begun.set()
-        show("threads", chunk)
+        stream = engine.generate("Once upon a time", SAMPLING, stream=True)
+        next(stream)
+        begun.set()
+        *_, last = stream
+        show("threads", last)
         ended.set()
 
     threading.Thread(target=generate).start()
