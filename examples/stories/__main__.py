@@ -14,16 +14,16 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from examples.stories.models import BuildFailed
-from examples.stories.server import ServerFailed
-from examples.stories.show import BASE_VERSION, put_on
-from examples.stories.smollm2 import default_cache
-from examples.stories.trainer_process import TrainerFailed
-from examples.stories.transcript import (
+from examples.stories.report import (
     colour_versions,
     show_receipts,
     show_stories,
     show_verdict,
 )
+from examples.stories.run import BASE_VERSION, put_on
+from examples.stories.server import ServerFailed
+from examples.stories.smollm2 import default_cache
+from examples.stories.trainer_process import TrainerFailed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from examples.stories.play import Act, Performance
-from examples.stories.stories import Shelf
+from examples.stories.streams import Shelf
+from examples.stories.updating import Act, Performance
 
 TAIL_TOKENS = 24
 WIDTH = 42

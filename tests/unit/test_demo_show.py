@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from examples.stories.pacing import READING, SHORTEST, UPDATE_S, Pacing
-from examples.stories.play import Act, Performance, _until_ready
-from examples.stories.stories import Story
+from examples.stories.report import colour_versions, show_receipts
+from examples.stories.streams import Story
 from examples.stories.styles import HEADLINE
-from examples.stories.transcript import colour_versions, show_receipts
 from examples.stories.updates import Receipt
+from examples.stories.updating import Act, Performance, _until_ready
 
 RECEIPT = {
     "success": True,

@@ -12,19 +12,19 @@ import httpx
 import torch
 from rich.console import Console
 
+from examples.stories.checks import Check, judge
 from examples.stories.corpus import with_chat_template
 from examples.stories.gaps import median_gap
 from examples.stories.models import Models, make_models
 from examples.stories.pacing import Pacing
-from examples.stories.play import Act, Performance, play, sampling
 from examples.stories.prompts import PROMPTS
 from examples.stories.screen import LiveScreen, live_screen
 from examples.stories.server import start_server
-from examples.stories.stories import Shelf, Story
+from examples.stories.streams import Shelf, Story
 from examples.stories.styles import HEADLINE, VERSE
 from examples.stories.trainer_process import TrainerProcess, start_trainer
 from examples.stories.updates import update_from_disk, update_from_tensors
-from examples.stories.verdict import Check, judge
+from examples.stories.updating import Act, Performance, play, sampling
 from examples.stories.weights import checkpoint_bytes
 from sglang_inflight import cpu
 from sglang_inflight.client import AsyncClient

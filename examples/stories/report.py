@@ -9,10 +9,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from examples.stories.checks import Check
 from examples.stories.gaps import largest_gap, median_gap
-from examples.stories.play import Performance
-from examples.stories.stories import Story
-from examples.stories.verdict import Check
+from examples.stories.streams import Story
+from examples.stories.updating import Performance
 
 COLOURS = ("white", "green", "cyan", "magenta", "yellow")
 

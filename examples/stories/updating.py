@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from examples.stories.stories import Shelf
+from examples.stories.streams import Shelf
 from examples.stories.styles import Style
 from examples.stories.updates import Receipt
 

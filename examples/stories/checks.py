@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from examples.stories.play import Act, Performance
 from examples.stories.spans import cover_exactly, in_order
-from examples.stories.stories import Story
+from examples.stories.streams import Story
 from examples.stories.styles import Style
+from examples.stories.updating import Act, Performance
 
 Decode = Callable[[list[int]], str]
 
