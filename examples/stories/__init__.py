@@ -1,1 +1,1 @@
-"""Four stories, told while the weights of the model that tells them change three times."""
+"""Four stories are streamed while the weights of the model that writes them change three times."""

@@ -16,11 +16,11 @@ from rich.console import Console
 from examples.stories.models import BuildFailed
 from examples.stories.report import (
     colour_versions,
+    show_checks,
     show_receipts,
     show_stories,
-    show_verdict,
 )
-from examples.stories.run import BASE_VERSION, put_on
+from examples.stories.run import BASE_VERSION, run
 from examples.stories.server import ServerFailed
 from examples.stories.smollm2 import default_cache
 from examples.stories.trainer_process import TrainerFailed
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     failed = False
     try:
-        outcome = asyncio.run(put_on(console, options.cache, tokens=options.tokens, logs=logs))
+        outcome = asyncio.run(run(console, options.cache, tokens=options.tokens, logs=logs))
     except* (BuildFailed, ServerFailed, TrainerFailed) as failures:
         for failure in failures.exceptions:
             console.print(f"[bold red]✗[/] {failure}\nLogs: {logs}")
@@ -42,11 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         return 1
 
-    performances = outcome.performances
-    colours = colour_versions([BASE_VERSION, *(p.act.version for p in performances)])
+    results = outcome.results
+    colours = colour_versions([BASE_VERSION, *(result.update.version for result in results)])
     show_stories(console, outcome.stories, colours, outcome.decode)
-    show_receipts(console, performances, outcome.stories, colours)
-    show_verdict(console, outcome.checks)
+    show_receipts(console, results, outcome.stories, colours)
+    show_checks(console, outcome.checks)
     console.print(f"Logs: {logs}")
     return 0 if all(check.holds for check in outcome.checks) else 1
 

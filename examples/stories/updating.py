@@ -1,4 +1,4 @@
-"""The show: four stories at once, and three updates in the middle of them."""
+"""Updates, one after the other, while streams run: when each begins, and what came of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import httpx
 
-from examples.stories.streams import Shelf
+from examples.stories.streams import Streams
 from examples.stories.styles import Style
 from examples.stories.updates import Receipt
+from sglang_inflight.client import AsyncClient
+from sglang_inflight.errors import InflightError
 
 STATUS_EVERY_S = 0.5
 # tokens after which every story goes on for certain
@@ -24,10 +26,10 @@ Pause = Callable[[], AbstractAsyncContextManager[Any]]
 
 
 @dataclass(frozen=True)
-class Act:
-    """One update: ``name`` says by which way ``version`` comes, which writes in ``style``.
+class Update:
+    """``name`` says by which way ``version`` comes, which writes in ``style``.
 
-    It can begin when ``ready`` is done.
+    It can begin when ``ready`` is done, and ``send`` does it.
     """
 
     name: str
@@ -35,27 +37,27 @@ class Act:
     checkpoint: Path
     style: Style
     ready: asyncio.Future[None]
-    update: Callable[[], Awaitable[Receipt]]
+    send: Callable[[], Awaitable[Receipt]]
 
 
 @dataclass(frozen=True)
-class Performance:
-    act: Act
+class UpdateResult:
+    update: Update
     receipt: Receipt
     started: float
     ended: float
 
 
 class Screen(Protocol):
-    def show_stories(self, shelf: Shelf) -> None: ...
+    def show_stories(self, streams: Streams) -> None: ...
 
-    def wait_for(self, act: Act) -> None: ...
+    def wait_for(self, update: Update) -> None: ...
 
-    def begin(self, act: Act) -> None: ...
+    def begin(self, update: Update) -> None: ...
 
-    def show_staged(self, act: Act, nbytes: int) -> None: ...
+    def show_staged(self, update: Update, nbytes: int) -> None: ...
 
-    def end(self, performance: Performance) -> None: ...
+    def end(self, result: UpdateResult) -> None: ...
 
 
 def sampling(tokens: int, special_ids: Sequence[int]) -> dict[str, Any]:
@@ -71,71 +73,77 @@ def sampling(tokens: int, special_ids: Sequence[int]) -> dict[str, Any]:
     }
 
 
-async def play(
-    client: httpx.AsyncClient,
-    shelf: Shelf,
-    acts: Sequence[Act],
+async def update_while_streaming(
+    http: httpx.AsyncClient,
+    client: AsyncClient,
+    streams: Streams,
+    updates: Sequence[Update],
     *,
     reading: int,
-    pause: Pause,
     sampling: dict[str, Any],
     screen: Screen,
-) -> list[Performance]:
-    """Each version is read for ``reading`` tokens before the next update begins."""
+) -> list[UpdateResult]:
+    """Each version is read for ``reading`` tokens before the next update begins.
+
+    ``http`` asks for the streams, ``client`` is the trainer's side of the same server.
+    """
     async with asyncio.TaskGroup() as tasks:
-        telling = tasks.create_task(shelf.stream(client, sampling))
-        tasks.create_task(_show(shelf, screen, telling))
-        performances = []
-        for act in acts:
-            await shelf.reach(shelf.slowest + reading)
-            if await _until_ready(act, pause, screen):
+        streaming = tasks.create_task(streams.run(http, sampling))
+        tasks.create_task(_show(streams, screen, streaming))
+        results = []
+        for update in updates:
+            await streams.reach(streams.slowest + reading)
+            if await _until_ready(update, client.paused, screen):
                 # so that the pause is none of the gaps of the update
-                await shelf.reach(shelf.slowest + GOING)
-            performances.append(await _perform(act, client, screen))
-    return performances
+                await streams.reach(streams.slowest + GOING)
+            results.append(await _send(update, client, screen))
+    return results
 
 
-async def _until_ready(act: Act, pause: Pause, screen: Screen) -> bool:
+async def _until_ready(update: Update, pause: Pause, screen: Screen) -> bool:
     """The stories stand still meanwhile, where they are: they must not end before it comes.
 
     Whether they had to.
     """
-    must_wait = not act.ready.done()
+    must_wait = not update.ready.done()
     if must_wait:
-        screen.wait_for(act)
+        screen.wait_for(update)
         async with pause():
-            await asyncio.wait([act.ready])
-    await act.ready
+            await asyncio.wait([update.ready])
+    await update.ready
     return must_wait
 
 
-async def _perform(act: Act, client: httpx.AsyncClient, screen: Screen) -> Performance:
-    screen.begin(act)
-    watching = asyncio.create_task(_watch_staging(act, client, screen))
+async def _send(update: Update, client: AsyncClient, screen: Screen) -> UpdateResult:
+    """What fails is a result, too."""
+    screen.begin(update)
+    watching = asyncio.create_task(_watch_staging(update, client, screen))
     started = time.monotonic()
     try:
-        receipt = await act.update()
+        receipt = await update.send()
+    except (InflightError, httpx.HTTPError) as error:
+        receipt = {"success": False, "message": str(error) or type(error).__name__}
     finally:
         watching.cancel()
-    performance = Performance(act, receipt, started, time.monotonic())
-    screen.end(performance)
-    return performance
+    result = UpdateResult(update, receipt, started, time.monotonic())
+    screen.end(result)
+    return result
 
 
-async def _show(shelf: Shelf, screen: Screen, telling: asyncio.Task[None]) -> None:
-    while not telling.done():
-        screen.show_stories(shelf)
-        await asyncio.wait([telling], timeout=0.25)
-    screen.show_stories(shelf)
+async def _show(streams: Streams, screen: Screen, streaming: asyncio.Task[None]) -> None:
+    while not streaming.done():
+        screen.show_stories(streams)
+        await asyncio.wait([streaming], timeout=0.25)
+    screen.show_stories(streams)
 
 
-async def _watch_staging(act: Act, client: httpx.AsyncClient, screen: Screen) -> None:
+async def _watch_staging(update: Update, client: AsyncClient, screen: Screen) -> None:
     """Progress is for the eye only: a status that does not come is left out."""
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
         try:
-            staging = (await client.get("/inflight/status")).json().get("staging")
-        except (httpx.HTTPError, ValueError, AttributeError):
+            staging = (await client.status()).get("staging")
+        except (InflightError, httpx.HTTPError):
             continue
         if staging:
-            screen.show_staged(act, staging["bytes"])
+            screen.show_staged(update, staging["bytes"])

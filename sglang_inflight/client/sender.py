@@ -103,6 +103,8 @@ class Sender(Generic[Receipt_co]):
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: TrainerGroup | None = None
+        # the servers that are in it
+        self._joined: list[AsyncClient] = []
         # whether what was broadcast is what was received
         self._is_in_step = True
 
@@ -162,14 +164,15 @@ class Sender(Generic[Receipt_co]):
         return receipt
 
     def leave(self) -> None:
-        """Leave the group, on both sides. Raises nothing: what stays is cleared away when a
-        group of this name is formed again."""
+        """Leave the group, on both sides, if we are in one. What a server does not hear of, it
+        clears away when a group of this name is formed again."""
         group, self._group = self._group, None
+        joined, self._joined = self._joined, []
         if group is None:
             return
-        calls = [self._start(server.leave_group, self._group_name) for server in self._servers]
+        # no server else: what has the name there is another trainer's
+        calls = [self._start(server.leave_group, self._group_name) for server in joined]
         try:
-            # one that would not join is in no group
             _hear(calls, REASON_S)
         finally:
             group.leave()
@@ -198,8 +201,10 @@ class Sender(Generic[Receipt_co]):
         except RuntimeError as error:
             raise GroupFailed(f"group {self._group_name!r} was not formed: {error}") from error
         finally:
-            for join in joins:
-                join.cancel()
+            for server, join in zip(self._servers, joins, strict=True):
+                # a server gives up what is cancelled
+                if not join.cancel() and join.exception() is None:
+                    self._joined.append(server)
 
     def _send(self, bucket: Bucket) -> None:
         assert self._group is not None

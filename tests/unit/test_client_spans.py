@@ -56,9 +56,11 @@ def test_read_spans() -> None:
         read_spans({"weight_versions": [{"version": "v1"}]})
 
 
-def test_in_order() -> None:
-    spans = [Span("v1", 0, 1), Span("v3", 1, 2)]
-    assert cover_exactly(spans, 2)
-    assert in_order(spans, ["v1", "v2", "v3"])
-    assert not in_order(spans, ["v3", "v1"])
-    assert not in_order([*spans, Span("v1", 2, 3)], ["v1", "v2", "v3"])
+@pytest.mark.parametrize(
+    ("seen", "ordered"),
+    [("v1 v2 v3", True), ("v1 v3", True), ("v1 v3 v2", False), ("v1 v1", False), ("v9", False)],
+)
+def test_versions_only_go_forward(seen: str, ordered: bool) -> None:
+    spans = [Span(version, i, i + 1) for i, version in enumerate(seen.split())]
+    assert cover_exactly(spans, len(spans))
+    assert in_order(spans, ["v1", "v2", "v3"]) is ordered
