@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from harness import marker
 from harness.server import Server
 from harness.starting import ROOT, end, start
-from sglang_inflight.client import Client, Sender
+from sglang_inflight.client import Client, Sender, trainer_group
 from sglang_inflight.client.sender import GROUP_NAME
 from sglang_inflight.errors import Conflict, Refused
 from tests.support.load import ENDLESS, start_running
@@ -26,6 +27,7 @@ from tests.support.updates import (
 )
 
 Named = list[tuple[str, torch.Tensor]]
+ToServer = Sender[dict[str, Any]]
 
 # a dozen tensors and more
 BUCKET_BYTES = 64 << 10
@@ -41,7 +43,7 @@ def client(server: Server) -> Iterator[Client]:
 
 
 @pytest.fixture
-def sender(client: Client) -> Iterator[Sender]:
+def sender(client: Client) -> Iterator[ToServer]:
     with Sender(client, bucket_bytes=BUCKET_BYTES) as sender:
         yield sender
 
@@ -50,7 +52,7 @@ def weights(version: int) -> Named:
     return list(marker.tensors(version).items())
 
 
-def test_versions_go_live_whole(server: Server, sender: Sender) -> None:
+def test_versions_go_live_whole(server: Server, sender: ToServer) -> None:
     """Half of a version changes no token, and each is a span of every request."""
     generations = start_running(server, 2, tokens=ENDLESS)
 
@@ -70,7 +72,7 @@ def test_versions_go_live_whole(server: Server, sender: Sender) -> None:
     expect_to_run_on(server, generations, [0, 1, 2])
 
 
-def test_a_wrong_shape_in_the_middle(server: Server, sender: Sender) -> None:
+def test_a_wrong_shape_in_the_middle(server: Server, sender: ToServer) -> None:
     """It is named, nothing has changed, and the next version is sent as if nothing had been."""
     generations = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
@@ -86,7 +88,7 @@ def test_a_wrong_shape_in_the_middle(server: Server, sender: Sender) -> None:
     expect_to_run_on(server, generations, [0, 1])
 
 
-def test_a_tensor_that_is_missing(server: Server, sender: Sender) -> None:
+def test_a_tensor_that_is_missing(server: Server, sender: ToServer) -> None:
     before = serving(server)
     with pytest.raises(Refused, match=r"model\.norm"):
         sender.send([pair for pair in weights(1) if pair[0] != "model.norm.weight"])
@@ -96,7 +98,7 @@ def test_a_tensor_that_is_missing(server: Server, sender: Sender) -> None:
     says(server, 1)
 
 
-def test_a_trainer_that_fails(server: Server, sender: Sender) -> None:
+def test_a_trainer_that_fails(server: Server, sender: ToServer) -> None:
     """Between two buckets: the session is dropped, and the group is what it was."""
     before = serving(server)
 
@@ -114,13 +116,13 @@ def test_a_trainer_that_fails(server: Server, sender: Sender) -> None:
     says(server, 1)
 
 
-def test_what_is_no_whole_tensor(server: Server, sender: Sender) -> None:
+def test_what_is_no_whole_tensor(server: Server, sender: ToServer) -> None:
     with pytest.raises(TypeError, match="'b' is a list"):
         sender.send([("a", torch.ones(1)), ("b", [1.0])])  # type: ignore[list-item]
     assert staging(server)[0]["state"] == "empty"
 
 
-def test_a_session_that_is_replaced(server: Server, sender: Sender) -> None:
+def test_a_session_that_is_replaced(server: Server, sender: ToServer) -> None:
     """The bucket's call is refused while it is broadcast, and nobody will receive it."""
 
     def replaced() -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,12 +132,13 @@ def test_a_session_that_is_replaced(server: Server, sender: Sender) -> None:
 
     with pytest.raises(Conflict, match="is not open"):
         sender.send(replaced())
+    assert not trainer_group._stuck, "a broadcast is left, and the end of the process waits for it"
     drop_session(server)
     sender.send(weights(1), weight_version="v1")
     says(server, 1)
 
 
-def test_a_name_that_is_taken(server: Server, client: Client, sender: Sender) -> None:
+def test_a_name_that_is_taken(server: Server, client: Client, sender: ToServer) -> None:
     """By a trainer that is there: the second one hears it at once, and the first goes on."""
     with Client(server.url) as other, pytest.raises(Refused, match="is taken"):
         Sender(other).join()

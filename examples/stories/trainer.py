@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import torch
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
-    backend = options.backend or _choose_backend()
+    backend: Literal["gloo", "nccl"] = options.backend or _choose_backend()
     if backend == "nccl":
         # the first one is the server's
         torch.cuda.set_device(1)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _choose_backend() -> str:
+def _choose_backend() -> Literal["gloo", "nccl"]:
     """NCCL wants a GPU for each rank, ours included."""
     return "nccl" if torch.cuda.device_count() > 1 else "gloo"
 

@@ -39,7 +39,12 @@ def read_spans(meta_info: Mapping[str, Any], of: Of = "weight_versions") -> list
 
 
 def cover_exactly(spans: Sequence[Span], tokens: int) -> bool:
-    """Whether each of ``tokens`` tokens lies in one span, and no span is empty."""
+    """Whether each of ``tokens`` tokens lies in one span, and no span is empty.
+
+    But for no token at all: an answer then has an empty span, of who would have made one.
+    """
+    if tokens == 0:
+        return all((span.start, span.end) == (0, 0) for span in spans)
     ends = [0, *(span.end for span in spans)]
     return (
         all(span.start == end for span, end in zip(spans, ends, strict=False))

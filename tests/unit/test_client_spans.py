@@ -24,6 +24,7 @@ def answer(tokens: int, *spans: tuple[str, int, int]) -> dict[str, Any]:
 def test_version_per_token() -> None:
     assert version_per_token(answer(3, ("v1", 0, 1), ("v2", 1, 3))) == ["v1", "v2", "v2"]
     assert version_per_token(answer(0)) == []
+    assert version_per_token(answer(0, ("v1", 0, 0))) == []
 
 
 @pytest.mark.parametrize(
