@@ -145,9 +145,9 @@ class Sender(Generic[Receipt_co]):
     ) -> Receipt_co:
         """Make these the weights that are served: the receipt, or a fleet's report.
 
-        ``named_tensors`` may be a generator, which is asked for the next while the servers
-        stage the last. With ``partial`` what is not sent stays; without, a tensor that is
-        missing is refused by its name. ``fields`` are those of ``Client.session``.
+        ``named_tensors`` may be a generator: no more than a bucket of it is held here. With
+        ``partial`` what is not sent stays; without, a tensor that is missing is refused by
+        its name. ``fields`` are those of ``Client.session``.
         """
         self.join()
         try:
