@@ -6,6 +6,10 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+
+# longer than any update, and short enough for a count of milliseconds
+NEVER = timedelta(days=365)
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # end the communicator, and not the process

@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from sglang_inflight.nccl_errors import errors_cost_the_group_only
+from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,6 @@ T = TypeVar("T")
 # how long a broadcast that was given up may take to fail, once its receivers have left
 FAILS_S = 2.0
 POLL_S = 0.001
-# longer than any update, and short enough for a count of milliseconds
-_NEVER = timedelta(days=365)
 # the device under whose name torch keeps a backend's addresses
 _DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 
@@ -48,6 +46,7 @@ class TrainerGroup:
         """``ranks`` are those of the servers. ``timeout_s`` is how long forming may take."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+        self._name = name
         self._size = 1 + ranks
         self._backend: Backend = backend
         self._timeout = timedelta(seconds=timeout_s)
@@ -90,7 +89,8 @@ class TrainerGroup:
                 return
             options = dist.ProcessGroupNCCL.Options()
             # whoever waits for a broadcast sets the limit: NCCL's own ends the process
-            options._timeout = _NEVER
+            options._timeout = NEVER
+            options.group_name = self._name
             with errors_cost_the_group_only():
                 self._formed = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 

@@ -9,10 +9,7 @@ from sglang.srt.utils import init_custom_process_group
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from sglang_inflight.nccl_errors import errors_cost_the_group_only
-
-# longer than any update, and short enough for a count of milliseconds
-NEVER = datetime.timedelta(days=365)
+from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
 
 
 def is_nccl(backend: str) -> bool:
