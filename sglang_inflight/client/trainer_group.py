@@ -46,7 +46,6 @@ class TrainerGroup:
         """``ranks`` are those of the servers. ``timeout_s`` is how long forming may take."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-        self._name = name
         self._size = 1 + ranks
         self._backend: Backend = backend
         self._timeout = timedelta(seconds=timeout_s)
@@ -90,7 +89,6 @@ class TrainerGroup:
             options = dist.ProcessGroupNCCL.Options()
             # whoever waits for a broadcast sets the limit: NCCL's own ends the process
             options._timeout = NEVER
-            options.group_name = self._name
             with errors_cost_the_group_only():
                 self._formed = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 
