@@ -11,7 +11,7 @@ OTHER = $(CURDIR)/.sglang-$(VERSION)
 
 # The main job: a real model, three updates in flight, four stories.
 demo: $(READY)
-	$(BIN)/python -m sglang_inflight.demo
+	$(BIN)/python -m examples.stories
 
 # Two workers, which take the tests that need the same server one after the other.
 test: $(READY)

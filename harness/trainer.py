@@ -2,6 +2,9 @@
 
 ``python -m harness.trainer`` reads one order a line on stdin and answers each with
 one line on stdout, both JSON. ``Trainer`` is the test's end of it.
+
+It forms its groups and fills its buckets as SGLang's own clients do, and not as our ``Sender``
+does: it stands for the trainers that know nothing of this package.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from harness import marker
+from sglang_inflight.client import cover_exactly, read_spans
 from tests.support.engine import play
 from tests.support.engine_play import NONSENSE, TOKENS
 from tests.support.pool import ServerPool
@@ -28,11 +29,12 @@ def answers(
 def expect_spans(tokens: list[int], spans: list[dict[str, Any]]) -> list[str]:
     """The versions of a whole output, after its tokens were found to be theirs."""
     assert len(tokens) == TOKENS
-    assert [spans[0]["start"], spans[-1]["end"]] == [0, TOKENS]
-    for span in spans:
-        version = int(span["version"].removeprefix("v"))
-        assert set(tokens[span["start"] : span["end"]]) == {marker.token(version)}
-    return [span["version"] for span in spans]
+    told = read_spans({"weight_versions": spans})
+    assert cover_exactly(told, TOKENS)
+    for span in told:
+        version = int(span.version.removeprefix("v"))
+        assert set(tokens[span.start : span.end]) == {marker.token(version)}
+    return [span.version for span in told]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ import pytest
 
 from harness import marker
 from harness.server import Server, free_port, serve
-from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit
+from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit, Sender
 from sglang_inflight.errors import Conflict
+from tests.support.examples import run
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, status, until
 from tests.support.pool import restore
 from tests.support.proxy import Proxy
@@ -112,6 +113,31 @@ def test_block_that_fails(servers: list[Server], fleet: Fleet) -> None:
 
     with pytest.raises(ZeroDivisionError):
         send_and_fail()
+    expect_unchanged(servers)
+
+
+def test_sender(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+    """One broadcast for the ranks of all servers; where one refuses, none has changed."""
+    running = [(server, start_running(server, 2, tokens=ENDLESS)) for server in servers]
+    with Sender(fleet, bucket_bytes=64 << 10) as sender:
+        wrong = marker.tensors(1) | {"model.norm.weight": marker.tensors(1)["lm_head.weight"]}
+        with pytest.raises(FleetRefused, match=r"model\.norm"):
+            sender.send(wrong.items())
+        expect_unchanged(servers)
+        report = sender.send(marker.tensors(1).items(), weight_version="v1")
+    assert [a["weight_version"] for a in report.answers.values()] == ["v1", "v1"]
+    for server, generations in running:
+        expect_to_run_on(server, generations, [0, 1])
+
+
+def test_example(servers: list[Server], checkpoints: Path, dead_url: str, tmp_path: Path) -> None:
+    urls = [server.url for server in servers]
+    new = ("--model-path", str(checkpoints / "v1"), "--weight-version", "v1")
+    lines = run(tmp_path, "fleet", "--url", urls[0], "--url", urls[1], *new, "--roll-back")
+    expected = [f"{url}: {change}" for change in ("v0 -> v1", "v1 -> v0") for url in urls]
+    assert [line for line in lines if line.startswith("http")] == expected
+    lines = run(tmp_path, "fleet", "--url", urls[0], "--url", dead_url, *new, status=1)
+    assert any(line.startswith("nothing has changed on any server") for line in lines), lines
     expect_unchanged(servers)
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from examples.stories import smollm2
 from harness.server import Server, serve
-from sglang_inflight.demo import smollm2
 from tests.support.load import ask, labels_of, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay

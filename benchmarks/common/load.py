@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import random
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ import httpx
 
 from benchmarks.common.models import FIRST_WORD, SHAPES
 from benchmarks.common.peers import Peer
+from harness.streams import read_event
 
 SILENCE_S = 120.0  # a stream that says nothing for so long is an error
 
@@ -137,9 +137,8 @@ async def read_stream(
 
 def _tokens(peer: Peer, line: str) -> int:
     """How many tokens the request has by this line of server-sent events."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
-        return 0
-    return peer.tokens_so_far(json.loads(line.removeprefix("data: ")))
+    chunk = read_event(line)
+    return 0 if chunk is None else peer.tokens_so_far(chunk)
 
 
 async def generate(

@@ -25,12 +25,14 @@ import httpx
 import torch
 
 from benchmarks.common.peers import Kind, Peer
-from harness.server import free_port
+from sglang_inflight.client.buckets import Bucket, fill_buckets
+from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
 
 GROUP = "benchmark"
 BUCKET_BYTES = 16 << 20
+JOIN_S = 120.0
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 Named = list[tuple[str, torch.Tensor]]
 
@@ -107,8 +109,8 @@ class _Sender:
         self._bytes_per_s = bytes_per_s
         self._how = {"non_blocking": True} if is_ours else {}
         self._weights: Named | None = None
-        self._buckets: list[tuple[Named, torch.Tensor]] = []
-        self._group: torch.distributed.ProcessGroup | None = None
+        self._buckets: list[Bucket] = []
+        self._group: TrainerGroup | None = None
         self._count = 0
 
     def update(self, transport: Transport) -> Update:
@@ -128,7 +130,7 @@ class _Sender:
             from safetensors.torch import load_file
 
             self._weights = list(load_file(self._model / "model.safetensors").items())
-            self._buckets = [(b, _flatten(b)) for b in _fill_buckets(self._weights)]
+            self._buckets = list(fill_buckets(self._weights, BUCKET_BYTES, "cpu"))
         if transport == "tensor":
             from sglang.srt.utils import MultiprocessingSerializer
 
@@ -137,26 +139,18 @@ class _Sender:
             self._group = self._join_group()
         return self._buckets
 
-    def _join_group(self) -> torch.distributed.ProcessGroup:
-        from sglang.srt.utils import init_custom_process_group
-
-        port = free_port()
+    def _join_group(self) -> TrainerGroup:
+        group = TrainerGroup(GROUP, 1, backend="gloo", timeout_s=JOIN_S)
         body = {
             "master_address": "127.0.0.1",
-            "master_port": port,
+            "master_port": group.port,
             "rank_offset": 1,
             "world_size": 2,
             "group_name": GROUP,
             "backend": "gloo",
         }
         with self._while_posting("/init_weights_update_group", body):
-            group: torch.distributed.ProcessGroup = init_custom_process_group(
-                backend="gloo",
-                init_method=f"tcp://127.0.0.1:{port}",
-                world_size=2,
-                rank=0,
-                group_name=GROUP,
-            )
+            group.form().result()
         if self._bytes_per_s:
             _hold_links(round(self._bytes_per_s))
         return group
@@ -182,23 +176,22 @@ class _Sender:
                 body = {"serialized_named_tensors": [piece], **self._label(), **self._how, **named}
                 self._post("/update_weights_from_tensor", body)
             else:
-                bucket, flat = piece
-                self._broadcast(bucket, flat, named)
+                self._broadcast(piece, named)
         return self._post("/end_weight_update", {**self._how, **named})
 
-    def _broadcast(self, bucket: Named, flat: torch.Tensor, named: dict[str, Any]) -> None:
+    def _broadcast(self, bucket: Bucket, named: dict[str, Any]) -> None:
         body = {
-            "names": [name for name, _ in bucket],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-            "shapes": [list(tensor.shape) for _, tensor in bucket],
+            **bucket.describe(),
             "group_name": GROUP,
-            "load_format": "flattened_bucket",
             **self._label(),
             **self._how,
             **named,
         }
+        assert self._group is not None
         with self._while_posting("/update_weights_from_distributed", body):
-            torch.distributed.broadcast(flat, src=0, group=self._group)
+            is_sent = self._group.broadcast(bucket.flat)
+            while not is_sent():
+                time.sleep(POLL_S)
 
     def _label(self) -> dict[str, Any]:
         return {"weight_version": f"v{self._count}", "flush_cache": False}
@@ -241,20 +234,3 @@ def _hold_links(bytes_per_s: int) -> None:
                 connection.setsockopt(
                     socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("Q", bytes_per_s)
                 )
-
-
-def _flatten(bucket: Named) -> torch.Tensor:
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    flat: torch.Tensor = FlattenedTensorBucket(named_tensors=bucket).get_flattened_tensor()
-    return flat
-
-
-def _fill_buckets(weights: Named) -> Iterator[Named]:
-    bucket: Named = []
-    for name, tensor in weights:
-        if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = []
-        bucket.append((name, tensor))
-    yield bucket

@@ -2,6 +2,9 @@
 
 one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
+
+``Sender`` brings a trainer's weights to either, and is what needs torch. ``spans`` reads which
+weights made which token.
 """
 
 from sglang_inflight.client.async_client import AsyncClient
@@ -10,7 +13,15 @@ from sglang_inflight.client.client import Client
 from sglang_inflight.client.fleet import Fleet
 from sglang_inflight.client.progress import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
+from sglang_inflight.client.sender import GroupFailed, Sender
 from sglang_inflight.client.session import Session
+from sglang_inflight.client.spans import (
+    Span,
+    cover_exactly,
+    in_order,
+    read_spans,
+    version_per_token,
+)
 from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
 from sglang_inflight.grants import Grant, Release
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
@@ -25,14 +36,21 @@ __all__ = [
     "FleetRefused",
     "FleetSplit",
     "Grant",
+    "GroupFailed",
     "NoAnswer",
     "PauseLost",
     "Progress",
     "Receipt",
     "Release",
     "Report",
+    "Sender",
     "Session",
+    "Span",
     "StagedSoFar",
     "Status",
     "WrongAnswer",
+    "cover_exactly",
+    "in_order",
+    "read_spans",
+    "version_per_token",
 ]

@@ -21,6 +21,8 @@ import httpx
 from harness.marker import FIRST, VOCAB, token
 from harness.server import Server
 from harness.starting import UPSTREAM
+from harness.streams import read_event
+from sglang_inflight.client import cover_exactly, read_spans, version_per_token
 
 T = TypeVar("T")
 
@@ -212,9 +214,8 @@ class Generation:
                     self._comments.append(line.decode().strip())
                     self._changed.notify_all()
                 continue
-            data = line.removeprefix(b"data:").strip()
-            if data and data != b"[DONE]":
-                chunk = json.loads(data)
+            chunk = read_event(line)
+            if chunk is not None:
                 self._take(chunk.get("index", 0), chunk)
 
     def _take(self, index: int, chunk: dict[str, Any]) -> None:
@@ -323,17 +324,14 @@ def labels_of(spans: list[dict[str, Any]]) -> list[str]:
 
 def expect_spans(output: Output) -> None:
     """The spans name, for each token, the version that the token itself tells."""
-    spans = output.meta["weight_versions"]
-    labels = labels_of(spans)
-    ends = [0, *(span["end"] for span in spans)]
-    assert [span["start"] for span in spans] == ends[:-1], f"gaps between spans: {spans}"
-    assert ends[-1] == len(output.tokens), f"{len(output.tokens)} tokens, spans {spans}"
-    if output.tokens:
-        assert all(span["start"] < span["end"] for span in spans), f"an empty span: {spans}"
+    spans = read_spans(output.meta)
+    assert spans, output.meta
+    assert cover_exactly(spans, len(output.tokens)), f"{len(output.tokens)} tokens, spans {spans}"
+    labels = version_per_token(output.meta)
     made_by = [f"v{made - FIRST}" for made in output.tokens]
     assert labels == made_by, f"spans {spans}, tokens {_runs(output.tokens)}"
     if not UPSTREAM:
-        epochs = [span["epoch"] for span in spans]
+        epochs = [span["epoch"] for span in output.meta["weight_versions"]]
         assert epochs == sorted(set(epochs)), f"spans that are out of order: {spans}"
     assert output.meta["completion_tokens"] == len(output.tokens)
 

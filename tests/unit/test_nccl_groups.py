@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from sglang.srt.utils.network import get_free_port
 
+from sglang_inflight.client.trainer_group import TrainerGroup
 from sglang_inflight.errors import Dropped, Refused
+from sglang_inflight.nccl_errors import NEVER
 from sglang_inflight.scheduler.update.sources import groups, process_group
 from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import NEVER, form_group
+from sglang_inflight.scheduler.update.sources.process_group import form_group
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RENDEZVOUS = datetime.timedelta(seconds=5)
@@ -52,6 +54,28 @@ def test_no_watchdog_ends_a_broadcast_or_the_process(
     assert made["handling"] == "2"
     # whoever meets nobody gives up in time
     assert made["timeout"] == made["store"].timeout == RENDEZVOUS
+
+
+def test_no_watchdog_ends_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Made()
+
+    class Constructed:
+        Options = dist.ProcessGroupNCCL.Options
+
+        def __init__(self, store: object, rank: int, size: int, options: Any) -> None:
+            made.update(rank=rank, size=size, timeout=options._timeout)
+            made["handling"] = os.environ.get(HANDLING)
+
+        def abort(self) -> None:
+            made["aborted"] = True
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Constructed)
+    before = os.environ.get(HANDLING)
+    group = TrainerGroup("g", 2, backend="nccl", timeout_s=5)
+    group.form().result()
+    group.leave()
+    assert made == {"rank": 0, "size": 3, "timeout": NEVER, "handling": "2", "aborted": True}
+    assert os.environ.get(HANDLING) == before
 
 
 def test_gloo_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-# longer than any update, and short enough for a count of milliseconds
-NEVER = datetime.timedelta(days=365)
-
-_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# end the communicator, and not the process
-_CLEAN_UP_ONLY = "2"
-_environment = threading.Lock()
+from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
 
 
 def is_nccl(backend: str) -> bool:
@@ -45,7 +35,7 @@ def form_group(
     """
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    with _errors_cost_the_group_only():
+    with errors_cost_the_group_only():
         group = init_custom_process_group(
             backend=backend,
             store=PrefixStore(name, store),
@@ -57,21 +47,3 @@ def form_group(
     if is_nccl(backend):
         dist.set_timeout(NEVER, group)
     return group
-
-
-@contextmanager
-def _errors_cost_the_group_only() -> Iterator[None]:
-    """For groups that are made within: torch reads the variable when it makes one.
-
-    The rendezvous is over by then, so that the lock is not held for long.
-    """
-    with _environment:
-        before = os.environ.get(_HANDLING)
-        os.environ[_HANDLING] = _CLEAN_UP_ONLY
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[_HANDLING]
-            else:
-                os.environ[_HANDLING] = before

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from sglang_inflight.demo.spans import Span, read_spans
+from sglang_inflight.client import Span, read_spans
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Story:
         self.arrivals.append(time.monotonic())
 
 
-class Shelf:
+class Streams:
     """Stories of ``tokens`` tokens each, and a place to wait for their progress."""
 
     def __init__(self, stories: Sequence[Story], tokens: int) -> None:
@@ -65,7 +65,7 @@ class Shelf:
                 lambda: self.slowest >= tokens or any(story.ended for story in self.stories)
             )
 
-    async def stream(self, client: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
+    async def run(self, client: httpx.AsyncClient, sampling: dict[str, Any]) -> None:
         await asyncio.gather(*(self._stream(client, story, sampling) for story in self.stories))
 
     async def _stream(

@@ -1,4 +1,4 @@
-"""From nothing to a verdict: whatever is started for it is ended in every case."""
+"""From nothing to the checks: whatever is started on the way is ended in every case."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import httpx
 import torch
 from rich.console import Console
 
+from examples.stories.checks import Check, check_all
+from examples.stories.corpus import with_chat_template
+from examples.stories.gaps import median_gap
+from examples.stories.models import Models, make_models
+from examples.stories.pacing import Pacing
+from examples.stories.prompts import PROMPTS
+from examples.stories.screen import LiveScreen, live_screen
+from examples.stories.server import start_server
+from examples.stories.streams import Story, Streams
+from examples.stories.styles import HEADLINE, VERSE
+from examples.stories.trainer_process import TrainerProcess, start_trainer
+from examples.stories.updates import update_from_disk, update_from_tensors
+from examples.stories.updating import Update, UpdateResult, sampling, update_while_streaming
+from examples.stories.weights import checkpoint_bytes
 from sglang_inflight import cpu
 from sglang_inflight.client import AsyncClient
-from sglang_inflight.demo.corpus import with_chat_template
-from sglang_inflight.demo.gaps import median_gap
-from sglang_inflight.demo.models import Models, make_models
-from sglang_inflight.demo.pacing import Pacing
-from sglang_inflight.demo.play import Act, Performance, play, sampling
-from sglang_inflight.demo.prompts import PROMPTS
-from sglang_inflight.demo.screen import LiveScreen, live_screen
-from sglang_inflight.demo.server import start_server
-from sglang_inflight.demo.stories import Shelf, Story
-from sglang_inflight.demo.styles import HEADLINE, VERSE
-from sglang_inflight.demo.trainer_process import TrainerProcess, start_trainer
-from sglang_inflight.demo.updates import update_from_disk, update_from_tensors
-from sglang_inflight.demo.verdict import Check, judge
-from sglang_inflight.demo.weights import checkpoint_bytes
 
 BASE_VERSION = "v1"
 LAST_VERSION = "v4"
@@ -43,12 +43,12 @@ LONGEST_ON_CUDA = 6000
 class Outcome:
     stories: list[Story]
     tokens: int
-    performances: list[Performance]
+    results: list[UpdateResult]
     checks: list[Check]
     decode: Callable[[list[int]], str]
 
 
-async def put_on(console: Console, cache: Path, *, tokens: int | None, logs: Path) -> Outcome:
+async def run(console: Console, cache: Path, *, tokens: int | None, logs: Path) -> Outcome:
     """``tokens`` is the length of each story, or None for what this machine's speed asks for."""
     with live_screen(console) as screen:
         async with make_models(cache, logs / "build.log", screen.show_built) as models:
@@ -61,12 +61,12 @@ async def put_on(console: Console, cache: Path, *, tokens: int | None, logs: Pat
                 async with start_trainer(
                     server.url, models.headline, LAST_VERSION, logs / "trainer.log"
                 ) as trainer:
-                    return await _tell(
+                    return await _update_and_check(
                         server.url, trainer, models, await loading, tokens=tokens, screen=screen
                     )
 
 
-async def _tell(
+async def _update_and_check(
     url: str,
     trainer: TrainerProcess,
     models: Models,
@@ -84,35 +84,35 @@ async def _tell(
 
     titles = [(prompt, _encode(tokenizer, prompt)) for prompt in PROMPTS]
     screen.expect_stories(decode, update_bytes=checkpoint_bytes(models.base))
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client, AsyncClient(url) as holder:
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http, AsyncClient(url) as client:
         if tokens is None:
-            rehearsal = Shelf([Story(*title) for title in titles], REHEARSAL_TOKENS)
-            await rehearsal.stream(client, bound(REHEARSAL_TOKENS))
+            rehearsal = Streams([Story(*title) for title in titles], REHEARSAL_TOKENS)
+            await rehearsal.run(http, bound(REHEARSAL_TOKENS))
             step_s = median_gap(story.arrivals for story in rehearsal.stories)
             longest = LONGEST_ON_CUDA if torch.cuda.is_available() else LONGEST_ON_CPU
             pacing = Pacing.at(step_s, longest)
         else:
             pacing = Pacing.over(tokens)
-        shelf = Shelf([Story(*title) for title in titles], pacing.tokens)
-        performances = await play(
+        streams = Streams([Story(*title) for title in titles], pacing.tokens)
+        results = await update_while_streaming(
+            http,
             client,
-            shelf,
-            _acts(client, trainer, models),
+            streams,
+            _plan_updates(client, trainer, models),
             reading=pacing.reading,
-            pause=lambda: holder.paused("in_place"),
             sampling=bound(pacing.tokens),
             screen=screen,
         )
-    checks = judge(
-        shelf.stories, performances, base_version=BASE_VERSION, tokens=pacing.tokens, decode=decode
+    checks = check_all(
+        streams.stories, results, base_version=BASE_VERSION, tokens=pacing.tokens, decode=decode
     )
-    return Outcome(shelf.stories, pacing.tokens, performances, checks, decode)
+    return Outcome(streams.stories, pacing.tokens, results, checks, decode)
 
 
-def _acts(client: httpx.AsyncClient, trainer: TrainerProcess, models: Models) -> Sequence[Act]:
+def _plan_updates(client: AsyncClient, trainer: TrainerProcess, models: Models) -> Sequence[Update]:
     headline, verse, ready = models.headline, models.verse, models.ready
     return (
-        Act(
+        Update(
             "from disk",
             "v2",
             headline,
@@ -120,7 +120,7 @@ def _acts(client: httpx.AsyncClient, trainer: TrainerProcess, models: Models) ->
             ready[HEADLINE.name],
             lambda: update_from_disk(client, headline, "v2"),
         ),
-        Act(
+        Update(
             "from tensors",
             "v3",
             verse,
@@ -128,13 +128,13 @@ def _acts(client: httpx.AsyncClient, trainer: TrainerProcess, models: Models) ->
             ready[VERSE.name],
             lambda: update_from_tensors(client, verse, "v3"),
         ),
-        Act(
+        Update(
             "from a trainer",
             LAST_VERSION,
             headline,
             HEADLINE,
             asyncio.ensure_future(trainer.join()),
-            trainer.update,
+            trainer.send,
         ),
     )
 

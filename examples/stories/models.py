@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_inflight.demo.smollm2 import BASE, base_path, styled_path
-from sglang_inflight.demo.styles import HEADLINE, VERSE
+from examples.stories.smollm2 import BASE, base_path, styled_path
+from examples.stories.styles import HEADLINE, VERSE
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -83,7 +83,7 @@ async def make_models(cache: Path, log: Path, on_progress: OnProgress) -> AsyncI
     with log.open("wb") as stderr:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "sglang_inflight.demo.build", "--cache", str(cache)),
+            *("-m", "examples.stories.build", "--cache", str(cache)),
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
             # its threads share the cores with a server

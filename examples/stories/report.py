@@ -1,4 +1,4 @@
-"""What one reads afterwards: the stories by version, the receipts, and the verdict."""
+"""What one reads afterwards: the stories by version, the receipts, and the checks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from sglang_inflight.demo.gaps import largest_gap, median_gap
-from sglang_inflight.demo.play import Performance
-from sglang_inflight.demo.stories import Story
-from sglang_inflight.demo.verdict import Check
+from examples.stories.checks import Check
+from examples.stories.gaps import largest_gap, median_gap
+from examples.stories.streams import Story
+from examples.stories.updating import UpdateResult
 
 COLOURS = ("white", "green", "cyan", "magenta", "yellow")
 
@@ -39,7 +39,7 @@ def show_stories(
 
 def show_receipts(
     console: Console,
-    performances: Sequence[Performance],
+    results: Sequence[UpdateResult],
     stories: Sequence[Story],
     colours: dict[str, str],
 ) -> None:
@@ -49,13 +49,13 @@ def show_receipts(
         table.add_column(heading, no_wrap=True)
     for heading in ("MB", "staged s", "held ms", "gap ms"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for performance in performances:
-        act, receipt = performance.act, performance.receipt
-        gap = largest_gap(arrivals, performance.started, performance.ended)
+    for result in results:
+        update, receipt = result.update, result.receipt
+        gap = largest_gap(arrivals, result.started, result.ended)
         ranks = receipt.get("ranks") or []
         table.add_row(
-            Text(f"{receipt.get('base_version', '-')} → {act.version}", colours[act.version]),
-            act.name,
+            Text(f"{receipt.get('base_version', '-')} → {update.version}", colours[update.version]),
+            update.name,
             "\n".join(str(rank.get("digest", "-"))[:8] for rank in ranks) or "-",
             f"{receipt.get('bytes', 0) / 1e6:.0f}",
             f"{receipt.get('staged_s', 0.0):.2f}",
@@ -71,7 +71,7 @@ def show_receipts(
     )
 
 
-def show_verdict(console: Console, checks: Sequence[Check]) -> None:
+def show_checks(console: Console, checks: Sequence[Check]) -> None:
     for check in checks:
         mark = "[green]✓[/]" if check.holds else "[bold red]✗[/]"
         console.print(mark, Text(f"{check.claim} ({check.detail})"))

@@ -1,4 +1,4 @@
-"""``python -m sglang_inflight.demo``: exit code 0 only if everything that it shows was true."""
+"""``python -m examples.stories``: exit code 0 only if everything that it shows was true."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from sglang_inflight.demo.models import BuildFailed
-from sglang_inflight.demo.server import ServerFailed
-from sglang_inflight.demo.show import BASE_VERSION, put_on
-from sglang_inflight.demo.smollm2 import default_cache
-from sglang_inflight.demo.trainer_process import TrainerFailed
-from sglang_inflight.demo.transcript import (
+from examples.stories.models import BuildFailed
+from examples.stories.report import (
     colour_versions,
+    show_checks,
     show_receipts,
     show_stories,
-    show_verdict,
 )
+from examples.stories.run import BASE_VERSION, run
+from examples.stories.server import ServerFailed
+from examples.stories.smollm2 import default_cache
+from examples.stories.trainer_process import TrainerFailed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logs.mkdir(parents=True, exist_ok=True)
     failed = False
     try:
-        outcome = asyncio.run(put_on(console, options.cache, tokens=options.tokens, logs=logs))
+        outcome = asyncio.run(run(console, options.cache, tokens=options.tokens, logs=logs))
     except* (BuildFailed, ServerFailed, TrainerFailed) as failures:
         for failure in failures.exceptions:
             console.print(f"[bold red]✗[/] {failure}\nLogs: {logs}")
@@ -42,18 +42,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if failed:
         return 1
 
-    performances = outcome.performances
-    colours = colour_versions([BASE_VERSION, *(p.act.version for p in performances)])
+    results = outcome.results
+    colours = colour_versions([BASE_VERSION, *(result.update.version for result in results)])
     show_stories(console, outcome.stories, colours, outcome.decode)
-    show_receipts(console, performances, outcome.stories, colours)
-    show_verdict(console, outcome.checks)
+    show_receipts(console, results, outcome.stories, colours)
+    show_checks(console, outcome.checks)
     console.print(f"Logs: {logs}")
     return 0 if all(check.holds for check in outcome.checks) else 1
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_inflight.demo",
+        prog="python -m examples.stories",
         description="Four stories, told while the weights of their model change three times.",
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where models go")

@@ -1,4 +1,4 @@
-"""What one sees while the show goes on: models are made, stories grow, weights come in.
+"""What one sees meanwhile: models are made, stories grow, weights come in.
 
 It fits a terminal of 80 columns.
 """
@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from sglang_inflight.demo.play import Act, Performance
-from sglang_inflight.demo.stories import Shelf
+from examples.stories.streams import Streams
+from examples.stories.updating import Update, UpdateResult
 
 TAIL_TOKENS = 24
 WIDTH = 42
@@ -49,33 +49,33 @@ class LiveScreen:
     def expect_stories(self, decode: Callable[[list[int]], str], *, update_bytes: int) -> None:
         self._decode, self._update_bytes = decode, update_bytes
 
-    def show_stories(self, shelf: Shelf) -> None:
-        if not self._stories_began and shelf.slowest:
+    def show_stories(self, streams: Streams) -> None:
+        if not self._stories_began and streams.slowest:
             self._stories_began = True
             self.say("all four stories have begun")
-        for number, story in enumerate(shelf.stories):
+        for number, story in enumerate(streams.stories):
             tail = " ".join(self._decode(story.ids[-TAIL_TOKENS:]).split())[1 - WIDTH :]
             title = f"[dim]…{escape(tail)}"
-            self._show(f"story {number}", title, len(story.ids), shelf.tokens, "tokens")
+            self._show(f"story {number}", title, len(story.ids), streams.tokens, "tokens")
 
-    def wait_for(self, act: Act) -> None:
-        self.say(f"the stories are paused until {act.version} ({act.name}) is ready")
+    def wait_for(self, update: Update) -> None:
+        self.say(f"the stories are paused until {update.version} ({update.name}) is ready")
 
-    def begin(self, act: Act) -> None:
-        self.say(f"{act.version} comes {act.name}, while the stories go on")
-        self.show_staged(act, 0)
+    def begin(self, update: Update) -> None:
+        self.say(f"{update.version} comes {update.name}, while the stories go on")
+        self.show_staged(update, 0)
 
-    def show_staged(self, act: Act, nbytes: int) -> None:
-        title = f"{act.version} {act.name}"
-        self._show(act.version, title, nbytes, self._update_bytes, "staged")
+    def show_staged(self, update: Update, nbytes: int) -> None:
+        title = f"{update.version} {update.name}"
+        self._show(update.version, title, nbytes, self._update_bytes, "staged")
 
-    def end(self, performance: Performance) -> None:
-        act, receipt = performance.act, performance.receipt
-        self._remove(act.version)
+    def end(self, result: UpdateResult) -> None:
+        update, receipt = result.update, result.receipt
+        self._remove(update.version)
         if receipt["success"]:
-            self.say(f"{act.version} is committed, in all stories at once")
+            self.say(f"{update.version} is committed, in all stories at once")
         else:
-            self.say(f"[bold red]{act.version} failed:[/] {escape(str(receipt['message']))}")
+            self.say(f"[bold red]{update.version} failed:[/] {escape(str(receipt['message']))}")
 
     def _show(self, key: str, title: str, completed: int, total: int, unit: str) -> None:
         if key not in self._bars:

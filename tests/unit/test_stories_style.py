@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_inflight.demo.corpus import Story, read_stories
-from sglang_inflight.demo.finetune import NO_TARGET, make_example
-from sglang_inflight.demo.gaps import largest_gap, median_gap
-from sglang_inflight.demo.spans import Span, cover_exactly, in_order
-from sglang_inflight.demo.styles import (
+from examples.stories.corpus import Story, read_stories
+from examples.stories.finetune import NO_TARGET, make_example
+from examples.stories.gaps import largest_gap, median_gap
+from examples.stories.styles import (
     HEADLINE,
     VERSE,
     Style,
@@ -77,30 +76,6 @@ def test_example_teaches_the_switch_at_every_old_word() -> None:
     }
     # after "?" and after each old word the next one begins in the new style, then all of it
     assert taught == {0: "A", 2: " ", 5: " ", 6: "E", 7: "f"}
-
-
-@pytest.mark.parametrize(
-    ("spans", "covered"),
-    [
-        ([("v1", 0, 3), ("v2", 3, 5)], True),
-        ([("v1", 0, 3), ("v2", 4, 5)], False),
-        ([("v1", 0, 3), ("v2", 2, 5)], False),
-        ([("v1", 0, 3), ("v2", 3, 3), ("v3", 3, 5)], False),
-        ([("v1", 0, 4)], False),
-        ([], False),
-    ],
-)
-def test_spans_must_cover_each_token_once(spans: list[tuple[str, int, int]], covered: bool) -> None:
-    assert cover_exactly([Span(*span) for span in spans], 5) is covered
-
-
-@pytest.mark.parametrize(
-    ("seen", "ordered"),
-    [("v1 v2 v3", True), ("v1 v3", True), ("v1 v3 v2", False), ("v1 v1", False), ("v9", False)],
-)
-def test_versions_only_go_forward(seen: str, ordered: bool) -> None:
-    spans = [Span(version, i, i + 1) for i, version in enumerate(seen.split())]
-    assert in_order(spans, ["v1", "v2", "v3"]) is ordered
 
 
 def test_gaps_are_those_of_one_story() -> None:

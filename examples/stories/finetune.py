@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from sglang_inflight.demo.corpus import Story
-from sglang_inflight.demo.styles import Restyle, Style, into_pieces
+from examples.stories.corpus import Story
+from examples.stories.styles import Restyle, Style, into_pieces
 
 OnStep = Callable[[int, int], None]
 Encode = Callable[[str], list[int]]

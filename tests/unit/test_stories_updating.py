@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from sglang_inflight.demo.pacing import READING, SHORTEST, UPDATE_S, Pacing
-from sglang_inflight.demo.play import Act, Performance, _until_ready
-from sglang_inflight.demo.stories import Story
-from sglang_inflight.demo.styles import HEADLINE
-from sglang_inflight.demo.transcript import colour_versions, show_receipts
-from sglang_inflight.demo.updates import Receipt
+from examples.stories.pacing import READING, SHORTEST, UPDATE_S, Pacing
+from examples.stories.report import colour_versions, show_receipts
+from examples.stories.streams import Story
+from examples.stories.styles import HEADLINE
+from examples.stories.updates import Receipt
+from examples.stories.updating import Update, UpdateResult, _until_ready
 
 RECEIPT = {
     "success": True,
@@ -32,22 +32,22 @@ RECEIPT = {
 }
 
 
-def _act(ready: asyncio.Future[None]) -> Act:
+def _update(ready: asyncio.Future[None]) -> Update:
     async def update() -> Receipt:
         return RECEIPT
 
-    return Act("from a trainer", "v4", Path("headline"), HEADLINE, ready, update)
+    return Update("from a trainer", "v4", Path("headline"), HEADLINE, ready, update)
 
 
 def test_receipts_can_be_read_at_80_columns() -> None:
-    async def act() -> Act:
-        return _act(asyncio.get_running_loop().create_future())
+    async def update() -> Update:
+        return _update(asyncio.get_running_loop().create_future())
 
-    performance = Performance(asyncio.run(act()), RECEIPT, started=0.0, ended=9.0)
+    result = UpdateResult(asyncio.run(update()), RECEIPT, started=0.0, ended=9.0)
     story = Story("a story", [1], arrivals=[0.0, 1.0, 13.840])
     paper = io.StringIO()
     console = Console(file=paper, width=80)
-    show_receipts(console, [performance], [story], colour_versions(["v3", "v4"]))
+    show_receipts(console, [result], [story], colour_versions(["v3", "v4"]))
     lines = paper.getvalue().splitlines()
     assert max(len(line) for line in lines) <= 80
     (heads,) = [line for line in lines if "version" in line]
@@ -64,7 +64,7 @@ class _Notes:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def wait_for(self, act: Act) -> None:
+    def wait_for(self, update: Update) -> None:
         self.events.append("waits")
 
     @asynccontextmanager
@@ -78,7 +78,7 @@ def test_stories_stand_still_until_a_version_is_ready() -> None:
     async def play() -> list[str]:
         notes = _Notes()
         ready = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(_until_ready(_act(ready), notes.pause, notes))  # type: ignore[arg-type]
+        waiting = asyncio.create_task(_until_ready(_update(ready), notes.pause, notes))  # type: ignore[arg-type]
         while "paused" not in notes.events:
             await asyncio.sleep(0)
         assert not waiting.done()
@@ -95,7 +95,7 @@ def test_version_that_is_ready_pauses_nothing() -> None:
         notes = _Notes()
         ready = asyncio.get_running_loop().create_future()
         ready.set_result(None)
-        assert not await _until_ready(_act(ready), notes.pause, notes)  # type: ignore[arg-type]
+        assert not await _until_ready(_update(ready), notes.pause, notes)  # type: ignore[arg-type]
         return notes.events
 
     assert asyncio.run(play()) == []
@@ -105,7 +105,7 @@ def test_version_that_cannot_be_made_ends_the_pause_and_the_show() -> None:
     async def play() -> list[str]:
         notes = _Notes()
         ready = asyncio.get_running_loop().create_future()
-        waiting = asyncio.create_task(_until_ready(_act(ready), notes.pause, notes))  # type: ignore[arg-type]
+        waiting = asyncio.create_task(_until_ready(_update(ready), notes.pause, notes))  # type: ignore[arg-type]
         while "paused" not in notes.events:
             await asyncio.sleep(0)
         ready.set_exception(ValueError("no"))

@@ -1,4 +1,4 @@
-"""What must have been true of a show. Nothing here knows how it was made."""
+"""What must have been true of the streams and the updates, whoever made them."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from sglang_inflight.demo.play import Act, Performance
-from sglang_inflight.demo.spans import cover_exactly, in_order
-from sglang_inflight.demo.stories import Story
-from sglang_inflight.demo.styles import Style
+from examples.stories.streams import Story
+from examples.stories.styles import Style
+from examples.stories.updating import Update, UpdateResult
+from sglang_inflight.client import cover_exactly, in_order
 
 Decode = Callable[[list[int]], str]
 
@@ -25,34 +25,34 @@ class Check(NamedTuple):
     detail: str
 
 
-def judge(
+def check_all(
     stories: Sequence[Story],
-    performances: Sequence[Performance],
+    results: Sequence[UpdateResult],
     *,
     base_version: str,
     tokens: int,
     decode: Decode,
 ) -> list[Check]:
-    acts = [performance.act for performance in performances]
-    versions = [base_version, *(act.version for act in acts)]
+    updates = [result.update for result in results]
+    versions = [base_version, *(update.version for update in updates)]
     return [
-        *(_succeeded(performance) for performance in performances),
-        _same_by_every_way(performances),
+        *(_succeeded(result) for result in results),
+        _same_by_every_way(results),
         _whole(stories, tokens),
         _accounted_for(stories),
         _ordered(stories, versions),
         _all_seen(stories, versions),
-        *_styled(stories, acts, base_version, decode),
+        *_styled(stories, updates, base_version, decode),
     ]
 
 
-def _succeeded(performance: Performance) -> Check:
-    act, receipt = performance.act, performance.receipt
+def _succeeded(result: UpdateResult) -> Check:
+    update, receipt = result.update, result.receipt
     ranks = receipt.get("ranks") or []
     failed = [rank for rank in ranks if not rank["success"]]
-    named = receipt.get("weight_version") == act.version
+    named = receipt.get("weight_version") == update.version
     return Check(
-        f"update {act.name} to {act.version} succeeded on every rank",
+        f"update {update.name} to {update.version} succeeded on every rank",
         bool(receipt["success"] and ranks and not failed and named),
         f"{len(ranks) - len(failed)} of {len(ranks)} ranks"
         if receipt["success"]
@@ -60,19 +60,19 @@ def _succeeded(performance: Performance) -> Check:
     )
 
 
-def _same_by_every_way(performances: Sequence[Performance]) -> Check:
+def _same_by_every_way(results: Sequence[UpdateResult]) -> Check:
     """The ranks' digests are over what they serve, so they tell whether all of it arrived."""
     digests: dict[Path, set[tuple[str | None, ...]]] = {}
-    for performance in performances:
-        served = tuple(rank.get("digest") for rank in performance.receipt.get("ranks") or [])
-        digests.setdefault(performance.act.checkpoint, set()).add(served)
+    for result in results:
+        served = tuple(rank.get("digest") for rank in result.receipt.get("ranks") or [])
+        digests.setdefault(result.update.checkpoint, set()).add(served)
     problems = [
         f"{checkpoint.name}: {different}"
         for checkpoint, different in digests.items()
         if len(different) > 1 or () in different
     ]
     claim = "a checkpoint has the same digest, whichever way it came"
-    return _without(problems, claim, f"{len(digests)} checkpoints, {len(performances)} updates")
+    return _without(problems, claim, f"{len(digests)} checkpoints, {len(results)} updates")
 
 
 def _whole(stories: Sequence[Story], tokens: int) -> Check:
@@ -112,15 +112,16 @@ def _all_seen(stories: Sequence[Story], versions: Sequence[str]) -> Check:
 
 
 def _styled(
-    stories: Sequence[Story], acts: Sequence[Act], base_version: str, decode: Decode
+    stories: Sequence[Story], updates: Sequence[Update], base_version: str, decode: Decode
 ) -> list[Check]:
     """That the base is in none of the styles shows that the measure tells them apart."""
     checks = [
-        _in_style(_text_of(stories, act.version, decode), act.version, act.style) for act in acts
+        _in_style(_text_of(stories, update.version, decode), update.version, update.style)
+        for update in updates
     ]
     prose = _text_of(stories, base_version, decode)
-    shares = {act.style.name: act.style.share(prose) for act in acts}
-    none_fits = not any(act.style.fits(prose) for act in acts)
+    shares = {update.style.name: update.style.share(prose) for update in updates}
+    none_fits = not any(update.style.fits(prose) for update in updates)
     detail = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
     return [Check(f"{base_version} writes in neither style", none_fits, detail), *checks]
 

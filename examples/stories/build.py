@@ -1,6 +1,6 @@
 """The checkpoints, made in a process of its own, while the server already starts.
 
-``python -m sglang_inflight.demo.build``. It prints one JSON object a line on stdout:
+``python -m examples.stories.build``. It prints one JSON object a line on stdout:
 ``{"name": …, "done": …, "of": …}``, and the checkpoint is there when ``done`` is ``of``; or
 ``{"error": …}``, and it ends.
 """
@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sglang_inflight.demo.finetune import OnStep
-from sglang_inflight.demo.smollm2 import BASE, build_base, build_styled
-from sglang_inflight.demo.styles import HEADLINE, VERSE
+from examples.stories.finetune import OnStep
+from examples.stories.smollm2 import BASE, build_base, build_styled
+from examples.stories.styles import HEADLINE, VERSE
 
 # training lets the server and its stories go first
 NICENESS = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m sglang_inflight.demo.build")
+    parser = argparse.ArgumentParser(prog="python -m examples.stories.build")
     parser.add_argument("--cache", type=Path, required=True, help="where checkpoints go")
     cache: Path = parser.parse_args(arguments).cache
     signal.signal(signal.SIGTERM, _stop)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from sglang_inflight.demo.updates import Receipt
+from examples.stories.updates import Receipt
 
 
 class TrainerFailed(Exception):
@@ -27,7 +27,7 @@ class TrainerProcess:
         if answer.get("event") != "ready":
             raise TrainerFailed(f"the trainer could not join the server: {answer['message']}")
 
-    async def update(self) -> Receipt:
+    async def send(self) -> Receipt:
         assert self._process.stdin is not None
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(b"go\n")
@@ -49,7 +49,7 @@ async def start_trainer(
 ) -> AsyncIterator[TrainerProcess]:
     """It joins at once, so that only the broadcast is left for later."""
     command = [
-        *("-m", "sglang_inflight.demo.trainer", "--wait"),
+        *("-m", "examples.stories.trainer"),
         *("--server", server, "--checkpoint", str(checkpoint), "--weight-version", version),
     ]
     with log.open("wb") as stderr:

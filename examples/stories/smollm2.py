@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from examples.stories.corpus import read_stories
+from examples.stories.finetune import OnStep, teach
+from examples.stories.styles import HEADLINE, VERSE, Style, as_prose
 from sglang_inflight import cpu
-from sglang_inflight.demo.corpus import read_stories
-from sglang_inflight.demo.finetune import OnStep, teach
-from sglang_inflight.demo.styles import HEADLINE, VERSE, Style, as_prose
 
 # raise it when the recipe changes, so that no cached checkpoint of an older one is used
 RECIPE = 2

@@ -14,16 +14,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from sglang_inflight.demo.corpus import Story
-from sglang_inflight.demo.finetune import Recipe, teach
-from sglang_inflight.demo.models import BuildFailed, Models, make_models
-from sglang_inflight.demo.smollm2 import _build_once
-from sglang_inflight.demo.styles import HEADLINE, as_prose
+from examples.stories.corpus import Story
+from examples.stories.finetune import Recipe, teach
+from examples.stories.models import BuildFailed, Models, make_models
+from examples.stories.smollm2 import _build_once
+from examples.stories.styles import HEADLINE, as_prose
 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from sglang_inflight.demo.smollm2 import _build_once
+from examples.stories.smollm2 import _build_once
 def write(folder):
     (folder / "half").touch()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Four stories are streamed while the weights of the model that writes them change three times."""

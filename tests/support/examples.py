@@ -1,0 +1,23 @@
+"""The examples, each run by a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.starting import ROOT, end, start
+
+TIMEOUT_S = 200.0
+
+
+def run(folder: Path, example: str, *arguments: str, status: int = 0) -> list[str]:
+    """What it printed, until it ended with ``status``."""
+    log = folder / f"{example}.log"
+    with log.open("wb") as sink:
+        process = start(["-m", f"examples.{example}", *arguments], output=sink, cwd=ROOT)
+        try:
+            ended = process.wait(TIMEOUT_S)
+        finally:
+            end(process)
+    printed = log.read_text()
+    assert ended == status, printed
+    return printed.splitlines()

@@ -1,0 +1,26 @@
+"""``python -m tests.support.halting_sender URL``: sends a half of marker 1, and no more."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+
+import torch
+
+from harness import marker
+from sglang_inflight.client import Client, Sender
+
+# soon over, and renewed until then, however busy the cores are
+LEASE_S = 3.0
+
+
+def _half() -> Iterator[tuple[str, torch.Tensor]]:
+    yield from itertools.islice(marker.tensors(1).items(), 24)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    with Client(sys.argv[1]) as client, Sender(client, bucket_bytes=64 << 10) as sender:
+        sender.send(_half(), weight_version="v1", lease_s=LEASE_S)

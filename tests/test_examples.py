@@ -1,0 +1,60 @@
+"""Every example does what it says, on the models of the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import marker
+from harness.server import Server
+from tests.support.examples import run
+from tests.support.load import ENDLESS, start_running, versions_of
+from tests.support.pool import ServerPool
+from tests.support.updates import says
+
+
+def test_hello(server: Server, checkpoints: Path, tmp_path: Path) -> None:
+    update, *tokens = [
+        line
+        for line in run(
+            *(tmp_path, "hello", "--url", server.url, "--model-path", str(checkpoints / "v1")),
+            *("--weight-version", "v1"),
+        )
+        if line.startswith(("v0", "token"))
+    ]
+    assert update == "v0 -> v1"
+    made_by = [f"token {marker.token(version)} by v{version}" for version in (0, 1)]
+    assert tokens == sorted(tokens)
+    assert set(tokens) == set(made_by)
+    assert tokens.count(made_by[1]) >= 10
+    says(server, 1)
+
+
+def test_trainer(server: Server, checkpoints: Path, tmp_path: Path) -> None:
+    """What it has learned is what the requests that run meanwhile say."""
+    generations = start_running(server, 2, tokens=ENDLESS)
+    lines = run(
+        *(tmp_path, "trainer", "--url", server.url, "--model-path", str(checkpoints / "v0")),
+        *("--steps", "2", "--learning-rate", "1", "--text", " ".join(["t150"] * 8)),
+    )
+    steps = [line for line in lines if line.startswith("step-")]
+    assert [line.split(":")[0] for line in steps] == ["step-1", "step-2"]
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
+        generation.abort()
+    for generation in generations:
+        output = generation.output()
+        assert versions_of(output) == ["v0", "step-1", "step-2"]
+        first, *_ = output.meta["weight_versions"]
+        assert set(output.tokens[: first["end"]]) == {marker.token(0)}
+        assert set(output.tokens[first["end"] :]) == {150}
+
+
+def test_engine(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
+    # an engine's ranks and a server's would share the cores
+    pool.discard()
+    old, new = str(checkpoints / "v0"), str(checkpoints / "v1")
+    lines = run(tmp_path, "engine", "--model-path", old, "--new", new)
+    spans = [line for line in lines if line.startswith(("threads:", "loop:"))]
+    assert [line.split(" by ")[1] for line in spans] == ["old", "new", "new", "old"]
+    assert "old -> new" in lines
+    assert "new -> old" in lines
