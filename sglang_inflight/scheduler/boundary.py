@@ -98,7 +98,7 @@ class Boundary:
         return live
 
     def _between_servers(self) -> Iterator[Req]:
-        """Requests in the queues that a prefill server and a decode server have besides."""
+        """Requests in the queues that only a prefill server has, or a decode server."""
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
             yield from scheduler.disagg_prefill_bootstrap_queue.queue

@@ -14,7 +14,7 @@ from torch import nn
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.reservation import set_aside
-from sglang_inflight.scheduler.update.shadow import Shadow, Twins
+from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.swap import ContentSwap, PointerSwap
@@ -82,8 +82,8 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 def stage(model: Model) -> Shadow:
-    shadow = Shadow(model, Twins(), CPU)
-    loader: Any = shadow.twin
+    shadow = Shadow(model, ShadowParameters(), CPU)
+    loader: Any = shadow.model
     loader.load_weights([("attention.weight", torch.full((4, 4), 2.0))])
     return shadow
 
@@ -168,30 +168,30 @@ def test_what_serving_changes_is_no_change_of_the_loader() -> None:
 def test_what_two_modules_share_stays_shared() -> None:
     model = Model()
     model.attention.mine = model.attention.products[0]
-    twin = Shadow(model, Twins(), CPU).twin.get_submodule("attention")
-    assert isinstance(twin, Attention)
-    assert twin.mine is twin.products[0]
+    clone = Shadow(model, ShadowParameters(), CPU).model.get_submodule("attention")
+    assert isinstance(clone, Attention)
+    assert clone.mine is clone.products[0]
 
 
-def shadows_of(model: nn.Module, twins: Twins) -> Shadows:
+def shadows_of(model: nn.Module, parameters: ShadowParameters) -> Shadows:
     class Runner:
         class model_config:
             model_path = ""
 
     runner: Any = Runner()
     runner.model = model
-    return Shadows([ShadowedModel("target", runner, twins)], twins)
+    return Shadows([ShadowedModel("target", runner, parameters)], parameters)
 
 
 def test_a_weight_shown_as_a_view_keeps_its_memory() -> None:
     """A packed tensor, or ``weight.view``, would show the old memory after a swap of pointers."""
     model = Model()
-    packed = shadows_of(model, Twins())
+    packed = shadows_of(model, ShadowParameters())
     packed.build(StagingMode.DEVICE, CPU)
     assert isinstance(packed.swap, PointerSwap)
 
     model.attention.product = model.attention.weight.view(16)
-    packed = shadows_of(model, Twins())
+    packed = shadows_of(model, ShadowParameters())
     packed.build(StagingMode.DEVICE, CPU)
     assert isinstance(packed.swap, ContentSwap)
     weight = model.attention.weight
@@ -207,40 +207,42 @@ def test_a_swap_of_contents_shows_in_the_version() -> None:
 
 
 def test_a_shadow_is_built_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twins = Model(), Twins()
+    model, parameters = Model(), ShadowParameters()
     made: list[torch.Tensor] = []
-    original = Twins.storage_for
+    original = ShadowParameters.storage_for
 
-    def storage_for(self: Twins, of: torch.Tensor, storage: torch.device) -> torch.Tensor:
+    def storage_for(
+        self: ShadowParameters, of: torch.Tensor, storage: torch.device
+    ) -> torch.Tensor:
         if len(made) == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 GiB\nmore")
         made.append(original(self, of, storage))
         return made[-1]
 
-    monkeypatch.setattr(Twins, "storage_for", storage_for)
-    built = shadows_of(model, twins)
+    monkeypatch.setattr(ShadowParameters, "storage_for", storage_for)
+    built = shadows_of(model, parameters)
     with pytest.raises(Refused, match=r"building it failed: CUDA out of memory.* 16 GiB$"):
         built.build(StagingMode.DEVICE, CPU)
-    assert twins.weights() == []
+    assert parameters.weights() == []
     assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
     # with memory it works the next time
-    monkeypatch.setattr(Twins, "storage_for", original)
+    monkeypatch.setattr(ShadowParameters, "storage_for", original)
     built.build(StagingMode.DEVICE, CPU)
-    assert len(twins.weights()) == 4
+    assert len(parameters.weights()) == 4
 
 
 def test_memory_of_a_failed_shadow_is_given_back() -> None:
-    twins = Twins()
-    shadow = Shadow(Model(), twins, CPU)
-    twins.forget()
-    assert all(twin.numel() == 0 for _, _, twin in shadow.pairs)
+    parameters = ShadowParameters()
+    shadow = Shadow(Model(), parameters, CPU)
+    parameters.forget()
+    assert all(tensor.numel() == 0 for _, _, tensor in shadow.pairs)
     assert all(live.numel() for _, live, _ in shadow.pairs)
 
 
 def test_in_place_nothing_live_is_given_back() -> None:
-    twins, model = Twins(), Model()
-    Shadow(model, twins, None)
-    twins.forget()
+    parameters, model = ShadowParameters(), Model()
+    Shadow(model, parameters, None)
+    parameters.forget()
     assert model.attention.weight.numel() == 16
     assert model.attention.get_buffer("bias").numel() == 4
 
@@ -253,9 +255,9 @@ def test_a_shadow_takes_what_was_set_aside() -> None:
     assert len(kept) == 4
     # made after that: it gets memory of its own
     model.attention.register_buffer("late", torch.ones(2))
-    shadow = Shadow(model, Twins(storage), CPU)
-    for name, live, twin in shadow.pairs:
-        assert (twin.data_ptr() == kept.get(id(live))) is not name.endswith("late")
+    shadow = Shadow(model, ShadowParameters(storage), CPU)
+    for name, live, tensor in shadow.pairs:
+        assert (tensor.data_ptr() == kept.get(id(live))) is not name.endswith("late")
     assert storage == {}
 
 

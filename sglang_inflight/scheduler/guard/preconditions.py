@@ -1,4 +1,7 @@
-"""What must hold before some handlers of SGLang's begin, because they stop half way else."""
+"""What some handlers of SGLang's need, checked before they begin.
+
+Without it they fail half way, and leave the server with a part of their work done.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Pause:
 
     def holds_the_loop(self) -> bool:
         """Called at every boundary, after the messages: may the next step not run?"""
-        self._look_at_the_clock()
+        self._check_the_clock()
         if self.state is PauseState.RUNNING:
             return False
         if self.state is PauseState.DRAINING:
@@ -159,7 +159,7 @@ class Pause:
 
     # ---- the machine ---------------------------------------------------------------
 
-    def _look_at_the_clock(self) -> None:
+    def _check_the_clock(self) -> None:
         """All ranks have the same times to look at, and the first one's clock counts."""
         alarms = self._held.alarms
         if not alarms:

@@ -2,20 +2,21 @@
 
 A slot of the KV pool is written by one forward and read by any number of requests, after
 commits too: a running request keeps its KV, and ``kv_cache="keep"`` lends old prefixes to
-new requests. So the version is kept per slot: each forward notes it for the slots that it
-is about to write, and a request that ends reads it off its slots. Reuse, retraction and
-recompute then need no rule of their own.
+new requests. So the version is kept per slot: before each forward it is recorded for the slots
+that the forward writes, and when a request ends it is read off the request's slots. Reuse,
+retraction and recompute then need no rule of their own.
 
-A speculating forward writes slots for tokens of which some are not taken, and under overlap
-only the GPU knows where they begin. Its slots are noted with its result, those of the tokens
-that were taken, which it wrote or moved there.
+A speculating forward writes slots for several tokens, of which verification takes some. Under
+overlap scheduling the host learns from the result, and not sooner, which slots those are. So the
+version is recorded when the result is processed, for the slots of the tokens that were taken.
 
-What is read is what the row holds at the end. A prompt that the cache holds whole has its
-last token computed anew, and the slot of that is then replaced by the cache's: the one
-forward that overlap launches in between read the newer.
+Spans show the slots that the request has at its end. One forward may have read another slot.
+Where the whole prompt is cached, SGLang computes its last token anew, into a new slot, and then
+puts the cached slot in its place. A forward that overlap scheduling launches between the two
+reads the new slot, and the spans show the cached one.
 
-Stream order: noting and reading are enqueued on the scheduler's stream, as the allocation
-of the slots and of a request's row are. So a read sees what was noted before it and waits
+Stream order: recording and reading are enqueued on the scheduler's stream, as the allocation
+of the slots and of a request's row are. So a read sees what was recorded before it and waits
 for no forward.
 """
 

@@ -13,7 +13,7 @@ from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.reservation import Reservation
-from sglang_inflight.scheduler.update.shadow import Twins
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_staged
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.groups import Groups
@@ -47,9 +47,9 @@ def make_staging(
     ``is_busy`` says, to any thread, whether requests run.
     """
     reservation: Reservation | None = scheduler.inflight_reservation
-    twins = Twins(reservation.storage if reservation is not None else {})
+    parameters = ShadowParameters(reservation.storage if reservation is not None else {})
     runners = scheduler.weight_updater._select_runners("all")
-    models = [ShadowedModel(role, runner, twins) for role, runner in runners]
+    models = [ShadowedModel(role, runner, parameters) for role, runner in runners]
     device = next(models[0].runner.model.parameters()).device
     if reservation is not None:
         mode = reservation.mode
@@ -69,7 +69,7 @@ def make_staging(
     groups = Groups(settings.group_timeout_s)
     jobs = Jobs(
         models,
-        Shadows(models, twins),
+        Shadows(models, parameters),
         groups,
         metrics,
         mode=mode,

@@ -40,21 +40,21 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, depth - 1)
 
 
-def replace(value: Any, twin_of: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
-    """``value`` with the twins of the tensors and modules in it, or itself where none is."""
+def replace(value: Any, shadow_of: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
+    """``value`` with the shadows of the tensors and modules in it, or itself where none is."""
     if isinstance(value, torch.Tensor):
-        return twin_of(value) if _has_memory(value) else value
+        return shadow_of(value) if _has_memory(value) else value
     if isinstance(value, nn.Module):
-        return twin_of(value)
+        return shadow_of(value)
     if isinstance(value, types.MethodType) and isinstance(value.__self__, nn.Module):
-        return types.MethodType(value.__func__, twin_of(value.__self__))
+        return types.MethodType(value.__func__, shadow_of(value.__self__))
     if type(value) not in _CONTAINERS or not depth:
         return value
     if isinstance(value, dict):
-        items = {key: replace(item, twin_of, depth - 1) for key, item in value.items()}
+        items = {key: replace(item, shadow_of, depth - 1) for key, item in value.items()}
         same = all(items[key] is item for key, item in value.items())
         return value if same else type(value)(items)
-    replaced = [replace(item, twin_of, depth - 1) for item in value]
+    replaced = [replace(item, shadow_of, depth - 1) for item in value]
     same = all(new is old for new, old in zip(replaced, value, strict=True))
     return value if same else type(value)(replaced)
 

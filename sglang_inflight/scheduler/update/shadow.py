@@ -14,11 +14,13 @@ from torch import nn
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.digest import Digest
 
-# a parameter's name, its twin, and what a loader writes to it
+# a parameter's name, its shadow, and what a loader writes to it
 Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
 
 
-def unwatched(name: str, twin: torch.Tensor, loaded: torch.Tensor) -> AbstractContextManager[None]:
+def unwatched(
+    name: str, shadow: torch.Tensor, loaded: torch.Tensor
+) -> AbstractContextManager[None]:
     return nullcontext()
 
 
@@ -29,7 +31,7 @@ class Kept(NamedTuple):
     storage: torch.Tensor
 
 
-class Twins:
+class ShadowParameters:
     """The shadow storage of one rank, by the id of the tensor it shadows.
 
     One for all models of the rank: what a draft shares with its target is one weight, and
@@ -39,19 +41,19 @@ class Twins:
     def __init__(self, reserved: dict[int, Kept] | None = None) -> None:
         self._reserved = reserved or {}
         self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
-        # by id, of originals and of twins
+        # by id, of originals and of shadows
         self._weights: dict[int, torch.Tensor] = {}
         self.writing: Writing = unwatched
 
     def get(self, original: torch.Tensor) -> Any:
-        """The twin of ``original``, or None where there is none yet."""
+        """The shadow of ``original``, or None where there is none yet."""
         known = self._by_original.get(id(original))
         return None if known is None else known[1]
 
-    def add(self, original: torch.Tensor, twin: torch.Tensor, *, is_weight: bool) -> None:
-        self._by_original[id(original)] = original, twin
+    def add(self, original: torch.Tensor, shadow: torch.Tensor, *, is_weight: bool) -> None:
+        self._by_original[id(original)] = original, shadow
         if is_weight:
-            self._weights |= {id(original): original, id(twin): twin}
+            self._weights |= {id(original): original, id(shadow): shadow}
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._weights
@@ -70,10 +72,10 @@ class Twins:
         return torch.empty_like(original.data, device=storage, pin_memory=pinned)
 
     def forget(self) -> None:
-        """Give all memory back, also that of twins that somebody still holds."""
-        for original, twin in self._by_original.values():
-            if twin is not original:
-                twin.data = twin.data.new_empty(0)
+        """Give all memory back, also that of shadows that somebody still holds."""
+        for original, shadow in self._by_original.values():
+            if shadow is not original:
+                shadow.data = shadow.data.new_empty(0)
         self._by_original.clear()
         self._weights.clear()
         self._reserved.clear()
@@ -82,33 +84,35 @@ class Twins:
 class Shadow:
     """A structural clone of a model, whose tensors are storage of their own.
 
-    With ``storage`` None the twins share the originals' storage instead: the model's own
+    With ``storage`` None the shadows share the originals' storage instead: the model's own
     loader then writes the live weights, and still tells of every write.
 
-    Every module is a shallow copy; parameters and buffers are replaced by twins that keep
+    Every module is a shallow copy; parameters and buffers are replaced by shadows that keep
     class, attributes, loader and ties of the originals, and so are tensors, parameters and
     modules in plain attributes, and modules to which a loader is bound. So
-    ``twin.load_weights`` knows how fused, sharded, tied and stacked parameters load, and
+    ``load_weights`` of the clone knows how fused, sharded, tied and stacked parameters load, and
     reaches nothing of the live model. Of what it writes, only weights are committed:
     ``find_derived`` tells whether it wrote anything else.
 
-    Owners: the staging thread writes the twins while an update is open. Once it is sealed
+    Owners: the staging thread writes the shadows while an update is open. Once it is sealed
     only the scheduler's thread touches them, in a ``PreparedSwap``. The message that carries
     the commit orders the two.
     """
 
-    def __init__(self, model: nn.Module, twins: Twins, storage: torch.device | None) -> None:
-        self._twins = twins
+    def __init__(
+        self, model: nn.Module, parameters: ShadowParameters, storage: torch.device | None
+    ) -> None:
+        self._parameters = parameters
         self._storage = storage
-        self._model = model
+        self._live = model
         self._modules: dict[int, nn.Module] = {}
-        self.twin: nn.Module = self._clone(model, "")
-        shadows = dict(weights_of(self.twin))
+        self.model: nn.Module = self._clone(model, "")
+        shadows = dict(weights_of(self.model))
         # (name, live, shadow) of each distinct parameter and persistent buffer
         self.pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
             (name, live, shadows[name]) for name, live in weights_of(model)
         ]
-        # by module and name: what the twin got, and a checksum of it
+        # by module and name: what the clone got, and a checksum of it
         self._placed: dict[tuple[int, str], tuple[Any, str]] = {}
         if storage is not None:
             self._replace_attributes()
@@ -116,21 +120,21 @@ class Shadow:
     @property
     def shows_weights_elsewhere(self) -> bool:
         """Whether an attribute of the model lies in the memory of a weight."""
-        memory = {_memory(weight) for weight in self._twins.weights() if weight.numel()}
+        memory = {_memory(weight) for weight in self._parameters.weights() if weight.numel()}
         return any(
             tensor.numel() and _memory(tensor) in memory
-            for module in self._model.modules()
+            for module in self._live.modules()
             for _, value in attributes_of(module)
             for tensor in self._no_weights_in(value)
         )
 
     def find_derived(self) -> str | None:
-        """What loading changed in the twin that no commit brings to the live model."""
-        now = dict(weights_of(self.twin))
+        """What loading changed in the clone that no commit brings to the live model."""
+        now = dict(weights_of(self.model))
         for name, _, shadow in self.pairs:
             if now.get(name) is not shadow:
                 return name
-        for name, module in self._model.named_modules():
+        for name, module in self._live.named_modules():
             live = dict(attributes_of(module))
             for attribute, value in attributes_of(self._modules[id(module)]):
                 placed = self._placed.get((id(module), attribute))
@@ -155,94 +159,94 @@ class Shadow:
         )
 
     def _no_weights_in(self, value: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_in(value) if not self._twins.is_weight(tensor)]
+        return [tensor for tensor in tensors_in(value) if not self._parameters.is_weight(tensor)]
 
     def _clone(self, module: nn.Module, prefix: str) -> nn.Module:
         if id(module) in self._modules:
             return self._modules[id(module)]
-        twin = self._modules[id(module)] = copy.copy(module)
-        attributes: dict[str, Any] = twin.__dict__
+        clone = self._modules[id(module)] = copy.copy(module)
+        attributes: dict[str, Any] = clone.__dict__
         attributes["_parameters"] = {
-            name: None if p is None else self._twin_parameter(p, f"{prefix}{name}")
+            name: None if p is None else self._shadow_parameter(p, f"{prefix}{name}")
             for name, p in module._parameters.items()
         }
         attributes["_buffers"] = {
             name: buffer
             if buffer is None or name in module._non_persistent_buffers_set
-            else self._twin_buffer(buffer)
+            else self._shadow_buffer(buffer)
             for name, buffer in module._buffers.items()
         }
         attributes["_modules"] = {
             name: None if child is None else self._clone(child, f"{prefix}{name}.")
             for name, child in module._modules.items()
         }
-        return twin
+        return clone
 
     def _replace_attributes(self) -> None:
-        """After the clone: then each parameter and module has a twin that is known."""
-        for module in self._model.modules():
-            twin = self._modules[id(module)]
+        """After the clone: then each parameter and module has a shadow that is known."""
+        for module in self._live.modules():
+            clone = self._modules[id(module)]
             for name, value in attributes_of(module):
                 if isinstance(value, float):
                     self._placed[id(module), name] = value, ""
                     continue
-                own = replace(value, self._twin_of)
+                own = replace(value, self._shadow_of)
                 if own is value:
                     continue
                 if name in module._non_persistent_buffers_set:
-                    twin._buffers[name] = own
+                    clone._buffers[name] = own
                 else:
-                    twin.__dict__[name] = own
+                    clone.__dict__[name] = own
                 self._placed[id(module), name] = own, _checksum(self._no_weights_in(own))
 
-    def _twin_of(self, value: torch.Tensor | nn.Module) -> Any:
+    def _shadow_of(self, value: torch.Tensor | nn.Module) -> Any:
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
-        known = self._twins.get(value)
+        known = self._parameters.get(value)
         return self._copy(value, is_weight=False) if known is None else known
 
-    def _twin_parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
-        known: nn.Parameter | None = self._twins.get(parameter)
+    def _shadow_parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
+        known: nn.Parameter | None = self._parameters.get(parameter)
         if known is not None:
             return known
         data = parameter.data
         if self._storage is not None:
-            data = self._twins.storage_for(parameter, self._storage)
-        twin: nn.Parameter = torch.Tensor._make_subclass(
+            data = self._parameters.storage_for(parameter, self._storage)
+        shadow: nn.Parameter = torch.Tensor._make_subclass(
             type(parameter), data, parameter.requires_grad
         )
-        twin.__dict__.update(parameter.__dict__)
+        shadow.__dict__.update(parameter.__dict__)
         load = getattr(parameter, "weight_loader", default_weight_loader)
 
         def load_and_tell(
             param: nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            with self._twins.writing(name, param, loaded_weight):
+            with self._parameters.writing(name, param, loaded_weight):
                 return self._own(load)(param, loaded_weight, *args, **kwargs)
 
         # a class of upstream's has a read-only property of the name, over this attribute
         slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
-        setattr(twin, slot, load_and_tell)
-        self._twins.add(parameter, twin, is_weight=True)
-        return twin
+        setattr(shadow, slot, load_and_tell)
+        self._parameters.add(parameter, shadow, is_weight=True)
+        return shadow
 
     def _own(self, loader: Any) -> Any:
-        """``loader``, bound to the twin of the module that it is bound to."""
-        return loader if self._storage is None else replace(loader, self._twin_of)
+        """``loader``, bound to the clone of the module that it is bound to."""
+        return loader if self._storage is None else replace(loader, self._shadow_of)
 
-    def _twin_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        known: torch.Tensor | None = self._twins.get(buffer)
+    def _shadow_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        known: torch.Tensor | None = self._parameters.get(buffer)
         return self._copy(buffer, is_weight=True) if known is None else known
 
     def _copy(self, tensor: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
-        twin, storage = tensor, self._storage
+        shadow, storage = tensor, self._storage
         if storage is not None:
             # a scale that is kept on the host stays there
             if not is_weight and storage.type != "cpu":
                 storage = tensor.device
-            twin = self._twins.storage_for(tensor, storage).copy_(tensor.detach())
-        self._twins.add(tensor, twin, is_weight=is_weight)
-        return twin
+            shadow = self._parameters.storage_for(tensor, storage).copy_(tensor.detach())
+        self._parameters.add(tensor, shadow, is_weight=is_weight)
+        return shadow
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -16,7 +16,7 @@ from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.shadow import Shadow, Twins, unwatched
+from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, unwatched
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.update.throttle.copies import rate_limited
@@ -33,12 +33,12 @@ DIRECT = "direct"
 class ShadowedModel:
     """Loads tensors into the shadow of one model. Used on the staging thread."""
 
-    def __init__(self, role: str, runner: ModelRunner, twins: Twins) -> None:
+    def __init__(self, role: str, runner: ModelRunner, parameters: ShadowParameters) -> None:
         self.role = role
         self.runner = runner
         # the one it was started with
         self.checkpoint = runner.model_config.model_path
-        self._twins = twins
+        self._parameters = parameters
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _tell_nobody
         self._shadow: Shadow | None = None
@@ -51,7 +51,7 @@ class ShadowedModel:
         storage = torch.device("cpu") if mode is StagingMode.HOST else device
         self._shadow = Shadow(
             self.runner.model,
-            self._twins,
+            self._parameters,
             storage=None if mode is StagingMode.OFF else storage,
         )
 
@@ -61,7 +61,7 @@ class ShadowedModel:
         return self._shadow
 
     def forget_shadow(self) -> None:
-        """The next update builds it anew. Its memory is the ``Twins``' to give back."""
+        """The next update builds it anew. Its memory is the ``ShadowParameters``' to give back."""
         self._shadow = None
 
     @property
@@ -130,7 +130,7 @@ class ShadowedModel:
             rate_limit=rate_limit,
         )
         watched = checks.watch(weights)
-        self._twins.writing = functools.partial(self._writing, checks, rate_limit)
+        self._parameters.writing = functools.partial(self._writing, checks, rate_limit)
         try:
             self._load(load_format, _one_at_a_time(watched))
             # a loader may stop before the end: what it did not take is not loaded
@@ -144,24 +144,24 @@ class ShadowedModel:
                 raise
             raise checks.explain(error) from error
         finally:
-            self._twins.writing = unwatched
+            self._parameters.writing = unwatched
         return checks
 
     def _load(self, load_format: str | None, weights: Weights) -> Any:
-        twin: Any = self.shadow.twin
+        model: Any = self.shadow.model
         if load_format in (None, FLATTENED_BUCKET):
-            return twin.load_weights(weights)
+            return model.load_weights(weights)
         if load_format == DIRECT:
             return self._load_direct(weights)
         if load_format in self.runner.weight_updater.custom_weight_loaders:
-            return dynamic_import(load_format)(twin, weights)
+            return dynamic_import(load_format)(model, weights)
         raise Refused(f"load_format {load_format!r} is not known for tensors")
 
     def _load_direct(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Names are the parameters' own, shapes are those of this rank's shard."""
-        parameters = dict(self.shadow.twin.named_parameters())
+        parameters = dict(self.shadow.model.named_parameters())
         for name, tensor in weights:
-            with self._twins.writing(name, parameters[name], tensor):
+            with self._parameters.writing(name, parameters[name], tensor):
                 default_weight_loader(parameters[name], tensor)
 
     @contextmanager
@@ -170,12 +170,12 @@ class ShadowedModel:
         checks: TensorChecks,
         rate_limit: RateLimit,
         name: str,
-        twin: torch.Tensor,
+        shadow: torch.Tensor,
         loaded: torch.Tensor,
     ) -> Iterator[None]:
         checks.count_write(name)
         self.on_write()
-        with rate_limited(rate_limit, twin, loaded):
+        with rate_limited(rate_limit, shadow, loaded):
             yield
 
 

@@ -8,7 +8,7 @@ import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.shadow import Twins
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.swap import Swap, swap_for
 
@@ -19,9 +19,9 @@ class Shadows:
     Only the staging thread touches it.
     """
 
-    def __init__(self, models: Sequence[ShadowedModel], twins: Twins) -> None:
+    def __init__(self, models: Sequence[ShadowedModel], parameters: ShadowParameters) -> None:
         self._models = models
-        self._twins = twins
+        self._parameters = parameters
         self._swap: Swap | None = None
         self._is_built = False
 
@@ -55,6 +55,6 @@ class Shadows:
     def _forget(self, device: torch.device) -> None:
         for model in self._models:
             model.forget_shadow()
-        self._twins.forget()
+        self._parameters.forget()
         if device.type != "cpu":
             torch.get_device_module(device).empty_cache()

@@ -1,4 +1,4 @@
-"""How a commit swaps live weights and shadow: in either way, without needing memory.
+"""How a commit swaps live weights and shadow: in two ways, of which neither allocates memory.
 
     where            what is swapped                        why
     a CPU            the pointers                           no graph holds them

@@ -1,4 +1,7 @@
-"""The staging thread: everything slow happens here, and nothing else does."""
+"""The staging thread, which does the slow part of an update so that the scheduler's loop need not.
+
+It does one job after the other, and nothing else.
+"""
 
 from __future__ import annotations
 

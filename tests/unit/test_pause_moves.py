@@ -1,0 +1,132 @@
+"""The moves of the pause machine, made on a scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.scheduler.pause import pause as module
+from sglang_inflight.scheduler.pause.machine import Drained
+from sglang_inflight.scheduler.pause.pause import Pause
+
+
+class Scheduler:
+    """It writes down what it is told, and holds two requests until they are aborted."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.running: set[Any] = {object(), object()}
+        self.chunked_req = self.cur_batch_for_debug = None
+        # no socket: it does not sleep
+        self.ipc_channels = SimpleNamespace(recv_from_tokenizer=None)
+        self.fails = False
+
+    # as a scheduler
+
+    def pause_generation(self, request: Any) -> None:
+        self.told.append(f"pause {request.mode}")
+
+    def continue_generation(self, request: Any) -> None:
+        self.told.append(f"continue, torch_empty_cache={request.torch_empty_cache}")
+
+    def abort_request(self, request: Any) -> None:
+        self.told.append("abort")
+
+    # as its boundary
+
+    pending_batches: tuple[Any, ...] = ()
+
+    def drain(self) -> None:
+        pass
+
+    def retract(self) -> int:
+        if self.fails:
+            raise RuntimeError("no memory")
+        self.told.append("retract")
+        return len(self.running)
+
+    def running_requests(self) -> set[Any]:
+        return self.running
+
+    def waiting_requests(self) -> list[Any]:
+        return []
+
+    def live_requests(self) -> set[Any]:
+        return set()
+
+
+class Answers:
+    def __init__(self) -> None:
+        self.given: list[tuple[str, Any]] = []
+
+    def succeed(self, call: Any, **detail: Any) -> None:
+        self.given.append((call.call_id, detail))
+
+    def fail(self, call: Any, error: Exception) -> None:
+        self.given.append((call.call_id, str(error)))
+
+
+class Rank:
+    def __init__(self) -> None:
+        self.scheduler, self.answers = Scheduler(), Answers()
+        none = SimpleNamespace(set=lambda _: None, inc=lambda _: None)
+        parts: tuple[Any, ...] = (
+            self.scheduler,
+            self.scheduler,
+            self.answers,
+            SimpleNamespace(paused=none, paused_seconds=none),
+        )
+        self.pause = Pause(*parts)
+
+    def ask(self, mode: PauseMode, call_id: str) -> None:
+        self.pause.ask(PauseCall(call_id=call_id, mode=mode, pause_id="p"))
+
+    def state(self) -> str:
+        return self.pause.state.value
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
+    monkeypatch.setattr(module, "is_true_of_any", lambda here: here)
+    return Rank()
+
+
+def test_a_move_that_fails_moves_nothing(rank: Rank) -> None:
+    rank.scheduler.fails = True
+    with pytest.raises(RuntimeError, match="no memory"):
+        rank.ask("retract", "first")
+    assert rank.state() == "running"
+    assert rank.answers.given == []
+    rank.scheduler.fails = False
+    rank.ask("retract", "second")
+    assert rank.state() == "frozen"
+    [(call_id, detail)] = rank.answers.given
+    assert (call_id, detail["state"], detail["retracted"]) == ("second", "frozen", 2)
+    assert rank.scheduler.told == ["retract", "pause in_place"]
+
+
+def test_each_caller_hears_how_many_requests_it_aborted(rank: Rank) -> None:
+    rank.ask("abort", "first")
+    assert not rank.pause.holds_the_loop()
+    # the same pause, asked for again, while the first one's requests still end
+    rank.ask("abort", "second")
+    [(call_id, said)] = rank.answers.given
+    assert (call_id, "took its place" in said) == ("first", True)
+    rank.scheduler.running = set()
+    rank.pause._go_through(Drained())
+    call_id, detail = rank.answers.given[-1]
+    assert (call_id, detail["aborted"], detail["running"]) == ("second", 2, 0)
+    assert rank.pause._aborted == {}
+
+
+def test_draining_ends_a_freeze_and_running_on_only_a_freeze(rank: Rank) -> None:
+    rank.ask("in_place", "first")
+    rank.ask("wait", "second")
+    told = ["pause in_place", "continue, torch_empty_cache=False"]
+    assert rank.scheduler.told == told
+    rank.pause.resume(ContinueCall(call_id="third", torch_empty_cache=True))
+    assert rank.scheduler.told == told
+    assert rank.state() == "running"
