@@ -16,7 +16,10 @@ from sglang_inflight import doctor, unsupported
 from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
+from sglang_inflight.porting.finding import Finding
 from sglang_inflight.scheduler import hooks as scheduler_hooks
+
+SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 
 
 @pytest.fixture
@@ -85,3 +88,19 @@ def test_server_flags_that_would_be_taken(model: Path) -> None:
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     assert dict(os.environ) == before
+
+
+def test_another_version_is_told_those_that_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sglang_inflight.livepatch.series.version", lambda distribution: "0.1")
+    seen = CliRunner().invoke(app, ["doctor", "--json"])
+    report = json.loads(seen.stdout)
+    supported = [folder.name.removeprefix("sglang-") for folder in SERIES]
+    assert (seen.exit_code, report["supported"]) == (1, supported)
+    assert any(" or ".join(supported) in problem for problem in report["problems"])
+
+
+def test_what_sglang_does_not_have_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = Finding("protocol", "Scheduler.waiting_queue", "Scheduler has no such member")
+    monkeypatch.setattr(doctor, "_look_at_names", lambda: (lost,))
+    report = doctor.report()
+    assert report.problems == ["SGLang's Scheduler.waiting_queue: Scheduler has no such member"]

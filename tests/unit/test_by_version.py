@@ -1,0 +1,83 @@
+"""What the supported versions of SGLang do differently, on objects with as little as theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_inflight.scheduler.upstream import by_version
+
+
+class Sender:
+    def __init__(self) -> None:
+        self.sent: list[tuple[object, object]] = []
+
+    def send_output(self, output: object, recv_obj: object = None) -> None:
+        self.sent.append((output, recv_obj))
+
+
+class Channels:
+    def __init__(self) -> None:
+        self.send_to_tokenizer = Sender()
+
+
+class Older:
+    """0.5.22's."""
+
+    def __init__(self) -> None:
+        self._engine_paused = False
+        self.ipc_channels = Channels()
+
+    def pause(self) -> None:
+        self._engine_paused = True
+
+    @property
+    def sent(self) -> list[tuple[object, object]]:
+        return self.ipc_channels.send_to_tokenizer.sent
+
+
+class Newer(Older):
+    """0.5.23's: outputs may go elsewhere, and the pause has a beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pause_started_at: float | None = None
+        self.elsewhere = Sender()
+
+    def pause(self) -> None:
+        super().pause()
+        self._pause_started_at = 1.0
+
+    def send_control_output(self, output: object, recv_req: object) -> None:
+        self.elsewhere.send_output(output, recv_req)
+
+    @property
+    def sent(self) -> list[tuple[object, object]]:
+        return self.elsewhere.sent
+
+
+@pytest.fixture(params=[Older, Newer])
+def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(by_version, "_IS_0_5_22", request.param is Older)
+    return request.param()
+
+
+def test_a_pause_in_the_block_leaves_no_trace(scheduler: Any) -> None:
+    before = dict(vars(scheduler))
+    with by_version.paused_as_it_was(scheduler):
+        scheduler.pause()
+    assert vars(scheduler) == before
+
+
+def test_a_pause_from_before_goes_on(scheduler: Any) -> None:
+    scheduler.pause()
+    before = dict(vars(scheduler))
+    with by_version.paused_as_it_was(scheduler):
+        scheduler._engine_paused = False
+    assert vars(scheduler) == before
+
+
+def test_an_output_goes_where_the_loop_sends_its_own(scheduler: Any) -> None:
+    by_version.send_control_output(scheduler, "output", "request")
+    assert scheduler.sent == [("output", "request")]

@@ -1,0 +1,33 @@
+"""A bucket to receive into has the layout that a trainer's bucket has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+from sglang_inflight.scheduler.update.sources.broadcast import _empty_bucket
+
+CPU = torch.device("cpu")
+
+
+def test_what_a_trainer_flattened_comes_out_again() -> None:
+    sent = [
+        ("a", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
+        ("b", torch.tensor(7, dtype=torch.bfloat16)),
+        ("c", torch.zeros(0, 4, dtype=torch.bfloat16)),
+        ("d", torch.arange(3, dtype=torch.uint8)),
+    ]
+    layout = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in sent]
+    flat, received = _empty_bucket(layout, CPU)
+    flat.copy_(FlattenedTensorBucket(named_tensors=sent).get_flattened_tensor())
+    assert [name for name, _ in received] == ["a", "b", "c", "d"]
+    for (_, theirs), (_, ours) in zip(sent, received, strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        assert torch.equal(ours, theirs)
+
+
+def test_a_tensor_that_would_begin_amid_an_element_is_refused() -> None:
+    layout = [("a", torch.uint8, [3]), ("b", torch.float32, [1])]
+    with pytest.raises(ValueError, match="b would begin at byte 3"):
+        _empty_bucket(layout, CPU)
