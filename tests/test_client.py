@@ -161,11 +161,13 @@ def test_refusals(server: Server, client: Client, checkpoints: Path) -> None:
 
 def test_session(server: Server, client: Client) -> None:
     weights = marker.tensors(1)
-    with client.session(weight_version="v1", partial=False) as receipt:
-        name = {"session_id": receipt["session_id"]}
+    with client.session(weight_version="v1", partial=False) as session:
+        name = {"session_id": session.session_id}
         server.post("/update_weights_from_tensor", tensor_body(weights) | name)
         says(server, 0)
-    assert receipt["tensors"] == len(weights)
+        assert session.receipt is None
+    assert session.receipt is not None
+    assert session["tensors"] == session.receipt.tensors == len(weights)
     says(server, 1)
 
 
