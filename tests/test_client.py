@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,11 +160,13 @@ def test_refusals(server: Server, client: Client, checkpoints: Path) -> None:
 
 def test_session(server: Server, client: Client) -> None:
     weights = marker.tensors(1)
-    with client.session(weight_version="v1", partial=False) as receipt:
-        name = {"session_id": receipt["session_id"]}
+    with client.session(weight_version="v1", partial=False) as session:
+        name = {"session_id": session.session_id}
         server.post("/update_weights_from_tensor", tensor_body(weights) | name)
         says(server, 0)
-    assert receipt["tensors"] == len(weights)
+        assert session.receipt is None
+    assert session.receipt is not None
+    assert session["tensors"] == session.receipt.tensors == len(weights)
     says(server, 1)
 
 
@@ -183,10 +184,19 @@ def test_session_that_fails_changes_nothing(server: Server, client: Client) -> N
     says(server, 0)
 
 
-def test_session_outlives_its_lease(server: Server, client: Client) -> None:
-    with client.session(weight_version="v1", lease_s=SHORT_S):
+def test_session_outlives_its_lease(server: Server) -> None:
+    """It is renewed three times within a lease."""
+    with (
+        Proxy(server).serving() as way,
+        Client(way.url) as client,
+        client.session(weight_version="v1", lease_s=SHORT_S),
+    ):
         client.update("tensor", **tensor_body(marker.tensors(1)))
-        time.sleep(3 * SHORT_S)
+        begun = way.arrivals.count("/begin_weight_update")
+        until(
+            "two leases would have run out",
+            lambda: way.arrivals.count("/begin_weight_update") > begun + 6,
+        )
     says(server, 1)
 
 

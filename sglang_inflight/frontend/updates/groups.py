@@ -82,9 +82,12 @@ class Groups:
         try:
             yield
         except BaseException as error:
-            note = await asyncio.shield(self._give_up(group_name, transfer_id, error))
-            if note and isinstance(error, InflightError):
-                raise type(error)(f"{error}{note}") from error
+            broken = await asyncio.shield(self._give_up(group_name, transfer_id, error))
+            if broken and isinstance(error, InflightError):
+                raise type(error)(
+                    f"{error} Group {group_name!r} is out of step with its trainer now: destroy "
+                    "it and join anew."
+                ) from error
             raise
 
     async def _stop_joining(self, group_name: str) -> None:
@@ -93,9 +96,10 @@ class Groups:
         except RankSilent as silence:
             logger.error("Group %r, whose join was given up: %s", group_name, silence)
 
-    async def _give_up(self, group_name: str, transfer_id: str | None, error: BaseException) -> str:
-        """What the caller of the failed call must know besides: nothing where every rank has
-        taken all of it in.
+    async def _give_up(
+        self, group_name: str, transfer_id: str | None, error: BaseException
+    ) -> bool:
+        """Whether the group is of no use any more: a rank has not taken all of it in.
 
         The message goes out before any later update's on the same socket, so it holds
         whether it is answered or not.
@@ -105,9 +109,5 @@ class Groups:
             answers = await self._ranks.ask(call, GIVE_UP_TIMEOUT_S)
         except RankSilent as silence:
             logger.error("Group %r, after a failed update: %s", group_name, silence)
-            return ""
-        if not any(answer.broken for answer in answers if not isinstance(answer, Failed)):
-            return ""
-        return (
-            f" Group {group_name!r} is out of step with its trainer now: destroy it and join anew."
-        )
+            return False
+        return any(answer.broken for answer in answers if not isinstance(answer, Failed))
