@@ -11,11 +11,13 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.caches import Caches
+from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.updates import Updates
@@ -43,6 +45,11 @@ class Frontend:
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
         self.updates = Updates(tokenizer_manager, self.ranks, self.groups, quiet, metrics, settings)
+        self.calls = (
+            TransparentCalls(tokenizer_manager, self.pauses, self.updates, settings)
+            if settings.transparent
+            else Calls(tokenizer_manager, self.pauses, self.updates)
+        )
         self._tasks = tokenizer_manager.asyncio_tasks
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [(RankAnswer, self._hear), (GenerationContinues, self._look)]

@@ -7,7 +7,7 @@ of these takes such a call, and answers in upstream's form.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -72,18 +72,17 @@ def create_frontend(_: None, tokenizer_manager: TokenizerManager, *args: Any, **
 
 
 async def pause_generation(tm: TokenizerManager, obj: PauseGenerationReqInput) -> None:
-    await tm.inflight.pauses.pause(_convert(obj, PauseBody).mode)
+    await tm.inflight.calls.pause(_convert(obj, PauseBody))
 
 
 async def continue_generation(tm: TokenizerManager, obj: ContinueGenerationReqInput) -> None:
-    body = _convert(obj, ContinueBody)
-    await tm.inflight.pauses.resume(torch_empty_cache=body.torch_empty_cache)
+    await tm.inflight.calls.resume(_convert(obj, ContinueBody))
 
 
 async def update_weights_from_disk(
     tm: TokenizerManager, obj: UpdateWeightFromDiskReqInput, request: object = None
 ) -> tuple[bool, str, int]:
-    success, message = await settle(tm.inflight.updates.update(_convert(obj, DiskBody)))
+    success, message = await settle(tm.inflight.calls.update(_convert(obj, DiskBody)))
     return success, message, 0
 
 
@@ -92,31 +91,31 @@ async def update_weights_from_tensor(
 ) -> tuple[bool, str]:
     payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
     body = _convert(msgspec.structs.replace(obj, serialized_named_tensors=payloads), TensorBody)
-    return await settle(tm.inflight.updates.update(body))
+    return await settle(tm.inflight.calls.update(body))
 
 
 async def update_weights_from_distributed(
     tm: TokenizerManager, obj: UpdateWeightsFromDistributedReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.update(_convert(obj, DistributedBody)))
+    return await settle(tm.inflight.calls.update(_convert(obj, DistributedBody)))
 
 
 async def update_weights_from_ipc(
     tm: TokenizerManager, obj: UpdateWeightsFromIPCReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.update(_convert(obj, IPCBody)))
+    return await settle(tm.inflight.calls.update(_convert(obj, IPCBody)))
 
 
 async def begin_weight_update(
     tm: TokenizerManager, obj: BeginWeightUpdateReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.begin(_convert(obj, BeginBody)))
+    return await settle(tm.inflight.calls.begin(_convert(obj, BeginBody)))
 
 
 async def end_weight_update(
     tm: TokenizerManager, obj: EndWeightUpdateReqInput, request: object = None
 ) -> tuple[bool, str]:
-    return await settle(tm.inflight.updates.end(_convert(obj, EndBody)))
+    return await settle(tm.inflight.calls.end(_convert(obj, EndBody)))
 
 
 async def init_weights_update_group(
@@ -129,6 +128,19 @@ async def destroy_weights_update_group(
     tm: TokenizerManager, obj: DestroyWeightsUpdateGroupReqInput, request: object = None
 ) -> tuple[bool, str]:
     return await settle(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
+
+
+async def flush_cache(
+    flush: Callable[..., Awaitable[Any]], tm: TokenizerManager, *args: Any, **kwargs: Any
+) -> Any:
+    return await tm.inflight.calls.flush(lambda: flush(tm, *args, **kwargs))
+
+
+async def release_memory_occupation(
+    release: Callable[..., Awaitable[None]], tm: TokenizerManager, *args: Any, **kwargs: Any
+) -> None:
+    await tm.inflight.calls.stand_still()
+    await release(tm, *args, **kwargs)
 
 
 def _convert(obj: msgspec.Struct, body: type[Any]) -> Any:
@@ -176,6 +188,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.AROUND,
     ),
     (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
+    *(
+        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", surround, HookType.AROUND)
+        for surround in (flush_cache, release_memory_occupation)
+    ),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),

@@ -76,13 +76,7 @@ async def pause_generation(engine: Engine, body: PauseBody) -> dict[str, Any]:
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.pause(
-        body.mode or None,
-        pause_id=body.pause_id,
-        new_id=body.new_id,
-        lease_s=body.lease_s,
-        timeout_s=body.timeout_s,
-    )
+    return await _frontend(engine).calls.pause(body)
 
 
 @engine_method(ContinueBody)
@@ -91,15 +85,13 @@ async def continue_generation(engine: Engine, body: ContinueBody) -> dict[str, A
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.resume(
-        pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache
-    )
+    return await _frontend(engine).calls.resume(body)
 
 
 @engine_method(NoArguments)
 async def is_paused(engine: Engine, body: NoArguments) -> bool:
     """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
-    return await _frontend(engine).pauses.is_paused()
+    return await _frontend(engine).calls.is_paused()
 
 
 @engine_method(NoArguments)
@@ -189,25 +181,25 @@ async def begin_weight_update(engine: Engine, body: BeginBody) -> Outcome:
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
     ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
     """
-    return await _settle(_frontend(engine).updates.begin(body), body.non_blocking)
+    return await _settle(_frontend(engine).calls.begin(body), body.non_blocking)
 
 
 @engine_method(SealBody)
 async def seal_weight_update(engine: Engine, body: SealBody) -> Receipt:
     """Check the session and vote for it on every rank, without committing it."""
-    return await _frontend(engine).updates.seal(body)
+    return await _frontend(engine).calls.seal(body)
 
 
 @engine_method(EndBody)
 async def end_weight_update(engine: Engine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
-    return await _settle(_frontend(engine).updates.end(body), body.non_blocking)
+    return await _settle(_frontend(engine).calls.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
 async def abort_weight_update(engine: Engine, body: AbortUpdateBody) -> None:
     """Drop the session, and the tensors staged in it."""
-    await _frontend(engine).updates.abort(body)
+    await _frontend(engine).calls.abort(body)
 
 
 @engine_method(RollbackBody)
@@ -240,7 +232,7 @@ async def destroy_weights_update_group(engine: Engine, body: LeaveGroupBody) -> 
 
 
 async def _update(engine: Engine, body: UpdateBody) -> Receipt | tuple[bool, str]:
-    return await _settle(_frontend(engine).updates.update(body), body.non_blocking)
+    return await _settle(_frontend(engine).calls.update(body), body.non_blocking)
 
 
 async def _settle(updating: Awaitable[Receipt], non_blocking: bool) -> Receipt | tuple[bool, str]:

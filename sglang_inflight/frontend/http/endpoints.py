@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from fastapi import Request, Response
@@ -23,11 +24,17 @@ Answer = dict[str, Any]
 Endpoint = Callable[..., Awaitable[Response]]
 
 
-def with_body(shape: type[B], handler: Callable[[B], Awaitable[Answer]]) -> Endpoint:
-    """An endpoint whose JSON body has the ``shape``."""
+def with_body(
+    shape: type[B],
+    handler: Callable[[B], Awaitable[Answer]],
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Endpoint:
+    """An endpoint whose JSON body has the ``shape``. ``reading`` is around its decoding."""
 
     async def read_and_answer(request: Request) -> Answer:
-        body = decode(await request.body(), shape)
+        content = await request.body()
+        with reading():
+            body = decode(content, shape)
         return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
@@ -62,12 +69,17 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def with_payloads(handler: Callable[[TensorBody], Awaitable[Answer]]) -> Endpoint:
+def with_payloads(
+    handler: Callable[[TensorBody], Awaitable[Answer]],
+    reading: Callable[[], AbstractContextManager[None]],
+) -> Endpoint:
     """An endpoint whose JSON body may hold whole tensors."""
 
     async def read_and_answer(request: Request) -> Answer:
         with large_body() as large:
-            body = decode(await large.read(request), TensorBody)
+            content = await large.read(request)
+            with reading():
+                body = decode(content, TensorBody)
             # its type is what JSON may hold, which is no file
             body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
             return await while_connected(request, handler(body))

@@ -465,15 +465,11 @@ class Updates:
         session = self._open if self.has_session else None
         if session is not None and not session.is_foreign(body):
             return session
-        if isinstance(body, TensorBody | DistributedBody) and not body.non_blocking:
-            if session is not None:
-                raise Conflict(
-                    "the weight-update session that is open takes calls that name it: pass the "
-                    "session_id that begin_weight_update answered with"
-                )
-            raise Refused(
-                "this update must run between begin_weight_update and end_weight_update, "
-                "or with non_blocking=true"
+        named_by_nobody = isinstance(body, TensorBody | DistributedBody) and not body.non_blocking
+        if session is not None and named_by_nobody:
+            raise Conflict(
+                "the weight-update session that is open takes calls that name it: pass the "
+                "session_id that begin_weight_update answered with"
             )
         return None
 
