@@ -204,11 +204,11 @@ def test_a_trainer_that_dies(
     client = client_of(server, framework, checkpoints, trainers)
     with client.connected():
         client.pause()
-        first, second = client._bodies(1)
+        first, second = client.bodies(1)
         trainers.get().send(1, count=len(first["names"]), group=framework.group)
-        assert client._piece(first, "v1")()["success"] is True
+        assert client.piece(first, "v1")()["success"] is True
         trainers.get().close()
-        assert client._piece(second, "v1")()["success"] is False
+        assert client.piece(second, "v1")()["success"] is False
     refuse(server.post("/continue_generation", {}), "nothing has changed")
     more_tokens(running)
     assert serving(server) == before

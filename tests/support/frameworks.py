@@ -160,7 +160,7 @@ class Client:
         if self._framework.source == "distributed":
             trainer = self._trainers.get()
             trainer.send(version, group=self._framework.group)
-        yield [self._piece(body, name) for body in self._bodies(version)]
+        yield [self.piece(body, name) for body in self.bodies(version)]
         if trainer is not None and trainer.is_alive:
             assert trainer.answer() == "sent"
 
@@ -174,12 +174,14 @@ class Client:
         answer: dict[str, Any] = self._server.post("/continue_generation", {})
         return answer
 
-    def _piece(self, body: Body, name: str) -> Callable[[], dict[str, Any]]:
+    def piece(self, body: Body, name: str) -> Callable[[], dict[str, Any]]:
+        """The call that sends one of ``bodies``."""
         named = {"weight_version": name} if self._framework.names == "piece" else {}
         path = f"/update_weights_from_{self._framework.source}"
         return lambda: self._server.post(path, {**body, **self._framework.piece, **named})
 
-    def _bodies(self, version: int) -> list[Body]:
+    def bodies(self, version: int) -> list[Body]:
+        """Of the pieces, without what the framework says besides."""
         weights = list(marker.tensors(version).items())
         cut = len(weights) // PIECES
         halves = [dict(weights[:cut]), dict(weights[cut:])]
