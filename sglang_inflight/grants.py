@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sglang_inflight.answer import Answer
+from sglang_inflight.receipt import Receipt
 from sglang_inflight.status import PauseMode
 
 
@@ -36,3 +37,33 @@ class Release(Answer, frozen=True, kw_only=True):
     status: str = "ok"
     message: str
     paused: bool
+
+
+class WindowGrant(Answer, frozen=True, kw_only=True):
+    """Nothing stands still, see ``frontend/transparent.py``: what is sent now goes live in flight.
+
+    ``paused`` where there was a reason to stand still all the same.
+    """
+
+    status: str = "ok"
+    message: str
+    paused: bool
+    mode: PauseMode
+    transparent: bool = True
+    weight_version: str
+
+
+class WindowRelease(Answer, frozen=True, kw_only=True):
+    """What was sent has gone live; no ``receipt`` where nothing was."""
+
+    status: str = "ok"
+    message: str
+    paused: bool
+    receipt: Receipt | None
+
+
+class Deferred(Answer, frozen=True, kw_only=True):
+    """Of a call that is made for nothing, until ``continue_generation`` does it."""
+
+    success: bool = True
+    message: str

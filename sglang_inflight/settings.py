@@ -99,6 +99,17 @@ class Settings:
         "how often a silent event stream gets a comment while paused, in seconds; 0 is never",
     )
 
+    transparent: bool = _setting(
+        False,
+        _boolean,
+        "between pause_generation and continue_generation nothing stops, and the weights that "
+        "are sent meanwhile go live in flight",
+    )
+    transparent_grace_s: float = _setting(
+        30.0,
+        _positive,
+        "how long such a pause may go without an update before it becomes a real one, in seconds",
+    )
     vllm_routes: bool = _setting(
         False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
     )

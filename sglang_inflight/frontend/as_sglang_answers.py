@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Awaitable
 
 from sglang_inflight.errors import InflightError
+from sglang_inflight.grants import Deferred
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 
 SuccessAndMessage = tuple[bool, str]
 
 
 async def as_sglang_answers(
-    doing: Awaitable[Receipt | StagedSoFar | Begun | None],
+    doing: Awaitable[Receipt | StagedSoFar | Begun | Deferred | None],
 ) -> SuccessAndMessage:
     """It raises nothing that is an answer: the sentence of a refusal is the message."""
     try:

@@ -179,7 +179,8 @@ class IPCBody(UpdateBody, kw_only=True):
 class BeginBody(Body, kw_only=True):
     sglang = BeginWeightUpdateReqInput
 
-    selector: Selector = "all"
+    # None: as of an update
+    selector: Selector | None = "all"
     non_blocking: bool = False
     expected_version: Name | None = None
     partial: bool = True

@@ -10,6 +10,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.caches import Caches
+from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.metrics import Metrics
@@ -17,6 +18,7 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.status import write_status
 from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
@@ -47,6 +49,17 @@ class Frontend:
         quiet = Quiet(tokenizer_manager, self.pauses)
         two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
+        self.calls = (
+            TransparentCalls(
+                tokenizer_manager,
+                self.pauses,
+                self.updates,
+                settings,
+                in_background=self.in_background,
+            )
+            if settings.transparent
+            else Calls(tokenizer_manager, self.pauses, self.updates)
+        )
         self._tasks = tokenizer_manager.asyncio_tasks
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [

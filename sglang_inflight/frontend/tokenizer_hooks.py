@@ -7,7 +7,7 @@ of these takes such a call, and answers in upstream's form.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -63,17 +63,17 @@ def create_frontend(
 
 
 async def pause_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
-    await tm.inflight.pauses.pause(_convert(obj, PauseBody))
+    await tm.inflight.calls.pause(_convert(obj, PauseBody))
 
 
 async def continue_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
-    await tm.inflight.pauses.resume(_convert(obj, ContinueBody))
+    await tm.inflight.calls.resume(_convert(obj, ContinueBody))
 
 
 async def update_weights_from_disk(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str, int]:
-    success, message = await as_sglang_answers(tm.inflight.updates.update(_convert(obj, DiskBody)))
+    success, message = await as_sglang_answers(tm.inflight.calls.update(_convert(obj, DiskBody)))
     return success, message, 0
 
 
@@ -83,31 +83,31 @@ async def update_weights_from_tensor(
     payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
     changed = msgspec.structs.replace(cast("Any", obj), serialized_named_tensors=payloads)
     body = _convert(changed, TensorBody)
-    return await as_sglang_answers(tm.inflight.updates.update(body))
+    return await as_sglang_answers(tm.inflight.calls.update(body))
 
 
 async def update_weights_from_distributed(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.updates.update(_convert(obj, DistributedBody)))
+    return await as_sglang_answers(tm.inflight.calls.update(_convert(obj, DistributedBody)))
 
 
 async def update_weights_from_ipc(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.updates.update(_convert(obj, IPCBody)))
+    return await as_sglang_answers(tm.inflight.calls.update(_convert(obj, IPCBody)))
 
 
 async def begin_weight_update(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.updates.begin(_convert(obj, BeginBody)))
+    return await as_sglang_answers(tm.inflight.calls.begin(_convert(obj, BeginBody)))
 
 
 async def end_weight_update(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.updates.end(_convert(obj, EndBody)))
+    return await as_sglang_answers(tm.inflight.calls.end(_convert(obj, EndBody)))
 
 
 async def init_weights_update_group(
@@ -120,6 +120,22 @@ async def destroy_weights_update_group(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
+
+
+async def flush_cache(
+    flush: Callable[..., Awaitable[Any]], tm: AdoptedTokenizerManager, *args: Any, **kwargs: Any
+) -> Any:
+    return await tm.inflight.calls.flush(lambda: flush(tm, *args, **kwargs))
+
+
+async def release_memory_occupation(
+    release: Callable[..., Awaitable[None]],
+    tm: AdoptedTokenizerManager,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    await tm.inflight.calls.stand_still()
+    await release(tm, *args, **kwargs)
 
 
 def _convert(obj: Any, body: type[Any]) -> Any:
@@ -167,6 +183,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.AROUND,
     ),
     (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
+    *(
+        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", surround, HookType.AROUND)
+        for surround in (flush_cache, release_memory_occupation)
+    ),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),

@@ -40,7 +40,7 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.grants import Grant, Release
+from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
@@ -48,10 +48,10 @@ from sglang_inflight.status import Status
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
 
-Outcome = Receipt | StagedSoFar | Begun | SuccessAndMessage | tuple[bool, str, int]
+Outcome = Receipt | StagedSoFar | Begun | Deferred | SuccessAndMessage | tuple[bool, str, int]
 
 
-A = TypeVar("A", Receipt, Receipt | StagedSoFar, Begun)
+A = TypeVar("A", bound=Receipt | StagedSoFar | Begun | Deferred)
 
 
 class NoArguments(Body, kw_only=True):
@@ -72,7 +72,7 @@ def _frontend(engine: AdoptedEngine) -> Frontend:
 
 
 @engine_method(PauseBody, "mode")
-async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> Grant:
+async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> Grant | WindowGrant:
     """Pause generation, or renew a pause. Returns when every rank stands still.
 
     ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the
@@ -82,22 +82,22 @@ async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> Grant:
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.pause(body)
+    return await _frontend(engine).calls.pause(body)
 
 
 @engine_method(ContinueBody)
-async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> Release:
+async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> Release | WindowRelease:
     """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).pauses.resume(body)
+    return await _frontend(engine).calls.resume(body)
 
 
 @engine_method(NoArguments)
 async def is_paused(engine: AdoptedEngine, body: NoArguments) -> bool:
     """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
-    return await _frontend(engine).pauses.is_paused()
+    return await _frontend(engine).calls.is_paused()
 
 
 @engine_method(NoArguments)
@@ -187,25 +187,25 @@ async def begin_weight_update(engine: AdoptedEngine, body: BeginBody) -> Outcome
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
     ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
     """
-    return await _answer(_frontend(engine).updates.begin(body), body.non_blocking)
+    return await _answer(_frontend(engine).calls.begin(body), body.non_blocking)
 
 
 @engine_method(SealBody)
 async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> StagedSoFar:
     """Check the session and vote for it on every rank, without committing it."""
-    return await _frontend(engine).updates.seal(body)
+    return await _frontend(engine).calls.seal(body)
 
 
 @engine_method(EndBody)
 async def end_weight_update(engine: AdoptedEngine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
-    return await _answer(_frontend(engine).updates.end(body), body.non_blocking)
+    return await _answer(_frontend(engine).calls.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
 async def abort_weight_update(engine: AdoptedEngine, body: AbortUpdateBody) -> None:
     """Drop the session, and the tensors staged in it."""
-    await _frontend(engine).updates.abort(body)
+    await _frontend(engine).calls.abort(body)
 
 
 @engine_method(RollbackBody)
@@ -242,7 +242,7 @@ async def destroy_weights_update_group(
 async def _update(
     engine: AdoptedEngine, body: UpdateBody
 ) -> Receipt | StagedSoFar | SuccessAndMessage:
-    return await _answer(_frontend(engine).updates.update(body), body.non_blocking)
+    return await _answer(_frontend(engine).calls.update(body), body.non_blocking)
 
 
 async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndMessage:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -26,11 +27,17 @@ Content = Answer | dict[str, Any]
 Endpoint = Callable[..., Awaitable[Response]]
 
 
-def with_body(shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> Endpoint:
-    """An endpoint whose JSON body has the ``shape``."""
+def with_body(
+    shape: type[B],
+    handler: Callable[[B], Awaitable[Content]],
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Endpoint:
+    """An endpoint whose JSON body has the ``shape``. ``reading`` is around its decoding."""
 
     async def read_and_answer(request: Request) -> Content:
-        body = decode(await request.body(), shape)
+        content = await request.body()
+        with reading():
+            body = decode(content, shape)
         return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
@@ -65,12 +72,17 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-def with_payloads(handler: Callable[[TensorBody], Awaitable[Content]]) -> Endpoint:
+def with_payloads(
+    handler: Callable[[TensorBody], Awaitable[Content]],
+    reading: Callable[[], AbstractContextManager[None]],
+) -> Endpoint:
     """An endpoint whose JSON body may hold whole tensors."""
 
     async def read_and_answer(request: Request) -> Content:
         with large_body() as large:
-            body = decode(await large.read(request), TensorBody)
+            content = await large.read(request)
+            with reading():
+                body = decode(content, TensorBody)
             # its type is what JSON may hold, which is no file
             body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
             return await while_connected(request, handler(body))

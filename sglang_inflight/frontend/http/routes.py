@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -43,7 +44,6 @@ from sglang_inflight.frontend.http.endpoints import (
     with_payloads,
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
-from sglang_inflight.frontend.updates.naming import name_version
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -62,8 +62,12 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     router = APIRouter(tags=[TAG])
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> None:
+        reading = frontend.calls.piece if issubclass(shape, UpdateBody) else nullcontext
         router.add_api_route(
-            path, with_body(shape, handler), methods=["POST"], openapi_extra=_describe(shape)
+            path,
+            with_body(shape, handler, reading),
+            methods=["POST"],
+            openapi_extra=_describe(shape),
         )
 
     post("/pause_generation", PauseBody, routes.pause)
@@ -71,7 +75,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     post("/update_weights_from_disk", DiskBody, routes.update)
     router.add_api_route(
         "/update_weights_from_tensor",
-        with_payloads(routes.update),
+        with_payloads(routes.update, frontend.calls.piece),
         methods=["POST"],
         openapi_extra=_describe(TensorBody),
     )
@@ -90,6 +94,8 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
     post("/update_weight_version", NameBody, routes.rename)
     post("/inflight/rollback", RollbackBody, routes.roll_back)
+    # SGLang had it until 0.5.22, and trainers ask for it
+    router.add_api_route("/get_weight_version", guarded(routes.weight_version), methods=["GET"])
     router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
     router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
     ours = {served for route in router.routes for served in _serves(route)}
@@ -134,44 +140,44 @@ class _Routes:
     def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._frontend = frontend
         self._tokenizer_manager = tokenizer_manager
-        self._pauses = frontend.pauses
-        self._updates = frontend.updates
+        self._calls = frontend.calls
 
     async def pause(self, body: PauseBody) -> Content:
-        return await self._pauses.pause(body)
+        return await self._calls.pause(body)
 
     async def resume(self, body: ContinueBody) -> Content:
-        return await self._pauses.resume(body)
+        return await self._calls.resume(body)
 
     async def update(self, body: UpdateBody) -> Content:
         # upstream's name for a count that it never counted
-        return {**await self._updates.update(body), "num_paused_requests": 0}
+        return {**await self._calls.update(body), "num_paused_requests": 0}
 
     async def update_from_distributed(self, request: Request) -> Content:
         content = await request.body()
         # where it cannot be read, its trainer may have begun to broadcast all the same
         async with self._frontend.groups.in_step_by_name(group_named_in(content)):
-            body = decode(content, DistributedBody)
+            with self._calls.piece():
+                body = decode(content, DistributedBody)
         return await while_connected(request, self.update(body))
 
     async def begin(self, body: BeginBody) -> Content:
-        return await self._updates.begin(body)
+        return await self._calls.begin(body)
 
     async def seal(self, body: SealBody) -> Content:
-        return await self._updates.seal(body)
+        return await self._calls.seal(body)
 
     async def end(self, body: EndBody) -> Content:
-        return await self._updates.end(body)
+        return await self._calls.end(body)
 
     async def abort(self, body: AbortUpdateBody) -> Content:
-        await self._updates.abort(body)
+        await self._calls.abort(body)
         return {"success": True, "message": "The session was dropped."}
 
     async def roll_back(self, body: RollbackBody) -> Content:
-        return await self._updates.roll_back(body)
+        return await self._frontend.updates.roll_back(body)
 
     async def rename(self, body: NameBody) -> Content:
-        return await name_version(self._tokenizer_manager, body)
+        return await self._calls.rename(body)
 
     async def join_group(self, body: JoinGroupBody) -> Content:
         await self._frontend.groups.join(body)
@@ -184,5 +190,8 @@ class _Routes:
     async def status(self) -> Content:
         return await self._frontend.status()
 
+    async def weight_version(self) -> Content:
+        return {"weight_version": self._tokenizer_manager.config_value("weight_version")}
+
     async def is_paused(self) -> Content:
-        return {"is_paused": await self._pauses.is_paused()}
+        return {"is_paused": await self._calls.is_paused()}

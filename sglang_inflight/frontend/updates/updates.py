@@ -192,15 +192,10 @@ class Updates:
         session = self._session
         if session is not None and not session.is_foreign(wanted):
             return session
-        if wanted.needs_session:
-            if session is not None:
-                raise Conflict(
-                    "the weight-update session that is open takes calls that name it: pass the "
-                    "session_id that begin_weight_update answered with"
-                )
-            raise Refused(
-                "this update must run between begin_weight_update and end_weight_update, "
-                "or with non_blocking=true"
+        if session is not None and wanted.is_upstreams_piece:
+            raise Conflict(
+                "the weight-update session that is open takes calls that name it: pass the "
+                "session_id that begin_weight_update answered with"
             )
         return None
 

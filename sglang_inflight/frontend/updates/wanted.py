@@ -63,8 +63,8 @@ class Wanted:
     deadline: Deadline
     # the session that it must be a piece of
     session_id: str | None
-    # a piece of a session or nothing, which is what upstream makes of it
-    needs_session: bool
+    # where a session is open, upstream takes it for a piece of that
+    is_upstreams_piece: bool
     on_busy: OnBusy
     selector: Selector | None
     partial: bool
@@ -86,7 +86,8 @@ class Wanted:
             source=source,
             deadline=deadline,
             session_id=body.session_id,
-            needs_session=isinstance(body, TensorBody | DistributedBody) and not body.non_blocking,
+            is_upstreams_piece=isinstance(body, TensorBody | DistributedBody)
+            and not body.non_blocking,
             on_busy=body.on_busy,
             selector=body.selector,
             partial=body.sends_pieces if body.partial is None else body.partial,

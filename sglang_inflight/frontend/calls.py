@@ -1,0 +1,78 @@
+"""What a client may ask of this server, whichever way it comes: HTTP, gRPC or Python."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    ContinueBody,
+    EndBody,
+    NameBody,
+    PauseBody,
+    SealBody,
+    UpdateBody,
+)
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.updates.naming import name_version
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+
+T = TypeVar("T")
+
+
+class Calls:
+    """Each call does what it says. ``TransparentCalls`` is the other way to take them."""
+
+    def __init__(
+        self, tokenizer_manager: TokenizerManager, pauses: Pauses, updates: Updates
+    ) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._pauses = pauses
+        self._updates = updates
+
+    async def pause(self, body: PauseBody) -> Grant | WindowGrant:
+        return await self._pauses.pause(body)
+
+    async def resume(self, body: ContinueBody) -> Release | WindowRelease:
+        return await self._pauses.resume(body)
+
+    async def is_paused(self) -> bool:
+        return await self._pauses.is_paused()
+
+    async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
+        return await self._updates.update(body)
+
+    @contextmanager
+    def piece(self) -> Iterator[None]:
+        """Around the reading of an update's body: what is refused there is missing later."""
+        yield
+
+    async def begin(self, body: BeginBody) -> Begun | Deferred:
+        return await self._updates.begin(body)
+
+    async def seal(self, body: SealBody) -> StagedSoFar:
+        return await self._updates.seal(body)
+
+    async def end(self, body: EndBody) -> Receipt | Deferred:
+        return await self._updates.end(body)
+
+    async def abort(self, body: AbortUpdateBody) -> None:
+        await self._updates.abort(body)
+
+    async def rename(self, body: NameBody) -> dict[str, Any]:
+        return await name_version(self._tokenizer_manager, body)
+
+    async def flush(self, flush: Callable[[], Awaitable[T]]) -> T:
+        """Around SGLang's own flush of the prefix cache."""
+        return await flush()
+
+    async def stand_still(self) -> None:
+        """Before what needs generation to stand still, where it was asked to."""

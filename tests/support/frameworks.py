@@ -1,0 +1,204 @@
+"""What RL frameworks' own clients ask of a server, call by call.
+
+Read in their sources: slime 624b824 (``sglang_engine.py``, ``update_weight_from_*.py``), miles
+31f1ca9 (the same, ``mixin.py``), AReaL 4aef98d (``sglang_remote.py``, ``fsdp_engine.py``), verl
+b178a3c and 1dda039 (``http_server_engine.py``, ``sglang_rollout.py``). They are data, so that a
+test plays each of them in every way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from harness import marker
+from harness.server import Server
+from harness.trainer import FLATTENED_BUCKET, Trainer, Trainers, layout
+from tests.support.updates import by_reference, flatten
+
+Body = dict[str, Any]
+PIECES = 2
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One way in which one framework updates. Bodies have the fields that it sends."""
+
+    source: str
+    pause: Body
+    # asks for the flush until it is granted, between the pause and the first piece
+    flushes: bool = True
+    begin: Body | None = None
+    piece: Body = field(default_factory=dict)
+    # where it says what the weights are called: with each piece, by a call, or nowhere
+    names: str | None = None
+    group: str = "weight_update_group"
+    # besides what every one sends, and how it writes a port
+    join: Body = field(default_factory=dict)
+    port: Callable[[int], int | str] = int
+    destroys_first: bool = False
+
+    @property
+    def ends_what_waits(self) -> bool:
+        """As SGLang has it: the requests that were accepted in the pause, too."""
+        return bool(self.piece.get("abort_all_requests"))
+
+    @property
+    def mode(self) -> str:
+        """What becomes of running requests."""
+        mode: str = self.pause.get("mode", "abort")
+        return mode
+
+
+_SLIME: dict[str, Any] = {"pause": {}, "names": "piece"}
+_MILES: dict[str, Any] = {"begin": {"selector": "all"}, "names": "call", "destroys_first": True}
+_BUCKET: Body = {"load_format": FLATTENED_BUCKET, "flush_cache": False}
+
+FRAMEWORKS = {
+    "slime-disk": Framework("disk", **_SLIME),
+    "slime-tensor": Framework("tensor", piece=_BUCKET, **_SLIME),
+    "slime-distributed": Framework(
+        "distributed", piece={"flush_cache": False}, group="slime-pp_0", **_SLIME
+    ),
+    "miles-disk": Framework("disk", {"mode": "retract"}, names="piece"),
+    "miles-tensor": Framework(
+        "tensor", {"mode": "retract"}, piece={**_BUCKET, "selector": "all"}, **_MILES
+    ),
+    "miles-distributed": Framework(
+        "distributed",
+        {"mode": "in_place"},
+        flushes=False,
+        piece={"flush_cache": False, "selector": "all"},
+        group="miles-pp_0",
+        **_MILES,
+    ),
+    "verl-tensor": Framework("tensor", {"mode": "abort"}, piece=_BUCKET),
+    "areal-disk": Framework("disk", {}, flushes=False, piece={"abort_all_requests": True}),
+    "areal-distributed": Framework(
+        "distributed",
+        {},
+        flushes=False,
+        piece={"abort_all_requests": True},
+        group="update_weight_group_0",
+        join={"pp_rank": 0},
+        port=str,
+    ),
+}
+
+
+class Client:
+    """Plays a framework's calls on a server, and holds each to the 200 that it looks for."""
+
+    def __init__(
+        self, server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
+    ) -> None:
+        self._server = server
+        self._framework = framework
+        self._checkpoints = checkpoints
+        self._trainers = trainers
+
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[Client]:
+        """In a group with the ranks, where the framework needs one."""
+        framework = self._framework
+        if framework.source != "distributed":
+            yield self
+            return
+        trainer = self._trainers.get()
+        group = {"group_name": framework.group}
+        if framework.destroys_first:
+            self._server.post("/destroy_weights_update_group", group)
+        port = trainer.listen(group=framework.group)
+        self._expect(
+            "/init_weights_update_group",
+            {
+                "master_address": "127.0.0.1",
+                "master_port": framework.port(port),
+                "rank_offset": 1,
+                "world_size": 2,
+                "backend": "gloo",
+                **group,
+                **framework.join,
+            },
+        )
+        assert trainer.answer() == "joined"
+        try:
+            yield self
+        finally:
+            if trainer.is_alive:
+                trainer.leave(self._server, group=framework.group)
+
+    def pause(self) -> dict[str, Any]:
+        answer = self._expect("/pause_generation", self._framework.pause)
+        if self._framework.flushes:
+            # they ask sixty times, once a second, and raise then
+            response = httpx.get(self._server.url + "/flush_cache", timeout=60)
+            assert response.status_code == 200, response.text
+        return answer
+
+    def begin(self) -> None:
+        if self._framework.begin is not None:
+            answer = self._expect("/begin_weight_update", self._framework.begin)
+            assert answer["success"] is True, answer
+
+    def send(self, version: int, name: str) -> None:
+        """All pieces, each of which must be taken."""
+        with self.sending(version, name) as pieces:
+            for piece in pieces:
+                answer = piece()
+                assert (answer["status_code"], answer["success"]) == (200, True), answer
+
+    @contextlib.contextmanager
+    def sending(self, version: int, name: str) -> Iterator[list[Callable[[], dict[str, Any]]]]:
+        """The calls of the pieces, one after the other; the answers are the caller's to read."""
+        trainer: Trainer | None = None
+        if self._framework.source == "distributed":
+            trainer = self._trainers.get()
+            trainer.send(version, group=self._framework.group)
+        yield [self.piece(body, name) for body in self.bodies(version)]
+        if trainer is not None and trainer.is_alive:
+            assert trainer.answer() == "sent"
+
+    def finish(self, name: str) -> dict[str, Any]:
+        """The answer of ``continue_generation``, whatever it is."""
+        if self._framework.names == "call":
+            body = {"new_version": name, "abort_all_requests": False}
+            assert self._expect("/update_weight_version", body)["success"] is True
+        if self._framework.begin is not None:
+            self._expect("/end_weight_update", {})
+        answer: dict[str, Any] = self._server.post("/continue_generation", {})
+        return answer
+
+    def piece(self, body: Body, name: str) -> Callable[[], dict[str, Any]]:
+        """The call that sends one of ``bodies``."""
+        named = {"weight_version": name} if self._framework.names == "piece" else {}
+        path = f"/update_weights_from_{self._framework.source}"
+        return lambda: self._server.post(path, {**body, **self._framework.piece, **named})
+
+    def bodies(self, version: int) -> list[Body]:
+        """Of the pieces, without what the framework says besides."""
+        weights = list(marker.tensors(version).items())
+        cut = len(weights) // PIECES
+        halves = [dict(weights[:cut]), dict(weights[cut:])]
+        if self._framework.source == "disk":
+            return [{"model_path": str(self._checkpoints / f"v{version}")}]
+        if self._framework.source == "tensor":
+            return [{"serialized_named_tensors": [by_reference(flatten(h))]} for h in halves]
+        whole = layout(version)
+        return [
+            {
+                **{key: values[part] for key, values in whole.items()},
+                "group_name": self._framework.group,
+            }
+            for part in (slice(None, cut), slice(cut, None))
+        ]
+
+    def _expect(self, path: str, body: Body) -> dict[str, Any]:
+        answer: dict[str, Any] = self._server.post(path, body)
+        assert answer["status_code"] == 200, (path, answer)
+        return answer

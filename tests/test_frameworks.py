@@ -1,0 +1,287 @@
+"""The calls of RL frameworks' own clients: as they are, and in flight without their knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import marker
+from harness.server import Server
+from harness.trainer import Trainers
+from tests.support.frameworks import FRAMEWORKS, Client, Framework
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    Output,
+    pause,
+    resume,
+    settle,
+    start_running,
+    status,
+    until,
+)
+from tests.support.pool import FLAVOURS, Flavour, ServerPool
+from tests.support.updates import (
+    drop_session,
+    refuse,
+    says,
+    serving,
+    staging,
+    tensor_body,
+)
+
+pytest_plugins = ["tests.support.fixtures"]
+
+# longer than a test takes from its pause to its first piece
+GRACE_S = 8.0
+FLAVOURS["transparent_server"] = Flavour(
+    FLAVOURS["server"].flags,
+    {"SGLANG_INFLIGHT_TRANSPARENT": "1", "SGLANG_INFLIGHT_TRANSPARENT_GRACE_S": str(GRACE_S)},
+)
+
+
+@pytest.fixture
+def transparent_server(pool: ServerPool) -> Iterator[Server]:
+    server = pool.get(FLAVOURS["transparent_server"])
+    yield server
+    # where a test failed in its middle
+    server.post("/continue_generation", {})
+    drop_session(server)
+    pool.restore()
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def framework(request: pytest.FixtureRequest) -> Framework:
+    return FRAMEWORKS[request.param]
+
+
+def client_of(
+    server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
+) -> Client:
+    return Client(server, framework, checkpoints, trainers)
+
+
+def expect_epochs(output: Output) -> None:
+    """Each span is of one version's tokens, whether that version has a name or not."""
+    spans = output.meta["weight_versions"]
+    assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans)][:-1]
+    assert spans[-1]["end"] == len(output.tokens)
+    made = [set(output.tokens[span["start"] : span["end"]]) for span in spans]
+    assert all(len(tokens) == 1 for tokens in made), (spans, made)
+    assert len({span["epoch"] for span in spans}) == len(spans)
+
+
+def more_tokens(generations: list[Generation]) -> None:
+    """Nothing stands still: each gets three tokens more."""
+    due = [(generation, generation.count + 3) for generation in generations]
+    until("all get more tokens", lambda: all(g.count >= n for g, n in due))
+
+
+def expect_whole_update(
+    server: Server, framework: Framework, running: list[Generation], retractions: int | None
+) -> None:
+    """The requests lived through it, or ended with what they had, as the mode has it."""
+    old, new = marker.token(0), marker.token(1)
+    for generation in running:
+        if framework.mode != "abort":
+            until("tokens of the new weights", lambda g=generation: g.tokens[-3:] == [new] * 3)  # type: ignore[misc]
+            assert not generation.has_ended
+            generation.abort()
+        output = generation.output()
+        assert output.finish_reason == "abort", output.meta
+        assert set(output.tokens) == ({old} if framework.mode == "abort" else {old, new})
+        expect_epochs(output)
+        if retractions is not None:
+            assert output.meta["num_retractions"] == retractions
+    says(server, 1)
+
+
+def test_as_they_are(
+    server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
+) -> None:
+    client = client_of(server, framework, checkpoints, trainers)
+    with client.connected():
+        running = start_running(server, 3, tokens=ENDLESS)
+        answer = client.pause()
+        assert answer["paused"] is True
+        settle(server, running)
+        waiting = Generation(server, tokens=3)
+        client.begin()
+        client.send(1, "v1")
+        answer = client.finish("v1")
+        assert (answer["status_code"], answer["paused"]) == (200, False), answer
+        retracts = framework.mode == "retract"
+        expect_whole_update(server, framework, running, int(retracts))
+        # accepted in the pause, and started after it
+        after = [] if framework.ends_what_waits else [marker.token(1)] * 3
+        assert waiting.output().tokens == after
+    named = "v1" if framework.names else "v0"
+    assert server.get("/get_weight_version")["weight_version"] == named
+
+
+def test_in_flight(
+    transparent_server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
+) -> None:
+    server = transparent_server
+    client = client_of(server, framework, checkpoints, trainers)
+    with client.connected():
+        running = start_running(server, 3, tokens=ENDLESS)
+        answer = client.pause()
+        assert (answer["paused"], answer["transparent"]) == (False, True)
+        assert answer["mode"] == framework.mode
+        assert server.get("/is_paused")["is_paused"] is True
+        more_tokens(running)
+        client.begin()
+        client.send(1, "v1")
+        # staged, and not served
+        more_tokens(running)
+        says(server, 0)
+        assert not any(generation.has_ended for generation in running)
+        answer = client.finish("v1")
+        assert (answer["status_code"], answer["paused"]) == (200, False), answer
+        assert answer["receipt"]["success"] is True
+        retracts = framework.mode == "retract"
+        expect_whole_update(server, framework, running, int(retracts))
+    named = "v1" if framework.names else "v0"
+    assert server.get("/get_weight_version")["weight_version"] == named
+    assert server.get("/is_paused")["is_paused"] is False
+
+
+@pytest.mark.parametrize("name", ["slime-tensor", "miles-tensor", "areal-distributed"])
+def test_a_piece_of_the_wrong_shape(
+    transparent_server: Server, checkpoints: Path, trainers: Trainers, name: str
+) -> None:
+    """It is refused, what comes after it too, and again at the end. Nothing has changed."""
+    server, framework = transparent_server, FRAMEWORKS[name]
+    before = serving(server)
+    client = client_of(server, framework, checkpoints, trainers)
+    running = start_running(server, 2, tokens=ENDLESS)
+    with client.connected():
+        client.pause()
+        client.begin()
+        wrong = {"model.norm.weight": marker.tensors(1)["model.norm.weight"][:-1]}
+        body = tensor_body(wrong, flush_cache=False)
+        refuse(server.post("/update_weights_from_tensor", body), "model.norm.weight")
+        refuse(
+            server.post("/update_weights_from_tensor", tensor_body(marker.tensors(1))),
+            "nothing has changed",
+        )
+        answer = server.post("/continue_generation", {})
+        refuse(answer, "nothing has changed", "model.norm.weight")
+    more_tokens(running)
+    assert serving(server) == before
+    # and the next one is like any other
+    if framework.source != "distributed":
+        client.pause()
+        client.begin()
+        client.send(1, "v1")
+        assert client.finish("v1")["status_code"] == 200
+        says(server, 1)
+
+
+def test_a_body_that_cannot_be_read(transparent_server: Server) -> None:
+    """The weights in it are missing, so what is left of the update does not go live."""
+    server = transparent_server
+    before = serving(server)
+    pause(server, "retract")
+    good = tensor_body(marker.tensors(1), flush_cache=False)
+    assert server.post("/update_weights_from_tensor", good)["status_code"] == 200
+    refuse(server.post("/update_weights_from_tensor", {"flush_cache": "perhaps"}))
+    refuse(server.post("/continue_generation", {}), "nothing has changed")
+    assert serving(server) == before
+
+
+def test_a_trainer_that_dies(
+    transparent_server: Server, checkpoints: Path, trainers: Trainers
+) -> None:
+    """Between two pieces. The next one joins under the same name, and updates."""
+    server, framework = transparent_server, FRAMEWORKS["slime-distributed"]
+    before = serving(server)
+    running = start_running(server, 2, tokens=ENDLESS)
+    client = client_of(server, framework, checkpoints, trainers)
+    with client.connected():
+        client.pause()
+        first, second = client.bodies(1)
+        trainers.get().send(1, count=len(first["names"]), group=framework.group)
+        assert client.piece(first, "v1")()["success"] is True
+        trainers.get().close()
+        assert client.piece(second, "v1")()["success"] is False
+    refuse(server.post("/continue_generation", {}), "nothing has changed")
+    more_tokens(running)
+    assert serving(server) == before
+    with client.connected():
+        client.pause()
+        client.send(1, "v1")
+        assert client.finish("v1")["status_code"] == 200
+    says(server, 1)
+
+
+def test_a_trainer_that_begins_anew(transparent_server: Server) -> None:
+    """What the one before has staged is not mixed into the next one's update."""
+    server = transparent_server
+    name = "model.norm.weight"
+    pause(server, "retract")
+    stale = tensor_body({name: marker.tensors(2)[name]}, flush_cache=False)
+    assert server.post("/update_weights_from_tensor", stale)["status_code"] == 200
+    assert pause(server, "retract")["transparent"] is True
+    assert [rank["state"] for rank in staging(server)] == ["empty"]
+    assert resume(server)["receipt"] is None
+
+
+def test_a_pause_without_an_update(transparent_server: Server) -> None:
+    """It becomes a real one, and ends like one."""
+    running = start_running(transparent_server, 2, tokens=ENDLESS)
+    pause(transparent_server, "in_place")
+    more_tokens(running)
+    until("the pause is real", lambda: status(transparent_server)["state"] == "frozen")
+    settle(transparent_server, running)
+    assert resume(transparent_server)["paused"] is False
+    more_tokens(running)
+
+
+def test_memory_is_released_in_a_real_pause(transparent_server: Server, checkpoints: Path) -> None:
+    """And weights that come in it go live at its end."""
+    server = transparent_server
+    running = start_running(server, 2, tokens=ENDLESS)
+    pause(server, "retract")
+    # without a memory saver it cannot be, and says so
+    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    assert status(server)["state"] == "frozen"
+    body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1"}
+    assert server.post("/update_weights_from_disk", body)["success"] is True
+    assert status(server)["weight_version"] == "v0"
+    answer: dict[str, Any] = resume(server)
+    assert answer["receipt"]["weight_version"] == "v1"
+    new = marker.token(1)
+    for generation in running:
+        until("new tokens", lambda g=generation: g.tokens[-2:] == [new] * 2)  # type: ignore[misc]
+
+
+def test_a_name_alone(transparent_server: Server) -> None:
+    """It relabels nothing that was made before it."""
+    server = transparent_server
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    pause(server, "in_place")
+    body = {"new_version": "other"}
+    assert server.post("/update_weight_version", body)["status_code"] == 200
+    assert server.get("/get_weight_version")["weight_version"] == "v0"
+    more_tokens([running])
+    resume(server)
+    assert server.get("/get_weight_version")["weight_version"] == "other"
+    more_tokens([running])
+    running.abort()
+    versions = [span["version"] for span in running.output().meta["weight_versions"]]
+    assert versions == ["v0", "other"]
+
+
+def test_pauses_of_those_who_know_us(transparent_server: Server) -> None:
+    """A lease or an id says that it is meant."""
+    running = start_running(transparent_server, 2, tokens=ENDLESS)
+    taken = pause(transparent_server, "in_place", lease_s=60)
+    assert taken["paused"] is True
+    settle(transparent_server, running)
+    resume(transparent_server, pause_id=taken["pause_id"])
+    more_tokens(running)
