@@ -30,7 +30,7 @@ port: $(READY)
 test-version: $(READY)
 	test -n "$(VERSION)"
 	test -d $(OTHER) || $(BIN)/pip install --quiet --no-deps --target $(OTHER) sglang==$(VERSION)
-	PYTHONPATH=$(OTHER) $(BIN)/python -m sglang_inflight.demo
+	PYTHONPATH=$(OTHER) $(BIN)/python -m examples.stories
 	PYTHONPATH=$(OTHER) $(BIN)/python -m pytest $(TESTS)
 
 lint: $(READY)

@@ -62,8 +62,8 @@ class Answers:
     def __init__(self) -> None:
         self.given: list[tuple[str, Any]] = []
 
-    def succeed(self, call: Any, **detail: Any) -> None:
-        self.given.append((call.call_id, detail))
+    def succeed(self, call: Any, answer: Any) -> None:
+        self.given.append((call.call_id, answer))
 
     def fail(self, call: Any, error: Exception) -> None:
         self.given.append((call.call_id, str(error)))
@@ -103,8 +103,8 @@ def test_a_move_that_fails_moves_nothing(rank: Rank) -> None:
     rank.scheduler.fails = False
     rank.ask("retract", "second")
     assert rank.state() == "frozen"
-    [(call_id, detail)] = rank.answers.given
-    assert (call_id, detail["state"], detail["retracted"]) == ("second", "frozen", 2)
+    [(call_id, answer)] = rank.answers.given
+    assert (call_id, answer.mode, answer.retracted) == ("second", "retract", 2)
     assert rank.scheduler.told == ["retract", "pause in_place"]
 
 
@@ -117,8 +117,8 @@ def test_each_caller_hears_how_many_requests_it_aborted(rank: Rank) -> None:
     assert (call_id, "took its place" in said) == ("first", True)
     rank.scheduler.running = set()
     rank.pause._go_through(Drained())
-    call_id, detail = rank.answers.given[-1]
-    assert (call_id, detail["aborted"], detail["running"]) == ("second", 2, 0)
+    call_id, answer = rank.answers.given[-1]
+    assert (call_id, answer.aborted, answer.running) == ("second", 2, 0)
     assert rank.pause._aborted == {}
 
 

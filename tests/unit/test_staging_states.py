@@ -11,11 +11,14 @@ import torch
 from sglang_inflight.errors import Conflict, InflightError
 from sglang_inflight.messages import (
     DiskSource,
+    Done,
     DropCall,
     InflightCall,
     OpenCall,
     SealCall,
+    Sealed,
     StageCall,
+    Staged,
 )
 from sglang_inflight.scheduler.update import staging_state
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -51,18 +54,18 @@ class LaterWorker:
 class NoModel:
     """Jobs where there is nothing to load."""
 
-    def prepare(self, update: Update, selector: None, *, after: Any) -> dict[str, Any]:
-        return {}
+    def prepare(self, update: Update, selector: None, *, after: Any) -> Done:
+        return Done()
 
-    def fill(self, update: Update, source: Any, selector: None) -> dict[str, Any]:
-        return {}
+    def fill(self, update: Update, source: Any, selector: None) -> Staged:
+        return Staged(staged_s=0.0, tensors=1, bytes=1)
 
-    def seal(self, update: Update, base_digest: str | None) -> dict[str, Any]:
+    def seal(self, update: Update, base_digest: str | None) -> Sealed:
         if base_digest is None:
             update.base_digest = "old"
         pair = torch.zeros(1), torch.ones(1)
         update.sealed = SealedUpdate("new", PreparedSwap(PointerSwap(), (pair,)), ())
-        return {}
+        return Sealed(staged_s=0.0)
 
 
 class OneRank:
