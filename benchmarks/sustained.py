@@ -27,7 +27,7 @@ from benchmarks.common.load import Load, load
 from benchmarks.common.peers import Kind, Peer, start
 from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Trainer, Transport, trainer
-from tests.support.server import schedulers
+from harness.server import schedulers
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")

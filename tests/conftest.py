@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.marker import build
+from harness.marker import build
+from harness.server import Server
 from tests.support.pool import FLAVOURS, ServerPool, server_pool
-from tests.support.server import Server
 
 VERSIONS = 6
 

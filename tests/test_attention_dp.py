@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -28,7 +29,6 @@ from tests.support.load import (
 )
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
-from tests.support.server import Server
 
 LEASE_S = 0.1
 LOOPS = add_both_loops(

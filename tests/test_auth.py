@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from harness.server import Server
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.routes import routes
-from tests.support.server import Server
 
 USER, ADMIN = "user-key", "admin-key"
 FLAVOURS["keyed_server"] = Flavour(

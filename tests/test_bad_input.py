@@ -18,11 +18,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
+from harness.trainer import layout
 from tests.support.load import Generation, start_running
 from tests.support.pool import FLAVOURS, ServerPool
-from tests.support.server import Server
-from tests.support.trainer import layout
 from tests.support.updates import ENDLESS, by_value
 
 pytest_plugins = ["tests.support.fixtures"]

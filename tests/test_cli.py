@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from harness.server import Server, free_port
 from sglang_inflight.cli import app
 from tests.support.faults import Faults
 from tests.support.load import (
@@ -28,7 +29,6 @@ from tests.support.load import (
     until,
 )
 from tests.support.proxy import Proxy
-from tests.support.server import Server, free_port
 from tests.support.updates import expect_to_run_on, says, serving
 
 pytest_plugins = ["tests.support.fixtures"]

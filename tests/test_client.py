@@ -11,13 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from harness import marker
+from harness.server import Server, free_port
 from sglang_inflight.client import AsyncClient, Client, Progress
 from sglang_inflight.client.async_client import ATTEMPTS
 from sglang_inflight.errors import Conflict, Refused
-from tests.support import marker
 from tests.support.load import ENDLESS, expect_all_go_on, settle, start_running, status, until
 from tests.support.proxy import Proxy
-from tests.support.server import Server, free_port
 from tests.support.updates import (
     drop_session,
     expect_to_run_on,

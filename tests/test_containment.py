@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server, free_port
+from harness.starting import UPSTREAM
 from tests.support.engine import play
 from tests.support.load import ENDLESS, Generation, expect_all_go_on, pause, resume, start_running
 from tests.support.pool import ServerPool
-from tests.support.server import Server, free_port
-from tests.support.starting import UPSTREAM
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 

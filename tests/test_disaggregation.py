@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.marker import FIRST
+from harness.server import Server, serve
 from tests.support.load import Generation, Output, labels_of, status, until, update
-from tests.support.marker import FIRST
-from tests.support.server import Server, serve
 from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 
-from tests.support import eagle, marker
+from harness import marker
+from harness.server import Server, serve
+from tests.support import eagle
 from tests.support.load import (
     ask,
     expect_all_go_on,
@@ -24,7 +26,6 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.plugins import with_plugin
-from tests.support.server import Server, serve
 from tests.support.updates import ENDLESS, refuse, serving, tensor_body
 
 STEP = 4  # tokens, where all drafts are accepted

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import marker
+from harness import marker
 from tests.support.engine import play
 from tests.support.engine_play import NONSENSE, TOKENS
 from tests.support.pool import ServerPool

@@ -13,11 +13,11 @@ import httpx
 import pytest
 import torch
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server, free_port, schedulers
+from harness.trainer import Trainer, Trainers, layout
 from tests.support.faults import Faults, Kind, Phase
 from tests.support.load import Generation, start_running, status, until
-from tests.support.server import Server, free_port, schedulers
-from tests.support.trainer import Trainer, Trainers, layout
 from tests.support.updates import (
     ENDLESS,
     Call,

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from harness import marker
+from harness.server import Server, free_port, serve
 from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit
 from sglang_inflight.errors import Conflict
-from tests.support import marker
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, status, until
 from tests.support.pool import restore
 from tests.support.proxy import Proxy
-from tests.support.server import Server, free_port, serve
 from tests.support.updates import (
     drop_session,
     expect_to_run_on,

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from harness.server import AS_USERS_DO, serve
+from harness.starting import end, start
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, update, versions_of
 from tests.support.plugins import with_plugin
 from tests.support.pool import ServerPool
-from tests.support.server import AS_USERS_DO, serve
-from tests.support.starting import end, start
 
 
 def test_sglang_serve(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:

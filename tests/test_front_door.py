@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
 from tests.support.load import expect_spans, pause, resume, start, start_running, status, until
-from tests.support.server import Server
 from tests.support.updates import (
     ENDLESS,
     Call,

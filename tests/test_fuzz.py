@@ -18,7 +18,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -28,7 +29,6 @@ from tests.support.load import (
 )
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.routes import Route, routes
-from tests.support.server import Server
 from tests.support.updates import by_value
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))

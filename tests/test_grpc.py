@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
+from harness.server import Server
 from tests.support.load import ENDLESS, expect_all_go_on, pause, settle, start_running, status
 from tests.support.pool import GRPC_PORT
-from tests.support.server import Server
 from tests.support.updates import says
 
 SERVICE = "/sglang.runtime.v1.SglangService/"

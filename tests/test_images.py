@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from harness.server import Server, serve
 from tests.support import vision
 from tests.support.load import ask
 from tests.support.pool import ServerPool
-from tests.support.server import Server, serve
 from tests.support.updates import tensor_body
 
 RED, BLUE = vision.picture("red"), vision.picture("blue")

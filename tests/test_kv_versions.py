@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from harness.marker import FIRST
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     Output,
@@ -22,9 +24,7 @@ from tests.support.load import (
     until_waiting,
     update,
 )
-from tests.support.marker import FIRST
 from tests.support.pool import CHUNK, SMALL_POOL
-from tests.support.server import Server
 
 PIECE = SMALL_POOL // 10
 

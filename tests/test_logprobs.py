@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from harness.server import Server, serve
 from sglang_inflight.demo import smollm2
 from tests.support.load import ask, labels_of, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
-from tests.support.server import Server, serve
 from tests.support.updates import by_reference
 
 PROMPT = list(range(1000, 1040))

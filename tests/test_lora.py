@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.marker import HEAD_DIM, HEADS, HIDDEN
+from harness.server import Server, serve
 from tests.support.load import (
     ENDLESS,
     ask,
@@ -23,9 +25,7 @@ from tests.support.load import (
     start_running,
     until,
 )
-from tests.support.marker import HEAD_DIM, HEADS, HIDDEN
 from tests.support.pool import ServerPool
-from tests.support.server import Server, serve
 
 RANK = 4
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,
@@ -17,7 +18,6 @@ from tests.support.load import (
     resume,
     start_running,
 )
-from tests.support.server import Server
 from tests.support.updates import refuse, succeed
 
 DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"

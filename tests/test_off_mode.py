@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
 from tests.support.faults import Faults
 from tests.support.load import (
     ENDLESS,
@@ -18,7 +19,6 @@ from tests.support.load import (
     until,
     versions_of,
 )
-from tests.support.server import Server
 
 pytest_plugins = ["tests.support.fixtures"]
 

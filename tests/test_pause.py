@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from harness.server import Server, schedulers
+from harness.starting import UPSTREAM
 from tests.support.load import (
     ENDLESS,
     PATIENCE_S,
@@ -42,8 +44,6 @@ from tests.support.pool import (
     WATCHDOG_S,
     ServerPool,
 )
-from tests.support.server import Server, schedulers
-from tests.support.starting import UPSTREAM
 
 MODES = ("in_place", "retract", "abort", "wait")
 # for requests that run to their end

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server, serve
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,
@@ -18,7 +19,6 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.server import Server, serve
 from tests.support.updates import refuse
 from tests.test_kv_versions import kv_runs, made_as_it_ran
 

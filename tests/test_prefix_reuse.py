@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.marker import FIRST
+from harness.server import Server
 from tests.support.cache_model import CacheModel
 from tests.support.load import (
     ENDLESS,
@@ -24,8 +26,6 @@ from tests.support.load import (
     start_running,
     update,
 )
-from tests.support.marker import FIRST
-from tests.support.server import Server
 
 SCHEDULES = 5
 OPERATIONS = 20

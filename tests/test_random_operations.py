@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+from harness.server import Server
 from tests.support.load import (
     Generation,
     ask,
@@ -20,7 +21,6 @@ from tests.support.load import (
     until,
 )
 from tests.support.pool import MAX_QUEUED
-from tests.support.server import Server
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20260915"))
 MODES = ("in_place", "retract", "abort", "wait")

@@ -9,7 +9,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
 from tests.support.faults import Faults, Kind, Phase
 from tests.support.load import (
     Generation,
@@ -21,7 +22,6 @@ from tests.support.load import (
     status,
     until,
 )
-from tests.support.server import Server
 from tests.support.updates import (
     ENDLESS,
     Call,

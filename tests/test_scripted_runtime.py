@@ -10,9 +10,9 @@ import pytest
 from sglang.test.scripted_runtime import http_server
 from sglang.test.scripted_runtime.http_server import ScriptedHttpServer
 
+from harness.starting import ENV, forked_children
 from tests.support import pause_scripts
 from tests.support.pool import ServerPool
-from tests.support.starting import ENV, forked_children
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import Server
+from harness.server import Server
+from harness.trainer import Trainers
 from tests.support.soak import Soak, show
-from tests.support.trainer import Trainers
 from tests.support.updates import Sender
 
 pytest_plugins = ["tests.support.fixtures"]

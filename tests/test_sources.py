@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
 from tests.support.faults import Faults
 from tests.support.load import start_running
-from tests.support.server import Server
 from tests.support.stalled_mount import stalled_mount
 from tests.support.stopped_sender import stopped_sender
 from tests.support.updates import (

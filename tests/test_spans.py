@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from harness.marker import FIRST, token
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -33,9 +35,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.marker import FIRST, token
 from tests.support.pool import CHUNK
-from tests.support.server import Server
 
 # how the KV of older weights may be dealt with at a commit
 KV_FIELDS: dict[str, dict[str, Any]] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     Output,
@@ -25,7 +26,6 @@ from tests.support.load import (
 )
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
-from tests.support.server import Server
 from tests.test_kv_versions import kv_runs, made_as_it_ran, runs
 
 DRAFT = 4

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     ask,
@@ -22,7 +23,6 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import MAX_VERSION_LAG
-from tests.support.server import Server
 
 
 def limited(most: object) -> dict[str, Any]:

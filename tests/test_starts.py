@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from harness.starting import Process, end, start
 from tests.support.load import until
-from tests.support.starting import Process, end, start
 
 TELL = """
 import json, os, signal, sys

@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from harness.server import Server
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -22,7 +23,6 @@ from tests.support.load import (
     until,
     until_waiting,
 )
-from tests.support.server import Server
 from tests.support.updates import Call
 
 # Long enough to outlast a pause that begins after its first token.

@@ -13,7 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
+from harness.trainer import Trainers, layout
 from tests.support.load import (
     Generation,
     expect_spans,
@@ -25,8 +27,6 @@ from tests.support.load import (
     status,
     until,
 )
-from tests.support.server import Server
-from tests.support.trainer import Trainers, layout
 from tests.support.updates import (
     ENDLESS,
     SOURCES,

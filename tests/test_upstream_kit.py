@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from sglang.test.kits.pause_generation_kit import PauseResumeInPlaceMixin
 
-from tests.support.server import Server
+from harness.server import Server
 
 
 @pytest.mark.usefixtures("pause_target")

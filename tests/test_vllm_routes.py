@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from harness.server import Server
+from harness.trainer import Trainer, Trainers, layout
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -23,8 +25,6 @@ from tests.support.load import (
     until_waiting,
 )
 from tests.support.pool import FLAVOURS, ServerPool
-from tests.support.server import Server
-from tests.support.trainer import Trainer, Trainers, layout
 from tests.support.updates import drop_session, expect_to_run_on, says, serving
 
 pytest_plugins = ["tests.support.fixtures"]

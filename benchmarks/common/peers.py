@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import httpx
 
-from tests.support.server import free_port, serve
+from harness.server import free_port, serve
 
 Kind = Literal["ours", "upstream", "vllm"]
 

@@ -25,7 +25,7 @@ import httpx
 import torch
 
 from benchmarks.common.peers import Kind, Peer
-from tests.support.server import free_port
+from harness.server import free_port
 
 Transport = Literal["disk", "tensor", "distributed"]
 

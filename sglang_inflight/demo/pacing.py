@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 UPDATES = 3
 # in tokens, of each version: enough to see how it writes
-READING = 80
+READING = 70
 # how long an update may take, on a machine that is busy besides
 UPDATE_S = 10.0
-SHORTEST = 600
+SHORTEST = 490
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support import marker
+from harness import marker
 
 _OURS = ("layers.0.post_attention_layernorm", "layers.0.self_attn", "layers.0.mlp")
 _NOT_LLAMAS = ("q_norm", "k_norm")

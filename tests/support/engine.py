@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.support.starting import ROOT, end, start
+from harness.starting import ROOT, end, start
 
 TIMEOUT_S = 280
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import sglang
 
+from harness import marker
+from harness.server import free_port
 from sglang_inflight.errors import Refused
-from tests.support import marker
-from tests.support.server import free_port
 
 TOKENS = 600
 SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
+from harness.trainer import Trainers
 from tests.support.faults import Faults
 from tests.support.pool import FLAVOURS, ServerPool
-from tests.support.server import Server
-from tests.support.trainer import Trainers
 from tests.support.updates import Sender, drop_session
 
 

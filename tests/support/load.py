@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.support.marker import FIRST, VOCAB, token
-from tests.support.server import Server
-from tests.support.starting import UPSTREAM
+from harness.marker import FIRST, VOCAB, token
+from harness.server import Server
+from harness.starting import UPSTREAM
 
 T = TypeVar("T")
 

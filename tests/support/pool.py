@@ -16,9 +16,9 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import Server, free_port, serve
-from tests.support.starting import ENV as ENV
-from tests.support.starting import UPSTREAM as UPSTREAM
+from harness.server import Server, free_port, serve
+from harness.starting import ENV as ENV
+from harness.starting import UPSTREAM as UPSTREAM
 
 # short where a hang is what a test is about
 RESTORE_TIMEOUT_S = 10.0 if UPSTREAM else 60.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.server import Server
+from harness.server import Server
 
 
 class Proxy:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from harness.server import Server
 from sglang_inflight.frontend.http.routes import TAG
-from tests.support.server import Server
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server, schedulers, serve
+from harness.trainer import Trainers, layout
 from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
 from tests.support.pool import FLAVOURS, MAX_RUNNING
-from tests.support.server import Server, schedulers, serve
-from tests.support.trainer import Trainers, layout
 from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
 
 VERSIONS = 6

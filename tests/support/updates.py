@@ -13,7 +13,10 @@ from typing import Any
 import httpx
 import torch
 
-from tests.support import marker
+from harness import marker
+from harness.server import Server
+from harness.starting import UPSTREAM
+from harness.trainer import FLATTENED_BUCKET, Trainers, layout
 from tests.support.checkpoint_engine import checkpoint_engine
 from tests.support.load import (
     Generation,
@@ -23,9 +26,6 @@ from tests.support.load import (
     until,
     versions_of,
 )
-from tests.support.server import Server
-from tests.support.starting import UPSTREAM
-from tests.support.trainer import FLATTENED_BUCKET, Trainers, layout
 
 # tokens of a request that a test ends itself
 ENDLESS = 12_000

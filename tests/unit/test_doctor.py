@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from harness.marker import CONFIG
 from sglang_inflight import doctor, unsupported
 from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
 from sglang_inflight.scheduler import hooks as scheduler_hooks
-from tests.support.marker import CONFIG
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from harness.marker import CONFIG
 from sglang_inflight.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
 from sglang_inflight.platform import ReferencePlatform
-from tests.support.marker import CONFIG
 
 # what a CPU without bfloat16 has at most
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -1,6 +1,6 @@
 """A trainer in a process of its own: rank 0 of a group, broadcasting marker weights.
 
-``python -m tests.support.trainer`` reads one order a line on stdin and answers each with
+``python -m harness.trainer`` reads one order a line on stdin and answers each with
 one line on stdout, both JSON. ``Trainer`` is the test's end of it.
 """
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from tests.support import marker
-from tests.support.server import Server, free_port
-from tests.support.starting import ROOT, end, start
+from harness import marker
+from harness.server import Server, free_port
+from harness.starting import ROOT, end, start
 
 FLATTENED_BUCKET = "flattened_bucket"
 
@@ -41,7 +41,7 @@ class Trainer:
         from_trainer, answers = os.pipe()
         with open(orders) as reads, open(answers, "w") as output:
             self._process = start(
-                ["-m", "tests.support.trainer"],
+                ["-m", "harness.trainer"],
                 reads=reads,
                 output=output,
                 errors=sys.__stderr__,

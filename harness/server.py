@@ -14,7 +14,7 @@ import httpx
 import psutil
 from sglang.srt.utils.network import get_free_port_below_ephemeral
 
-from tests.support.starting import Process, end, start
+from harness.starting import Process, end, start
 
 START_TIMEOUT_S = 240
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.support.forking import Command, Forked, Zygote, become_subreaper
+from harness.forking import Command, Forked, Zygote, become_subreaper
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 Process = subprocess.Popen[Any] | Forked
 
@@ -137,7 +137,7 @@ def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str 
     ours, theirs = socket.socketpair()
     with tempfile.TemporaryFile() as output:
         subprocess.Popen(
-            [sys.executable, "-m", "tests.support.zygote", str(theirs.fileno())],
+            [sys.executable, "-m", "harness.zygote", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,7 +1,7 @@
 """A process that has imported SGLang, and forks: what it forks need not import it again.
 
-``python -m tests.support.zygote FD`` imports, and then waits on the unix socket FD for
-commands (``tests/support/forking.py`` sends them). Imports are most of a server's start,
+``python -m harness.zygote FD`` imports, and then waits on the unix socket FD for
+commands (``harness/forking.py`` sends them). Imports are most of a server's start,
 and each of its ranks does them again. A fork skips them and does all the rest as a fresh
 process does it: no plugin is loaded here, no patch applied, no flag read.
 
@@ -37,7 +37,7 @@ from typing import Any
 
 from setproctitle import getproctitle, setproctitle
 
-from tests.support.forking import (
+from harness.forking import (
     Command,
     Zygote,
     become_subreaper,
@@ -68,7 +68,7 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     seen, made = _import_all()
     # not at the top: it imports SGLang, which is watched
-    from tests.support.hook_search import HookSearch
+    from harness.hook_search import HookSearch
 
     HookSearch().install()
     getproctitle()  # it looks for the place of the title, which a new environment hides

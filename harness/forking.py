@@ -1,4 +1,4 @@
-"""Asking a zygote for processes: the askers' end of ``tests/support/zygote.py``."""
+"""Asking a zygote for processes: the askers' end of ``harness/zygote.py``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: servers, event streams, a model that tells, a trainer."""

@@ -1,0 +1,56 @@
+"""The documents name what exists, and all of what they are to name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from harness.starting import ROOT
+from sglang_inflight.errors import ERRORS, InflightError
+from sglang_inflight.frontend.http import routes
+from sglang_inflight.settings import PREFIX, Settings
+from tests.support import modules
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_every_module_is_described() -> None:
+    assert modules.written() == modules.describe_modules(), "run python -m tests.support.modules"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_are_named_exist(document: Path) -> None:
+    text = document.read_text().split(modules.BEGIN)[0]
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    missing = [link for link in links if not (document.parent / link).exists()]
+    named = re.findall(r"`((?:[a-z_]+/)*[a-z_]+\.py|(?:[a-z_]+/)+)`", text)
+    missing += [
+        name
+        for name in named
+        if not (ROOT / name).exists() and not (modules.PACKAGE / name).exists()
+    ]
+    assert links or named
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_sections_that_are_linked_exist(document: Path) -> None:
+    text = document.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+    linked = re.findall(r"\]\(#([^)]+)\)", text)
+    assert not set(linked) - anchors
+
+
+def test_every_call_is_in_the_api() -> None:
+    text = (ROOT / "docs" / "api.md").read_text()
+    paths = set(re.findall(r'"(/[a-z_/]+)"', inspect.getsource(routes.mount)))
+    assert "/pause_generation" in paths
+    wanted = {path.removeprefix("/update_weights_from") for path in paths}
+    wanted |= {PREFIX + field.name.upper() for field in fields(Settings)}
+    wanted |= set(ERRORS) - {InflightError.__name__}
+    assert not {name for name in wanted if name not in text}
