@@ -31,7 +31,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.messages import ContinueCall, Continued, PauseCall, Paused, PauseMode
+from sglang_inflight.messages import ContinueCall, PauseCall, Paused, PauseMode, Resumed
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
@@ -161,7 +161,7 @@ class Pause:
             raise Conflict(f"pause_id {call.pause_id!r} is not held: it was let go or ran out")
         if not self._holders:
             self._thaw(torch_empty_cache=call.torch_empty_cache)
-        self._answers.succeed(call, Continued(paused=self._state is not PauseState.RUNNING))
+        self._answers.succeed(call, Resumed(paused=self._state is not PauseState.RUNNING))
 
     # ---- the event loop ----------------------------------------------------------
 

@@ -37,13 +37,13 @@ from sglang_inflight.messages import (
     LeaveGroupCall,
     OpenCall,
     SealCall,
-    Sealed,
     Selector,
     StageCall,
     Staged,
     TensorSource,
     TimedCall,
     TransferGivenUp,
+    Voted,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.collectives import is_true_of_any
@@ -414,7 +414,7 @@ class Staging:
         if is_true_of_any(self.dirty is not None):
             self._note_write()
 
-    def _finish(self, update: Update) -> Sealed:
+    def _finish(self, update: Update) -> Voted:
         """Check that the update is whole; after this nothing can fail any more."""
         update.check()
         started = time.perf_counter()
@@ -433,7 +433,7 @@ class Staging:
         update.digest = self._read_through(update, update.roles, whole)
         update.check()
         update.sealed = True
-        return Sealed(staged_s=time.perf_counter() - started)
+        return Voted(staged_s=time.perf_counter() - started)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """The digest of all models of this rank, those of ``shadowed`` as they will be.
