@@ -134,7 +134,7 @@ class Paused(RankAnswer, kw_only=True):
     aborted: int
 
 
-class Continued(RankAnswer, kw_only=True):
+class Resumed(RankAnswer, kw_only=True):
     # others still hold a pause
     paused: bool
 
@@ -145,7 +145,7 @@ class Staged(RankAnswer, kw_only=True):
     bytes: int
 
 
-class Sealed(RankAnswer, kw_only=True):
+class Voted(RankAnswer, kw_only=True):
     """A vote for the update."""
 
     staged_s: float
@@ -177,9 +177,9 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Failed,
     Done,
     Paused,
-    Continued,
+    Resumed,
     Staged,
-    Sealed,
+    Voted,
     Committed,
     TransferGivenUp,
     Described,
@@ -244,7 +244,7 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
 class ContinueCall(ContinueGenerationReqInput, kw_only=True):
     """One of SGLang's own kind, for the same reason."""
 
-    answer = Continued
+    answer = Resumed
 
     call_id: str = ""
     # None lets go of every pause
@@ -271,7 +271,7 @@ class StageCall(UpdateCall, kw_only=True):
 class SealCall(UpdateCall, kw_only=True):
     """Nothing more will be staged: check the whole and vote."""
 
-    answer = Sealed
+    answer = Voted
 
 
 class CommitCall(Call, kw_only=True):

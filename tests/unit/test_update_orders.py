@@ -40,9 +40,9 @@ from sglang_inflight.messages import (
     OpenCall,
     RollbackCall,
     SealCall,
-    Sealed,
     StageCall,
     Staged,
+    Voted,
 )
 from sglang_inflight.settings import Settings
 
@@ -54,7 +54,7 @@ ROUNDS = 10
 WHOLE = {
     Done: Done(),
     Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
-    Sealed: Sealed(staged_s=1.0),
+    Voted: Voted(staged_s=1.0),
     Committed: Committed(
         weight_version="v1", base_version="v0", epoch=1, stall_ms=1.0, retracted=0, digest="d"
     ),

@@ -16,9 +16,9 @@ from sglang_inflight.messages import (
     KVPolicy,
     OpenCall,
     SealCall,
-    Sealed,
     StageCall,
     Staged,
+    Voted,
 )
 from sglang_inflight.receipt import Receipt
 
@@ -131,7 +131,7 @@ class OpenUpdate:
         self.tensors += staged[0].tensors
         self.bytes += max(rank.bytes for rank in staged)
 
-    def count_votes(self, votes: list[Sealed]) -> None:
+    def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)
 
     # ---- its lease -----------------------------------------------------------------
