@@ -34,7 +34,7 @@ def test_trainer(server: Server, checkpoints: Path, tmp_path: Path) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     lines = run(
         *(tmp_path, "trainer", "--url", server.url, "--model-path", str(checkpoints / "v0")),
-        *("--steps", "2", "--learning-rate", "1", "--text", " ".join(["t150"] * 8)),
+        *("--steps", "2", "--learning-rate", "0.6", "--text", " ".join(["t150"] * 8)),
     )
     steps = [line for line in lines if line.startswith("step-")]
     assert [line.split(":")[0] for line in steps] == ["step-1", "step-2"]

@@ -106,8 +106,8 @@ class TrainerGroup:
             if not begun.done() or not begun.result().is_completed():
                 return False
             work = begun.result()
-            # NCCL's wait says nothing of what its watchdog saw
-            if (failure := work.exception()) is not None:
+            # NCCL's wait says nothing of what its watchdog saw; gloo's raises, as it should
+            if self._backend == "nccl" and (failure := work.exception()) is not None:
                 raise RuntimeError(f"{failure}")
             work.wait()
             return True
