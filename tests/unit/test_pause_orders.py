@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.pause import machine
 from sglang_inflight.scheduler.pause.machine import (
     AbortAll,
     Asked,
+    Continued,
     Drain,
     Drained,
     Event,
@@ -33,7 +34,6 @@ from sglang_inflight.scheduler.pause.machine import (
     Move,
     PauseState,
     Refuse,
-    Resumed,
     Retract,
     RunOn,
     SayThatGenerationContinues,
@@ -64,7 +64,7 @@ def ask(mode: PauseMode | None, pause_id: str, **how: Any) -> Make:
 
 def resume(pause_id: str | None) -> Make:
     call = ContinueCall(call_id=f"{pause_id} continues", pause_id=pause_id)
-    return lambda _: Resumed(call)
+    return lambda _: Continued(call)
 
 
 def itself(event: Event) -> Make:
@@ -126,7 +126,7 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
 
     # each call is answered once, or waits
     calls: list[Any] = [each.call for each in before.waiting]
-    calls += [event.call] if isinstance(event, Asked | Resumed) else []
+    calls += [event.call] if isinstance(event, Asked | Continued) else []
     answered = [each.call for each in done.sayings if isinstance(each, Grant | LetGo | Refuse)]
     assert ids([*answered, *(each.call for each in pauses.waiting)]) == ids(calls)
     # and what it hears is so when it hears it
@@ -148,7 +148,7 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     assert lease_over == (isinstance(event, LeaseOver) and before.find(event.pause_id) is not None)
 
     # who does nothing, and waits for nothing, keeps what it has
-    if not (isinstance(event, Resumed) and event.call.pause_id is None):
+    if not (isinstance(event, Continued) and event.call.pause_id is None):
         idle = {holder.pause_id for holder in before.holders} - {about(event)}
         assert idle - {each.call.pause_id for each in before.waiting} <= set(held)
 
@@ -158,7 +158,7 @@ def about(event: Event) -> str | None:
     match event:
         case Asked(call):
             return call.pause_id
-        case Resumed(resumes):
+        case Continued(resumes):
             return resumes.pause_id
         case LeaseOver(pause_id) | WaitOver(pause_id):
             return pause_id
@@ -217,7 +217,7 @@ def row_of(pauses: HeldPauses, event: Event) -> str:
             return "wait over"
         case Drained():
             return "drained"
-        case Resumed(resumes):
+        case Continued(resumes):
             return "continue all" if resumes.pause_id is None else "continue one"
         case Asked(call):
             modes = "abort, wait" if call.mode in ("abort", "wait") else "in_place, retract"

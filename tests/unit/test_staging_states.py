@@ -16,9 +16,9 @@ from sglang_inflight.messages import (
     InflightCall,
     OpenCall,
     SealCall,
-    Sealed,
     StageCall,
     Staged,
+    Voted,
 )
 from sglang_inflight.scheduler.update import staging_state
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -26,7 +26,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.staging_state import MOVES, StagingState, Step
 from sglang_inflight.scheduler.update.swap import PointerSwap, PreparedSwap
-from sglang_inflight.scheduler.update.update import SealedUpdate, Update
+from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
 
 EMPTY, OPEN, SEALED = StagingState
@@ -60,12 +60,12 @@ class NoModel:
     def fill(self, update: Update, source: Any, selector: None) -> Staged:
         return Staged(staged_s=0.0, tensors=1, bytes=1)
 
-    def seal(self, update: Update, base_digest: str | None) -> Sealed:
+    def seal(self, update: Update, base_digest: str | None) -> Voted:
         if base_digest is None:
             update.base_digest = "old"
         pair = torch.zeros(1), torch.ones(1)
-        update.sealed = SealedUpdate("new", PreparedSwap(PointerSwap(), (pair,)), ())
-        return Sealed(staged_s=0.0)
+        update.sealed = Sealed("new", PreparedSwap(PointerSwap(), (pair,)), ())
+        return Voted(staged_s=0.0)
 
 
 class OneRank:

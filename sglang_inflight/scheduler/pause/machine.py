@@ -74,7 +74,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class Continued:
     """``call`` lets go of one pause, or of all."""
 
     call: ContinueCall
@@ -97,7 +97,7 @@ class Drained:
     """Nothing runs any more."""
 
 
-Event = Asked | Resumed | LeaseOver | WaitOver | Drained
+Event = Asked | Continued | LeaseOver | WaitOver | Drained
 
 
 # ---- what is to be done on the scheduler -------------------------------------------
@@ -210,7 +210,7 @@ def transition(pauses: HeldPauses, event: Event) -> Transition:
     match event:
         case Asked(call, now):
             return _ask(pauses, call, now)
-        case Resumed(released):
+        case Continued(released):
             return _continue(pauses, released)
         case LeaseOver(pause_id):
             return _end_lease(pauses, pause_id)

@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.messages import ContinueCall, Continued, PauseCall, Paused, PauseMode
+from sglang_inflight.messages import ContinueCall, PauseCall, Paused, PauseMode, Resumed
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
@@ -26,6 +26,7 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import (
     AbortAll,
     Asked,
+    Continued,
     Drain,
     Drained,
     Event,
@@ -36,7 +37,6 @@ from sglang_inflight.scheduler.pause.machine import (
     Move,
     PauseState,
     Refuse,
-    Resumed,
     Retract,
     RunOn,
     Saying,
@@ -96,7 +96,7 @@ class Pause:
 
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
-        self._go_through(Resumed(call))
+        self._go_through(Continued(call))
 
     # ---- the event loop ----------------------------------------------------------
 
@@ -209,7 +209,7 @@ class Pause:
                 self._answers.succeed(call, answer)
             case LetGo(released):
                 paused = self.state is not PauseState.RUNNING
-                self._answers.succeed(released, Continued(paused=paused))
+                self._answers.succeed(released, Resumed(paused=paused))
             case Refuse(refused, why):
                 self._aborted.pop(refused.call_id, None)
                 self._answers.fail(refused, Conflict(why))

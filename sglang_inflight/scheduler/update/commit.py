@@ -29,7 +29,7 @@ from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
-from sglang_inflight.scheduler.update.update import SealedUpdate
+from sglang_inflight.scheduler.update.update import Sealed
 from sglang_inflight.status import WeightsStatus
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Commits:
             self._boundary.flush(empty_cache=empty_cache)
 
 
-def _name_checkpoints(sealed: SealedUpdate) -> None:
+def _name_checkpoints(sealed: Sealed) -> None:
     """Tell upstream's readers of the path where the weights came from."""
     for runner, source in sealed.checkpoints:
         load_format = source.load_format or "auto"

@@ -15,11 +15,11 @@ from sglang_inflight.messages import (
     DistributedSource,
     Done,
     IPCSource,
-    Sealed,
     Selector,
     Source,
     Staged,
     TensorSource,
+    Voted,
 )
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
@@ -35,7 +35,7 @@ from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
-from sglang_inflight.scheduler.update.update import SealedUpdate, Update
+from sglang_inflight.scheduler.update.update import Sealed, Update
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
@@ -45,7 +45,7 @@ class Jobs:
     """The jobs of updates. They run on the staging thread, one after the other.
 
     The shadow is theirs while an update is open, and the scheduler's thread's from its seal
-    on: what they leave to it is the ``SealedUpdate`` of the update. A job looks between two tensors
+    on: what they leave to it is the ``Sealed`` of the update. A job looks between two tensors
     whether its update was dropped, and gives up then; whatever it had written is never
     committed.
 
@@ -145,7 +145,7 @@ class Jobs:
             update.tensors += 1
             yield name, tensor
 
-    def seal(self, update: Update, base_digest: str | None) -> Sealed:
+    def seal(self, update: Update, base_digest: str | None) -> Voted:
         """Check that the update is whole; after this nothing can fail any more.
 
         ``base_digest`` is that of the live weights, or None where it is not known yet.
@@ -166,8 +166,8 @@ class Jobs:
                     model.refuse_if_derived()
         digest = self._read_through(update, update.roles, whole)
         update.check()
-        update.sealed = SealedUpdate(digest, self._prepare_swap(update), self._checkpoints(update))
-        return Sealed(staged_s=time.perf_counter() - started)
+        update.sealed = Sealed(digest, self._prepare_swap(update), self._checkpoints(update))
+        return Voted(staged_s=time.perf_counter() - started)
 
     def _prepare_swap(self, update: Update) -> PreparedSwap:
         if self._mode is StagingMode.OFF:

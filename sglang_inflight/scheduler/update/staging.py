@@ -31,7 +31,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging_state import StagingState, Step, states_for
-from sglang_inflight.scheduler.update.update import SealedUpdate, Update
+from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
 from sglang_inflight.status import StagingStatus
 
@@ -114,7 +114,7 @@ class Staging:
         # answered when the staging thread has let go of the shadow
         self._worker.submit(call, Done)
 
-    def take(self, update_id: str) -> SealedUpdate:
+    def take(self, update_id: str) -> Sealed:
         """The sealed update, to be committed now."""
         update = self._expect(update_id, Step.COMMIT)
         assert update.sealed is not None

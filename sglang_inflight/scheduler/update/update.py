@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SealedUpdate:
+class Sealed:
     """A complete update that was checked: all that its commit needs."""
 
     # of all weights of this rank, as they will be
@@ -46,7 +46,7 @@ class Update:
         # of the live weights, where nobody had read them through before
         self.base_digest: str | None = None
         # the staging thread's last word: the rank has voted for it
-        self.sealed: SealedUpdate | None = None
+        self.sealed: Sealed | None = None
         # why a call of this update failed, so that it cannot be sealed any more
         self.failed: str | None = None
         self.dropped: str | None = None
