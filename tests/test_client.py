@@ -167,6 +167,7 @@ def test_session(server: Server, client: Client) -> None:
         assert session.receipt is None
     assert session.receipt is not None
     assert session["tensors"] == session.receipt.tensors == len(weights)
+    assert session.as_json() == {**name, **session.receipt.as_json()}
     says(server, 1)
 
 

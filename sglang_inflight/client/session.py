@@ -20,6 +20,10 @@ class Session(Mapping[str, Any]):
         """For a trainer that sends by other means."""
         return self._begun.session_id
 
+    def as_json(self) -> dict[str, Any]:
+        receipt = self.receipt.as_json() if self.receipt is not None else {}
+        return self._begun.as_json() | receipt
+
     def __getitem__(self, name: str) -> Any:
         return self._content()[name]
 
