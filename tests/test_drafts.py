@@ -25,8 +25,10 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.plugins import with_plugin
+from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.updates import ENDLESS, refuse, serving, tensor_body
+
+pytestmark = stands_in_for_kernels
 
 STEP = 4  # tokens, where all drafts are accepted
 STEPS = 10

@@ -24,9 +24,11 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.plugins import with_plugin
+from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
 from tests.test_kv_versions import kv_runs, made_as_it_ran, runs
+
+pytestmark = stands_in_for_kernels
 
 DRAFT = 4
 LOOPS = add_both_loops("speculation", Flavour(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["patch", "hook", "protocol", "import"]
+Kind = Literal["patch", "hook", "protocol", "import", "test"]
 
 
 @dataclass(frozen=True)

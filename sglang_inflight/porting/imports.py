@@ -12,6 +12,8 @@ from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import Definition, FunctionNode, SourceTree
 
 HOUSE = Path(sglang_inflight.__file__).parent
+# beside the package in its repository
+DEVELOPERS = ("harness", "benchmarks", "tests")
 UPSTREAM = "sglang"
 
 
@@ -40,6 +42,8 @@ def _look_at(tree: SourceTree, source: ast.Module, where: str) -> Iterator[Findi
     yield from (_there(tree, name, where) for name in names.values())
     for node in ast.walk(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr.startswith("__"):
+                continue
             dotted = names.get(node.value.id)
             definition = tree.find(dotted) if dotted is not None else None
             if definition is not None and _has_members(tree, definition):

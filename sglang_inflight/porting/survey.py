@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packaging.version import Version
@@ -10,7 +10,7 @@ from packaging.version import Version
 from sglang_inflight.livepatch import Series, read_series, supported_versions
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.hooks import look_at_hooks
-from sglang_inflight.porting.imports import look_at_imports
+from sglang_inflight.porting.imports import DEVELOPERS, HOUSE, look_at_imports
 from sglang_inflight.porting.patches import look_at_patches
 from sglang_inflight.porting.protocols import look_at_protocols
 from sglang_inflight.porting.source_tree import SourceTree
@@ -30,6 +30,11 @@ class Survey:
     def misfits(self) -> list[Finding]:
         return [finding for finding in self.findings if not finding.fits]
 
+    @property
+    def keeps_a_server_from_running(self) -> bool:
+        """What tests import may be of one version, and they may skip the others."""
+        return any(finding.kind != "test" for finding in self.misfits)
+
 
 def survey(root: Path, version: str) -> Survey:
     """Of the SGLang whose package lies in ``root``. Nothing of it is imported."""
@@ -40,6 +45,7 @@ def survey(root: Path, version: str) -> Survey:
         *look_at_hooks(tree),
         *look_at_protocols(tree, version),
         *look_at_imports(tree),
+        *_of_developers(tree),
     )
     whereabouts = Whereabouts(tree)
     hints = {
@@ -48,6 +54,18 @@ def survey(root: Path, version: str) -> Survey:
         if not finding.fits
     }
     return Survey(version, series.name, findings, hints)
+
+
+def _of_developers(tree: SourceTree) -> list[Finding]:
+    """What tests and benchmarks import, where they are here."""
+    folders = (HOUSE.parent / name for name in DEVELOPERS)
+    findings = [
+        finding
+        for folder in folders
+        if (folder / "__init__.py").is_file()
+        for finding in look_at_imports(tree, folder)
+    ]
+    return [replace(finding, kind="test") for finding in findings]
 
 
 def nearest_series(version: str) -> Series:

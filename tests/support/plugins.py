@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+from packaging.version import Version
+
 TESTS = Path(__file__).parents[1]
+
+# for tests with the plugin `speculation`
+stands_in_for_kernels = pytest.mark.skipif(
+    Version(version("sglang")) < Version("0.5.23"),
+    reason="what stands in for kernels of a GPU has the names that they have since 0.5.23",
+)
 
 
 def with_plugin(folder: str) -> dict[str, str]:

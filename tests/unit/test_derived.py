@@ -13,7 +13,6 @@ from sglang.srt.layers.quantization.unquant import (
     UnquantizedFusedMoEMethod,
     UnquantizedLinearMethod,
 )
-from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
 from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
 from sglang.srt.models.inkling_common.dense_mlp import _InklingUnquantizedFusedMoEMethod
 from sglang.srt.models.kimi_vl import KimiVLForConditionalGeneration
@@ -22,6 +21,11 @@ from torch import nn
 from sglang_inflight import unsupported
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
 from sglang_inflight.unsupported import why_no_update
+
+try:
+    from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
+except ImportError:  # 0.5.22 has none
+    BeamUnquantizedFusedMoEMethod = UnquantizedFusedMoEMethod
 
 
 def bare(kind: type, **attributes: Any) -> Any:

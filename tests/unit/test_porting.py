@@ -14,7 +14,7 @@ import pytest
 from sglang_inflight.livepatch import PatchRefused, Series, read_series, supported_versions
 from sglang_inflight.porting import __main__ as command
 from sglang_inflight.porting import download, protocols
-from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting.finding import Finding, Kind
 from sglang_inflight.porting.hooks import why_not_hooked
 from sglang_inflight.porting.imports import look_at_imports
 from sglang_inflight.porting.patches import look_at_patches
@@ -355,12 +355,15 @@ def test_a_survey_in_words() -> None:
     assert lines[at + 1 : at + 3] == ["  a.b: it is not there", "    a.c:1: def b"]
 
 
-@pytest.mark.parametrize(("reason", "code"), [(None, 0), ("it is not there", 1)])
+@pytest.mark.parametrize(
+    ("kind", "reason", "code"),
+    [("hook", None, 0), ("hook", "it is not there", 1), ("test", "it is not there", 0)],
+)
 def test_the_exit_code(
-    grow: Grow, monkeypatch: pytest.MonkeyPatch, reason: str | None, code: int
+    grow: Grow, monkeypatch: pytest.MonkeyPatch, kind: Kind, reason: str | None, code: int
 ) -> None:
     root = grow(MODULE).root
-    found = Survey("1.0", "sglang-1.0", (Finding("hook", "a.b", reason),), {})
+    found = Survey("1.0", "sglang-1.0", (Finding(kind, "a.b", reason),), {})
     monkeypatch.setattr(command, "survey", lambda *_: found)
     assert command.main(["1.0", "--source", str(root)]) == code
 
