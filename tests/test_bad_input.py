@@ -520,14 +520,6 @@ def test_no_handle_for_the_device(untouched: Untouched, handles: dict[str, str])
 # ---- order -------------------------------------------------------------------------------
 
 
-def test_tensors_without_a_session(untouched: Untouched) -> None:
-    body = {"serialized_named_tensors": [GOOD], "weight_version": "v1"}
-    untouched.refuse(TENSOR, body, "begin_weight_update", "non_blocking")
-    untouched.refuse(
-        DISTRIBUTED, {**layout(1), "weight_version": "v1"}, "begin_weight_update", "non_blocking"
-    )
-
-
 def test_expected_version_within_a_session(untouched: Untouched) -> None:
     untouched.begin()
     body = {**LIVE, "serialized_named_tensors": [GOOD], "expected_version": "v0"}
