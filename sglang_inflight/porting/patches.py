@@ -43,7 +43,8 @@ def _apply(patch: Patch, texts: dict[str, list[str]], root: Path) -> Iterator[st
             if not path.is_file():
                 yield f"{diff.file} is not there"
                 continue
-            texts[diff.file] = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            source = exact.lines_of(path.read_text(encoding="utf-8"))
+            texts[diff.file] = [line.text for line in source]
         lines = texts[diff.file]
         placed: list[tuple[int, exact.Hunk]] = []
         places = _place(lines, diff.hunks)
