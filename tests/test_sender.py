@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -27,7 +27,7 @@ from tests.support.updates import (
 )
 
 Named = list[tuple[str, torch.Tensor]]
-ToServer = Sender[dict[str, Any]]
+ToServer = Sender[Mapping[str, Any]]
 
 # a dozen tensors and more
 BUCKET_BYTES = 64 << 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from examples.stories.weights import NamedTensor, in_chunks, read_tensors
 from sglang_inflight.client import AsyncClient
 
-Receipt = dict[str, Any]
+Receipt = Mapping[str, Any]
 
 CHUNK_BYTES = 24 << 20
 
