@@ -305,17 +305,17 @@ class AsyncClient:
         )
         return self._read(Receipt, receipt)
 
-    async def join_group(self, **fields: Any) -> Json:
+    async def join_group(self, **fields: Any) -> None:
         """Let every rank join a trainer's process group; see ``Sender`` first.
 
         ``fields`` are those of SGLang's ``/init_weights_update_group``. It is answered when
         the group is formed.
         """
-        return await self._post("/init_weights_update_group", **fields)
+        await self._post("/init_weights_update_group", **fields)
 
-    async def leave_group(self, group_name: str) -> Json:
+    async def leave_group(self, group_name: str) -> None:
         """Let every rank leave a trainer's process group."""
-        return await self._post("/destroy_weights_update_group", group_name=group_name)
+        await self._post("/destroy_weights_update_group", group_name=group_name)
 
     async def roll_back(
         self, *, weight_version: str | None = None, expected_version: str | None = None
