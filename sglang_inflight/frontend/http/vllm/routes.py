@@ -34,6 +34,7 @@ from sglang_inflight.frontend.http.vllm.bodies import (
     choose_pause_mode,
 )
 from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checksums
+from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.updates.naming import name_version
 
@@ -76,6 +77,8 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/wake_up", guarded(routes.wake_up, takes_request=True))
     add("/is_sleeping", guarded(routes.is_sleeping), "GET")
     add("/release_kv_cache_memory", guarded(routes.release_kv_cache))
+    # for whoever may generate, as /generate is
+    add("/inference/v1/generate", Generate(tokenizer_manager).answer)
     app.router.routes[:0] = router.routes
 
 
