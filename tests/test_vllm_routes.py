@@ -341,6 +341,7 @@ def test_key(vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]) -> 
 
 
 def test_off_unless_switched_on(server: Server) -> None:
-    for path, method in ROUTES.items():
+    others = {"/inference/v1/generate": "POST", "/liveness": "GET"}
+    for path, method in {**ROUTES, **others}.items():
         response = httpx.request(method, server.url + path, timeout=60)
         assert response.status_code == 404, f"{path}: {response.text}"
