@@ -22,6 +22,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_body,
     with_query,
 )
+from sglang_inflight.frontend.http.vllm.adapters import Adapters, LoadBody, UnloadBody
 from sglang_inflight.frontend.http.vllm.bodies import (
     AbortBody,
     CheckBody,
@@ -83,6 +84,10 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/is_sleeping", guarded(routes.is_sleeping), "GET")
     add("/release_kv_cache_memory", guarded(routes.release_kv_cache))
     add("/collective_rpc", guarded(routes.collective_rpc, takes_request=True))
+    adapters = Adapters(frontend, tokenizer_manager)
+    for prefix in ("", "/v1", "/skyrl/v1"):
+        add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
+    add("/v1/unload_lora_adapter", with_body(UnloadBody, adapters.unload))
     # for whoever may generate, as /generate is
     add("/inference/v1/generate", Generate(tokenizer_manager).answer)
     add("/liveness", routes.liveness, "GET")
