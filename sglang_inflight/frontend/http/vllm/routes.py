@@ -39,6 +39,7 @@ from sglang_inflight.frontend.http.vllm.bodies import (
 )
 from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checksums
 from sglang_inflight.frontend.http.vllm.collective_rpc import CollectiveRPC
+from sglang_inflight.frontend.http.vllm.detokenize import detokenize
 from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
@@ -90,6 +91,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/v1/unload_lora_adapter", with_body(UnloadBody, adapters.unload))
     # for whoever may generate, as /generate is
     add("/inference/v1/generate", Generate(tokenizer_manager).answer)
+    add("/detokenize", detokenize)
     add("/liveness", routes.liveness, "GET")
     app.router.routes[:0] = router.routes
 
