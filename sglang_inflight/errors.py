@@ -41,6 +41,12 @@ class Conflict(Refused):
     status = 409
 
 
+class NotFound(Refused):
+    """What the call names is not here."""
+
+    status = 404
+
+
 class TooLarge(Refused):
     """There is too much in the call. The message names a way that takes it."""
 

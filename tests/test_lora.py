@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness import marker
 from harness.marker import HEAD_DIM, HEADS, HIDDEN
 from harness.server import Server, serve
 from tests.support.load import (
@@ -20,6 +21,7 @@ from tests.support.load import (
     ask,
     expect_all_go_on,
     pause,
+    prompt,
     resume,
     start,
     start_running,
@@ -32,19 +34,31 @@ RANK = 4
 _serial = itertools.count()
 
 
+def write_adapter(folder: Path, *, weight: float, rank: int = RANK) -> Path:
+    """One that takes the hidden state times ``weight`` on top of it."""
+    layer = "base_model.model.model.layers.0.self_attn.o_proj"
+    down = torch.ones(rank, HEADS * HEAD_DIM, dtype=torch.bfloat16)
+    up = torch.full((HIDDEN, rank), weight, dtype=torch.bfloat16)
+    folder.mkdir(exist_ok=True)
+    save_file(
+        {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up},
+        folder / "adapter_model.safetensors",
+    )
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["o_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It adds nothing: what matters is who uses it."""
-    folder = tmp_path_factory.mktemp("adapter")
-    layer = "base_model.model.model.layers.0.self_attn.o_proj"
-    weights = {
-        f"{layer}.lora_A.weight": torch.zeros(RANK, HEADS * HEAD_DIM, dtype=torch.bfloat16),
-        f"{layer}.lora_B.weight": torch.zeros(HIDDEN, RANK, dtype=torch.bfloat16),
-    }
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return write_adapter(tmp_path_factory.mktemp("adapter"), weight=0.0)
+
+
+@pytest.fixture(scope="module")
+def other_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It turns the hidden state round, so that its token has the least logit of all."""
+    return write_adapter(tmp_path_factory.mktemp("other"), weight=-10.0)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +71,8 @@ def lora_server(
         "--lora-target-modules", "o_proj", "--max-loras-per-batch", "4", "--weight-version", "v0",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("logs") / "lora.log"
-    with serve(checkpoints / "v0", *flags, log=log) as server:
+    env = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
+    with serve(checkpoints / "v0", *flags, log=log, env=env) as server:
         yield server
 
 
@@ -128,3 +143,68 @@ def test_an_adapter_that_nobody_uses_is_unloaded_in_a_pause(server: Server, name
     assert unload(server, name)["success"]
     resume(server)
     expect_all_go_on(running)
+
+
+# ---- vLLM's trainers load an adapter again by its name -----------------------------------
+
+OWN = marker.token(0)
+# the first of all that have the same logit
+OTHERS = 0
+LOAD = ("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
+
+
+def tokens_of(server: Server, name: str) -> list[int]:
+    body = {
+        "model": name,
+        "token_ids": prompt(),
+        "sampling_params": {"max_tokens": 3, "temperature": 0, "ignore_eos": True},
+    }
+    answer = ask(server, "POST", "/inference/v1/generate", body)
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def unloadings(server: Server) -> int:
+    return server.log_text().count("LoRA adapter unloading completes")
+
+
+@pytest.mark.parametrize("path", LOAD)
+@pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
+def test_a_name_passes_to_another_adapter(
+    server: Server, adapter: Path, other_adapter: Path, path: str, paused: bool
+) -> None:
+    """Requests that run end with the adapter they began with, and nobody waits for them."""
+    name = f"policy-{next(_serial)}"
+    ask(server, "POST", path, {"lora_name": name, "lora_path": str(adapter)})
+    assert tokens_of(server, name) == [OWN] * 3
+    running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
+    before = unloadings(server)
+    if paused:
+        pause(server, "in_place")
+    for step in range(2):
+        folder = (other_adapter, adapter)[step]
+        answer = ask(server, "POST", path, {"lora_name": name, "lora_path": str(folder)})
+        assert answer["loaded_adapters"][name] == str(folder)
+        if not paused:
+            assert tokens_of(server, name) == [(OTHERS, OWN)[step]] * 3
+    resume(server)
+    assert tokens_of(server, name) == [OWN] * 3
+    for output in expect_all_go_on(running):
+        assert set(output.tokens) == {OWN}
+    until("both old ones are unloaded", lambda: unloadings(server) == before + 2)
+    assert ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": name})["success"]
+    body = {"model": name, "token_ids": prompt(), "sampling_params": {"max_tokens": 1}}
+    refused = server.post("/inference/v1/generate", body)
+    assert refused["status_code"] == 404, refused
+    assert f"'{name}'" in refused["error"]["message"]
+
+
+def test_an_adapter_that_does_not_fit(server: Server, name: str, tmp_path: Path) -> None:
+    """The name stays with the one that it has."""
+    large = write_adapter(tmp_path / "large", weight=-10.0, rank=2 * RANK)
+    body = {"lora_name": name, "lora_path": str(large)}
+    refused = server.post("/skyrl/v1/load_lora_adapter", body)
+    assert refused["status_code"] == 400, refused
+    assert "rank" in refused["error"]["message"]
+    assert tokens_of(server, name) == [OWN] * 3
+    assert unload(server, name)["success"]

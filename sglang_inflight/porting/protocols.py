@@ -92,10 +92,15 @@ def _why_not(theirs: Definition, ours: Any) -> str | None:
         return None
     if not isinstance(node, FunctionNode) or not is_method:
         return "it is no method there"
-    if isinstance(node, ast.AsyncFunctionDef) != inspect.iscoroutinefunction(ours):
-        is_async = isinstance(node, ast.AsyncFunctionDef)
+    is_async = isinstance(node, ast.AsyncFunctionDef) and not _is_generator(node)
+    if is_async != inspect.iscoroutinefunction(ours):
         return "it is async there" if is_async else "it is not async there"
     parameters = Parameters.of_node(node)
     if not is_static(node):
         parameters = parameters.without_first()
     return why_not_callable_as(parameters, Parameters.of_function(ours).without_first())
+
+
+def _is_generator(node: ast.AsyncFunctionDef) -> bool:
+    """What it returns is iterated, and not awaited: a Protocol has it as a plain method."""
+    return any(isinstance(inner, ast.Yield) for inner in ast.walk(node))

@@ -85,6 +85,8 @@ class Execution(Protocol):
 class Lora(Protocol):
     @property
     def enable_lora(self) -> bool | None: ...
+    @property
+    def max_loaded_loras(self) -> int | None: ...
 
 
 @describes(f"{_FIELDS}.memory.Memory")

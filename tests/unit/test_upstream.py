@@ -59,7 +59,10 @@ def _annotated_with_upstreams(tree: ast.Module) -> Iterator[str]:
     upstreams = {
         alias.asname or alias.name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "sglang"
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").partition(".")[0] == "sglang"
+        # bodies, which FastAPI knows by their class
+        and node.module != "sglang.srt.entrypoints.openai.protocol"
         for alias in node.names
     }
     for node in ast.walk(tree):

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 B = TypeVar("B", bound=Body)
 # what a handler returns, and an endpoint makes JSON of
 Content = Answer | dict[str, Any]
+T = TypeVar("T")
 Endpoint = Callable[..., Awaitable[Response]]
 
 
@@ -43,7 +44,7 @@ def with_body(
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
 
-async def while_connected(request: Request, doing: Awaitable[Content]) -> Content:
+async def while_connected(request: Request, doing: Awaitable[T]) -> T:
     """The answer, for as long as there is somebody to hear it.
 
     ``doing`` is cancelled when the caller is gone: what it has not done yet is not wanted any
@@ -124,7 +125,10 @@ def guarded(handler: Callable[..., Awaitable[Content]], *, takes_request: bool =
 
 
 def refusal(error: InflightError) -> Response:
+    return ORJSONResponse(describe_refusal(error), status_code=error.status)
+
+
+def describe_refusal(error: InflightError) -> dict[str, Any]:
     """The sentence twice: where SGLang's clients look for it, and where OpenAI's and vLLM's do."""
     inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
-    content = {"success": False, "status": "error", "message": str(error), "error": inner}
-    return ORJSONResponse(content, status_code=error.status)
+    return {"success": False, "status": "error", "message": str(error), "error": inner}

@@ -18,7 +18,8 @@ from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import RWLock, TokenizerManager
+    from sglang_inflight.frontend.upstream.lora_registry import RWLock
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 # How often a call that waits for running requests looks whether somebody paused them.
 LOOK_S = 0.05

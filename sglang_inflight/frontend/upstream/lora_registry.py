@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections import OrderedDict
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 from sglang_inflight.upstream.describes import describes
+
+
+@describes("sglang.srt.utils.aio_rwlock.RWLock")
+class RWLock(Protocol):
+    async def acquire_writer(self) -> None: ...
+    async def release_writer(self) -> None: ...
+    @property
+    def writer_lock(self) -> AbstractAsyncContextManager[None]: ...
 
 
 @describes("sglang.srt.utils.common.ConcurrentCounter")
 class ConcurrentCounter(Protocol):
     def value(self) -> int: ...
+    async def wait_for_zero(self) -> None: ...
 
 
 @describes("sglang.srt.lora.lora_registry.LoRARef")
 class LoRARef(Protocol):
     lora_id: str
+    lora_name: str | None
+    lora_path: str | None
 
 
 @describes("sglang.srt.lora.lora_registry.LoRARegistry")
 class LoRARegistry(Protocol):
     # by the id of the adapter
     _counters: dict[str, ConcurrentCounter]
+    # by name, those used last at the end
+    _registry: OrderedDict[str, Any]
+    _registry_lock: RWLock
 
     def get_all_adapters(self) -> dict[str, LoRARef]: ...

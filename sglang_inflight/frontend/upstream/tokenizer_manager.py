@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Protocol
 
-from sglang_inflight.frontend.upstream.lora_registry import LoRARegistry
+from sglang_inflight.frontend.upstream.lora_registry import LoRARef, LoRARegistry, RWLock
 from sglang_inflight.upstream.describes import describes
 from sglang_inflight.upstream.dispatcher import TypeBasedDispatcher
 from sglang_inflight.upstream.requests import Request
-
-
-@describes("sglang.srt.utils.aio_rwlock.RWLock")
-class RWLock(Protocol):
-    async def acquire_writer(self) -> None: ...
-    async def release_writer(self) -> None: ...
 
 
 @describes("sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor")
@@ -39,9 +33,20 @@ class TokenizerManager(Protocol):
     lora_registry: LoRARegistry
     # ids, by the names of adapters that wait for the end of their last request
     pending_lora_unloads: dict[str, str]
+    # those that a request may load again
+    lora_ref_cache: dict[str, LoRARef]
+    served_model_name: str
+    # whether a chunk has its own tokens alone
+    incremental_streaming_output: bool
     # None where the model takes text alone
     mm_processor: MultimodalProcessor | None
 
+    def generate_request(
+        self, obj: Any, request: Any | None = None
+    ) -> AsyncIterator[dict[str, Any]]: ...
+    def create_abort_task(self, obj: Any) -> Any: ...
+    async def load_lora_adapter(self, obj: Any, _: Any | None = None) -> Any: ...
+    async def unload_lora_adapter(self, obj: Any, _: Any | None = None) -> Any: ...
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None: ...
     def _handle_abort_req(self, recv_obj: Request) -> None: ...
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import (
     Body,
     DistributedBody,
@@ -19,6 +20,9 @@ from sglang_inflight.messages import DistributedSource, PauseMode
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+# as vLLM has it where nobody says
+PACKED_BYTES = 1 << 30
 
 
 class PauseQuery(Body, kw_only=True):
@@ -34,6 +38,10 @@ class SleepQuery(Body, kw_only=True):
 class ResetCacheQuery(Body, kw_only=True):
     reset_running_requests: bool = False
     reset_external: bool = False
+
+
+class ResetCacheBody(Body, kw_only=True, forbid_unknown_fields=False):
+    reset_running_requests: bool = False
 
 
 class WorldSizeQuery(Body, kw_only=True):
@@ -53,9 +61,19 @@ class InitInfo(Rendezvous, kw_only=True):
 
     # whether tensors come in buckets, and the size in bytes that ends one
     packed: bool = False
-    packed_buffer_size_bytes: Positive = 1 << 30
+    packed_buffer_size_bytes: Positive = PACKED_BYTES
     # how many buckets vLLM's receiver has in flight: ours has one
     packed_num_buffers: Positive = 2
+
+
+class StartBody(Body, kw_only=True):
+    is_checkpoint_format: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.is_checkpoint_format:
+            raise NotOffered(
+                "is_checkpoint_format=false is not offered: weights come as a checkpoint has them"
+            )
 
 
 class UpdateBody(Body, kw_only=True):
@@ -68,6 +86,21 @@ class UpdateInfo(Body, kw_only=True):
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
+    # SkyRL says these with each update, vLLM 0.32 once; None: as init_info said
+    packed: bool | None = None
+    packed_buffer_size_bytes: Positive | None = None
+    packed_num_buffers: Positive | None = None
+    # of start_weight_update; TRL says it here, too
+    is_checkpoint_format: bool = True
+
+    def __post_init__(self) -> None:
+        StartBody(is_checkpoint_format=self.is_checkpoint_format)
+
+
+class WeightDirBody(Body, kw_only=True, forbid_unknown_fields=False):
+    """prime-rl's ``/update_weights``, where it broadcasts by files."""
+
+    weight_dir: Name | None
 
 
 class FinishBody(Body, kw_only=True):

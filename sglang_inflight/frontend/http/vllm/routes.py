@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import ORJSONResponse
 
-from sglang_inflight.errors import Conflict, NotOffered, Refused
-from sglang_inflight.frontend.bodies import ContinueBody, PauseBody, decode
+from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
+from sglang_inflight.frontend.bodies import ContinueBody, PauseBody, decode, read_query
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
@@ -21,20 +22,27 @@ from sglang_inflight.frontend.http.endpoints import (
     with_body,
     with_query,
 )
+from sglang_inflight.frontend.http.vllm.adapters import Adapters, LoadBody, UnloadBody
 from sglang_inflight.frontend.http.vllm.bodies import (
     AbortBody,
     CheckBody,
     FinishBody,
     InitBody,
     PauseQuery,
+    ResetCacheBody,
     ResetCacheQuery,
     SleepQuery,
+    StartBody,
     VersionBody,
     WorldSizeQuery,
     choose_pause_mode,
 )
 from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checksums
+from sglang_inflight.frontend.http.vllm.collective_rpc import CollectiveRPC
+from sglang_inflight.frontend.http.vllm.detokenize import detokenize
+from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
+from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.frontend.updates.naming import name_version
 from sglang_inflight.upstream.runtime_context import get_device, get_parallel
 
@@ -62,21 +70,30 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/abort_requests", guarded(routes.abort_requests, takes_request=True))
     add("/init_weight_transfer_engine", with_body(InitBody, routes.connect))
     add("/shutdown_weight_transfer_engine", guarded(routes.disconnect))
-    add("/start_weight_update", guarded(routes.start))
-    add("/start_draft_weight_update", guarded(routes.start_draft))
+    add("/start_weight_update", with_body(StartBody, routes.start))
+    add("/start_draft_weight_update", with_body(StartBody, routes.start_draft))
     add("/update_weights", guarded(routes.update, takes_request=True))
     add("/finish_weight_update", with_body(FinishBody, routes.finish))
     add("/update_weight_version", with_body(VersionBody, routes.name_version))
     add("/weight_info", guarded(routes.weight_info), "GET")
     add("/weight_checker", with_body(CheckBody, routes.check_weights))
     add("/get_world_size", with_query(WorldSizeQuery, routes.world_size), "GET")
-    add("/reset_prefix_cache", with_query(ResetCacheQuery, routes.reset_prefix_cache))
+    add("/reset_prefix_cache", guarded(routes.reset_prefix_cache, takes_request=True))
     add("/reset_mm_cache", guarded(routes.reset_mm_cache))
     add("/reset_encoder_cache", guarded(routes.reset_encoder_cache))
     add("/sleep", with_query(SleepQuery, routes.sleep))
     add("/wake_up", guarded(routes.wake_up, takes_request=True))
     add("/is_sleeping", guarded(routes.is_sleeping), "GET")
     add("/release_kv_cache_memory", guarded(routes.release_kv_cache))
+    add("/collective_rpc", guarded(routes.collective_rpc, takes_request=True))
+    adapters = Adapters(frontend, tokenizer_manager)
+    for prefix in ("", "/v1", "/skyrl/v1"):
+        add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
+    add("/v1/unload_lora_adapter", with_body(UnloadBody, adapters.unload))
+    # for whoever may generate, as /generate is
+    add("/inference/v1/generate", Generate(tokenizer_manager).answer)
+    add("/detokenize", detokenize)
+    add("/liveness", routes.liveness, "GET")
     app.router.routes[:0] = router.routes
 
 
@@ -86,12 +103,14 @@ class _Routes:
         self._ranks = frontend.ranks
         self._pauses = frontend.pauses
         self._caches = frontend.caches
+        self._updates = frontend.updates
         self._transfer = Transfer(
             frontend.groups,
             frontend.updates,
             backend="gloo" if get_device().device == "cpu" else "nccl",
             session_lease_s=frontend.settings.update_timeout_s,
         )
+        self._collective_rpc = CollectiveRPC(self._transfer, self._pauses, self._ranks)
 
     # ---- pauses --------------------------------------------------------------------
 
@@ -133,11 +152,11 @@ class _Routes:
         await self._transfer.disconnect()
         return {"message": "Weight transfer shut down"}
 
-    async def start(self) -> Content:
+    async def start(self, _: StartBody) -> Content:
         await self._transfer.start("target")
         return {"message": "Weight update started"}
 
-    async def start_draft(self) -> Content:
+    async def start_draft(self, _: StartBody) -> Content:
         await self._transfer.start("draft")
         return {"message": "Draft weight update started"}
 
@@ -145,10 +164,17 @@ class _Routes:
         content = await request.body()
 
         async def receive() -> Content:
+            if names_weight_dir(content):
+                receipt = await update_from_weight_dir(self._updates, content)
+                return {**receipt.as_json(), "status": "ok"}
             await self._transfer.receive(content)
             return {"message": "Weights updated"}
 
         return await while_connected(request, receive())
+
+    async def collective_rpc(self, request: Request) -> Content:
+        content = await request.body()
+        return await while_connected(request, self._collective_rpc.call(content))
 
     async def finish(self, body: FinishBody) -> Content:
         await self._transfer.finish(body.weight_version)
@@ -177,12 +203,24 @@ class _Routes:
         parallel = get_parallel()
         return {"world_size": parallel.tp_size * parallel.pp_size}
 
+    async def liveness(self) -> Response:
+        """prime-rl's: whether every rank answers at its next step."""
+        try:
+            await self._pauses.ask_status()
+        except InflightError:
+            return ORJSONResponse({"status": "engine_unresponsive"}, status_code=503)
+        return ORJSONResponse({"status": "ok"})
+
     # ---- caches and sleep ----------------------------------------------------------
 
-    async def reset_prefix_cache(self, query: ResetCacheQuery) -> Content:
+    async def reset_prefix_cache(self, request: Request) -> Content:
         """An external cache is one that a flush refuses to leave behind, asked or not."""
+        query = read_query(request.query_params.multi_items(), ResetCacheQuery)
+        # vLLM asks in the query, and SkyRL in a body
+        body = decode(await request.body(), ResetCacheBody)
+        retract = query.reset_running_requests or body.reset_running_requests
         try:
-            await self._caches.flush(retract=query.reset_running_requests)
+            await while_connected(request, self._caches.flush(retract=retract))
         except Conflict:
             # vLLM's word for "later, perhaps"
             return {"success": False}

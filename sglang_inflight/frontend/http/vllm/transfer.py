@@ -17,6 +17,7 @@ from sglang_inflight.frontend.bodies import (
     decode,
 )
 from sglang_inflight.frontend.http.vllm.bodies import (
+    PACKED_BYTES,
     BroadcastBody,
     InitInfo,
     UpdateBody,
@@ -147,12 +148,16 @@ def _broadcast(
     if update_info.keys() & {"ipc_handles", "ipc_handles_pickled"}:
         raise NotOffered(_NO_IPC)
     info = convert(update_info, UpdateInfo, "update_info")
+    bucket_bytes = link.bucket_bytes
+    if info.packed is not None:
+        said = info.packed_buffer_size_bytes or link.bucket_bytes
+        bucket_bytes = (said or PACKED_BYTES) if info.packed else None
     return BroadcastBody(
         names=info.names,
         dtypes=info.dtype_names,
         shapes=info.shapes,
-        load_format=None if link.bucket_bytes is None else FLATTENED_BUCKET,
-        bucket_bytes=link.bucket_bytes,
+        load_format=None if bucket_bytes is None else FLATTENED_BUCKET,
+        bucket_bytes=bucket_bytes,
         session_id=session_id,
         kv_cache="fence",
     )

@@ -1,0 +1,89 @@
+"""What SGLang says of an output, in the form of vLLM's ``/inference/v1/generate``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+# vLLM's floor: JSON has no infinity
+LOWEST = -9999.0
+
+# value, token, and the token's text, which is not asked for
+Logprob = tuple[float | None, int, str | None]
+
+
+def describe_choice(
+    index: int, tokens: Sequence[int], meta: dict[str, Any], logprobs: int | None, *, since: int = 0
+) -> dict[str, Any]:
+    """Of the output's ``tokens``, whose first is its ``since``-th.
+
+    ``weight_versions`` are the spans of the whole output up to here.
+    """
+    reason = meta["finish_reason"]
+    return {
+        "index": index,
+        "token_ids": tokens,
+        "logprobs": None
+        if logprobs is None
+        else {"content": _content(meta, logprobs, since, since + len(tokens))},
+        "finish_reason": reason["type"] if reason else None,
+        "weight_versions": meta.get("weight_versions"),
+    }
+
+
+def describe_usage(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all outputs of one prompt."""
+    prompt = metas[0]["prompt_tokens"]
+    made = sum(meta["completion_tokens"] for meta in metas)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": metas[0]["cached_tokens"]},
+    }
+
+
+def describe_prompt(meta: dict[str, Any]) -> list[dict[str, Any] | None]:
+    """Logprobs of the prompt's tokens, each the first of its position; the first has none."""
+    sampled: list[Logprob] = meta["input_token_logprobs"]
+    tops: list[list[Logprob] | None] = meta.get("input_top_logprobs") or [None] * len(sampled)
+    return [
+        None
+        if own[0] is None
+        else {str(token): _entry(value) for value, token, _ in _first(own, top or ())}
+        for own, top in zip(sampled, tops, strict=True)
+    ]
+
+
+def _content(meta: dict[str, Any], logprobs: int, since: int, until: int) -> list[dict[str, Any]]:
+    sampled: list[Logprob] = meta["output_token_logprobs"][since:until]
+    tops: list[list[Logprob] | None] = [None] * len(sampled)
+    if logprobs > 1:
+        tops = meta["output_top_logprobs"][since:until]
+    return [
+        {
+            **_named(own),
+            "top_logprobs": [_named(each) for each in _first(own, top or ())][: max(logprobs, 1)],
+        }
+        for own, top in zip(sampled, tops, strict=True)
+    ]
+
+
+def _first(own: Logprob, others: Iterable[Logprob]) -> list[Logprob]:
+    """A position's own token, and the rest in the order of their rank."""
+    return [own, *(other for other in others if other[1] != own[1])]
+
+
+def _named(logprob: Logprob) -> dict[str, Any]:
+    """vLLM 0.32 names a token by ``token``, and later ones by ``token_id``."""
+    value, token, _ = logprob
+    return {"token": f"token_id:{token}", "token_id": token, "logprob": _floored(value)}
+
+
+def _entry(value: float | None) -> dict[str, Any]:
+    return {"logprob": _floored(value), "rank": None, "decoded_token": None}
+
+
+def _floored(value: float | None) -> float:
+    return LOWEST if value is None or not math.isfinite(value) else max(value, LOWEST)

@@ -1,0 +1,95 @@
+"""vLLM's ``/collective_rpc``, for the methods by which SkyRL sends its weights.
+
+vLLM runs a method of that name in every worker, whatever it is. SkyRL brings its own, and calls
+them in this order, between a ``/pause`` that keeps requests and a ``/resume``:
+
+    skyrl_sleep_for_weight_sync     frees memory; here none has to be free, because the weights
+    skyrl_wake_for_weight_sync      are staged beside those that serve, and requests stay as
+                                    they are: both only hold the caller to its pause
+    skyrl_start_weight_update       begins a session
+    update_weights_nccl             takes in a broadcast
+    skyrl_finish_weight_update      commits
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from sglang_inflight.errors import Conflict, NotOffered
+from sglang_inflight.frontend.bodies import Body, convert, decode
+from sglang_inflight.frontend.http.endpoints import Content
+from sglang_inflight.frontend.http.vllm.bodies import StartBody
+from sglang_inflight.frontend.http.vllm.transfer import Transfer
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.ranks import Ranks
+
+
+class RPCBody(Body, kw_only=True, forbid_unknown_fields=False):
+    method: str
+    # SkyRL names its arguments
+    args: list[Any] = msgspec.field(default_factory=list)
+    kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class NoArguments(Body, kw_only=True):
+    pass
+
+
+class SleepArguments(Body, kw_only=True):
+    offload_kv: bool = True
+
+
+class WakeArguments(Body, kw_only=True):
+    tags: list[Literal["weights", "kv_cache"]]
+
+
+class CollectiveRPC:
+    def __init__(self, transfer: Transfer, pauses: Pauses, ranks: Ranks) -> None:
+        self._transfer = transfer
+        self._pauses = pauses
+        self._ranks = ranks
+        self._methods = {
+            "skyrl_sleep_for_weight_sync": self._sleep,
+            "skyrl_wake_for_weight_sync": self._wake,
+            "skyrl_start_weight_update": self._start,
+            "update_weights_nccl": self._receive,
+            "skyrl_finish_weight_update": self._finish,
+        }
+
+    async def call(self, content: bytes) -> Content:
+        body = decode(content, RPCBody)
+        method = self._methods.get(body.method)
+        if method is None or body.args:
+            raise NotOffered(
+                f"no worker runs {body.method[:100]!r} with {len(body.args)} unnamed arguments "
+                f"here: there are {', '.join(self._methods)}, whose arguments are named"
+            )
+        await method(body.kwargs)
+        # of each worker, and these methods return nothing
+        return {"results": [None] * self._ranks.count}
+
+    async def _sleep(self, arguments: dict[str, Any]) -> None:
+        convert(arguments, SleepArguments, "kwargs")
+        await self._require_pause()
+
+    async def _wake(self, arguments: dict[str, Any]) -> None:
+        convert(arguments, WakeArguments, "kwargs")
+        await self._require_pause()
+
+    async def _require_pause(self) -> None:
+        if not await self._pauses.is_paused():
+            raise Conflict("generation is not paused: /pause comes first")
+
+    async def _start(self, arguments: dict[str, Any]) -> None:
+        convert(arguments, StartBody, "kwargs")
+        await self._transfer.start("target")
+
+    async def _receive(self, arguments: dict[str, Any]) -> None:
+        # whatever is wrong with the arguments, the trainer may broadcast already
+        await self._transfer.receive(msgspec.json.encode(arguments))
+
+    async def _finish(self, arguments: dict[str, Any]) -> None:
+        convert(arguments, NoArguments, "kwargs")
+        await self._transfer.finish(None)

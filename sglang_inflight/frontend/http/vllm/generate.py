@@ -1,0 +1,205 @@
+"""vLLM's ``/inference/v1/generate``: token ids in, token ids out.
+
+A request is SGLang's own, as ``/generate`` makes it, and lives through pauses and updates as
+every other. Each choice has besides vLLM's fields the spans of its tokens' versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from fastapi import HTTPException, Request, Response
+from fastapi.responses import ORJSONResponse, StreamingResponse
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_inflight.errors import InflightError, NotFound, NotOffered, Refused
+from sglang_inflight.frontend.bodies import Body, Name, decode
+from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
+from sglang_inflight.frontend.http.vllm.choices import (
+    describe_choice,
+    describe_prompt,
+    describe_usage,
+)
+from sglang_inflight.frontend.http.vllm.sampling import Count, Sampling
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
+
+DP_RANK_HEADER = "X-data-parallel-rank"
+
+# each would be another input than the caller means
+_NOT_OFFERED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
+
+
+class StreamOptions(Body, kw_only=True, forbid_unknown_fields=False):
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
+
+
+class GenerateBody(Body, kw_only=True, forbid_unknown_fields=False):
+    token_ids: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    sampling_params: Sampling
+    request_id: Name | None = None
+    model: Name | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    # only requests of one salt share prefixes
+    cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
+    priority: int = 0
+    output_mode: Literal["tokens", "text"] = "tokens"
+    return_token_ids: bool | None = False
+    features: Any = None
+    content_parts: Any = None
+    kv_transfer_params: Any = None
+    ec_transfer_params: Any = None
+
+
+class EngineRefused(InflightError):
+    """SGLang ended the request, with a status of its own."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Generate:
+    """Lives on the front end's event loop, and keeps nothing between requests."""
+
+    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+        self._tokenizer_manager = tokenizer_manager
+
+    async def answer(self, request: Request) -> Response:
+        try:
+            body = decode(await request.body(), GenerateBody)
+            rid = body.request_id or uuid.uuid4().hex
+            obj = self._read(body, rid, request)
+            if body.stream:
+                return StreamingResponse(
+                    self._stream(body, rid, obj, request),
+                    media_type="text/event-stream",
+                    # where the connection ends before the stream
+                    background=self._tokenizer_manager.create_abort_task(obj),
+                )
+            return ORJSONResponse(await self._collect(body, rid, obj, request))
+        except InflightError as error:
+            logger.warning("%s refused: %s", request.url.path, error)
+            return refusal(error)
+
+    def _read(self, body: GenerateBody, rid: str, request: Request) -> Any:
+        for name in _NOT_OFFERED:
+            if getattr(body, name):
+                raise NotOffered(f"{name} is not offered here: the input is token_ids alone")
+        if body.output_mode != "tokens":
+            raise NotOffered("output_mode has 'tokens' only; SGLang's /generate answers text")
+        if body.priority:
+            raise NotOffered("priority is not offered here; SGLang's /generate takes its own")
+        sampling = body.sampling_params
+        scores_prompt = sampling.prompt_logprobs is not None
+        if scores_prompt and body.stream:
+            raise Refused("prompt_logprobs come with a whole answer: stream must be false")
+        return GenerateReqInput(
+            rid=rid,
+            input_ids=body.token_ids,
+            sampling_params=sampling.for_sglang(),
+            return_logprob=sampling.logprobs is not None or scores_prompt,
+            logprob_start_len=0 if scores_prompt else -1,
+            top_logprobs_num=sampling.most_likely,
+            stream=bool(body.stream),
+            lora_path=self._adapter(body.model),
+            cache_salt=body.cache_salt,
+            routed_dp_rank=_dp_rank(request),
+        )
+
+    def _adapter(self, model: str | None) -> str | None:
+        """The adapter that the name means; None for the model itself."""
+        tokenizer_manager = self._tokenizer_manager
+        if model is None or model == tokenizer_manager.served_model_name:
+            return None
+        if model in tokenizer_manager.lora_registry.get_all_adapters():
+            return model
+        raise NotFound(f"the model {model!r} does not exist: no model and no adapter has the name")
+
+    async def _collect(
+        self, body: GenerateBody, rid: str, obj: Any, request: Request
+    ) -> dict[str, Any]:
+        try:
+            answer = await anext(self._tokenizer_manager.generate_request(obj, request))
+        except ValueError as error:
+            raise EngineRefused(str(error), getattr(error, "status_code", 400)) from error
+        except HTTPException as error:
+            raise EngineRefused(str(error.detail), error.status_code) from error
+        outputs = answer if isinstance(answer, list) else [answer]
+        metas = [output["meta_info"] for output in outputs]
+        sampling = body.sampling_params
+        return {
+            "request_id": rid,
+            "model": body.model or self._tokenizer_manager.served_model_name,
+            "created": int(time.time()),
+            "choices": [
+                describe_choice(index, output["output_ids"], output["meta_info"], sampling.logprobs)
+                for index, output in enumerate(outputs)
+            ],
+            "usage": describe_usage(metas),
+            "prompt_logprobs": None
+            if sampling.prompt_logprobs is None
+            else describe_prompt(metas[0]),
+            "prompt_token_ids": body.token_ids if body.return_token_ids else None,
+            "kv_transfer_params": None,
+        }
+
+    async def _stream(
+        self, body: GenerateBody, rid: str, obj: Any, request: Request
+    ) -> AsyncIterator[bytes]:
+        """What each chunk has are the tokens since the one before."""
+        options = body.stream_options or StreamOptions()
+        metas: dict[int, dict[str, Any]] = {}
+        sent: dict[int, int] = {}
+        deltas = self._tokenizer_manager.incremental_streaming_output
+        try:
+            async for output in self._tokenizer_manager.generate_request(obj, request):
+                index, meta = output.get("index", 0), output["meta_info"]
+                reason = meta["finish_reason"]
+                if reason and reason.get("status_code"):
+                    raise EngineRefused(reason["message"], reason["status_code"])
+                metas[index] = meta
+                tokens, since = output["output_ids"], 0
+                if not deltas:
+                    # the list may have grown since SGLang spoke of it
+                    since = sent.get(index, 0)
+                    tokens = tokens[since : meta["completion_tokens"]]
+                    sent[index] = since + len(tokens)
+                if not tokens and not reason:
+                    continue
+                choice = describe_choice(
+                    index, tokens, meta, body.sampling_params.logprobs, since=since
+                )
+                usage = describe_usage([meta]) if options.continuous_usage_stats else None
+                yield _event({"request_id": rid, "choices": [choice], "usage": usage})
+            if options.include_usage:
+                usage = describe_usage(list(metas.values()))
+                yield _event({"request_id": rid, "choices": [], "usage": usage})
+        except InflightError as error:
+            yield _event(describe_refusal(error))
+        except ValueError as error:
+            if await request.is_disconnected():
+                return
+            status = getattr(error, "status_code", 400)
+            yield _event(describe_refusal(EngineRefused(str(error), status)))
+        yield b"data: [DONE]\n\n"
+
+
+def _dp_rank(request: Request) -> int | None:
+    """Where a router says so; vLLM passes over what is no number."""
+    said = request.headers.get(DP_RANK_HEADER, "")
+    return int(said) if said.isdecimal() else None
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"

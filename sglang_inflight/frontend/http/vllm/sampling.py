@@ -1,0 +1,106 @@
+"""vLLM's sampling parameters, as SGLang's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from sglang_inflight.errors import NotOffered
+from sglang_inflight.frontend.bodies import Body
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+# vLLM's name, and SGLang's
+_NAMES = {
+    "n": "n",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "seed": "sampling_seed",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+    "ignore_eos": "ignore_eos",
+    "min_tokens": "min_new_tokens",
+    "skip_special_tokens": "skip_special_tokens",
+    "spaces_between_special_tokens": "spaces_between_special_tokens",
+    "include_stop_str_in_output": "no_stop_trim",
+    "stream_interval": "stream_interval",
+    "logit_bias": "logit_bias",
+    "extra_args": "custom_params",
+}
+
+# they would change the tokens, and SGLang has nothing of the kind, or has it elsewhere
+_NOT_OFFERED = (
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
+    "prompt_logprob_token_ids",
+    "repetition_detection",
+    "structured_outputs",
+    "thinking_token_budget",
+    "trace_decode_token_ids",
+)
+
+
+class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
+    """What is not named here changes no token, and clients send much of it."""
+
+    n: Positive = 1
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    # 0 and -1: all tokens
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Count] | None = None
+    ignore_eos: bool | None = None
+    # None: as many as the context has room for
+    max_tokens: Positive | None = None
+    min_tokens: Count | None = None
+    # of the most likely tokens, besides the sampled one's; None: of no token
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    stream_interval: Positive | None = None
+    logit_bias: dict[str, float] | None = None
+    extra_args: dict[str, Any] | None = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    logprob_token_ids: Any = None
+    prompt_logprob_token_ids: Any = None
+    repetition_detection: Any = None
+    structured_outputs: Any = None
+    thinking_token_budget: Any = None
+    trace_decode_token_ids: Any = None
+
+    def for_sglang(self) -> dict[str, Any]:
+        """Raises ``NotOffered`` for what would be passed over otherwise."""
+        for name in _NOT_OFFERED:
+            if getattr(self, name):
+                raise NotOffered(
+                    f"sampling_params.{name} is not offered here: see /generate for what SGLang has"
+                )
+        given = {
+            theirs: value
+            for ours, theirs in _NAMES.items()
+            if (value := getattr(self, ours)) is not None
+        }
+        return {**given, "top_k": self.top_k or -1, "max_new_tokens": self.max_tokens}
+
+    @property
+    def most_likely(self) -> int:
+        """How many of the most likely tokens SGLang must tell of at each position."""
+        # the sampled token is the first that vLLM lists
+        listed = self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
+        return max(listed, self.prompt_logprobs or 0)

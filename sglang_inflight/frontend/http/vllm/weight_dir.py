@@ -1,0 +1,38 @@
+"""prime-rl's ``/update_weights``: a checkpoint in a directory, by the path of vLLM's own call."""
+
+from __future__ import annotations
+
+import msgspec
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.frontend.bodies import DiskBody, decode
+from sglang_inflight.frontend.http.vllm.bodies import WeightDirBody
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.receipt import Receipt, StagedSoFar
+
+
+class _MayName(msgspec.Struct):
+    weight_dir: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def names_weight_dir(content: bytes) -> bool:
+    """Whether the body is prime-rl's, and not vLLM's."""
+    try:
+        return msgspec.json.decode(content, type=_MayName).weight_dir is not msgspec.UNSET
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | StagedSoFar:
+    """Commit what the directory holds, as one update.
+
+    prime-rl holds a pause around the call, and has salted its requests by version: what runs
+    keeps its KV, and the fence keeps it from requests without a salt.
+    """
+    path = decode(content, WeightDirBody).weight_dir
+    if path is None:
+        raise Refused(
+            "weight_dir is null: weights are taken from a directory here, so prime-rl's "
+            "weight_broadcast.type must be 'filesystem'"
+        )
+    return await updates.update(DiskBody(model_path=path, non_blocking=True, kv_cache="fence"))
