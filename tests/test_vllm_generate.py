@@ -18,6 +18,7 @@ from tests.support.load import (
     prompt,
     status,
     until,
+    until_waiting,
     update,
 )
 from tests.support.vllm import Rollout, expect_versions_of, make_rollouts
@@ -169,6 +170,17 @@ def test_a_pause_that_aborts(vllm_server: Server) -> None:
         output = rollout.output()
         assert output.finish_reason == "abort"
         expect_spans(output)
+
+
+def test_an_abort_before_it_runs(vllm_server: Server) -> None:
+    assert vllm_server.post("/pause?mode=keep")["status_code"] == 200
+    rollout = Rollout(vllm_server, tokens=3, stream_options={"include_usage": True})
+    until_waiting(vllm_server, 1)
+    rollout.abort()
+    output = rollout.output()
+    assert (output.finish_reason, output.tokens) == ("abort", [])
+    (last,) = rollout.others
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (16, 0)
 
 
 def test_a_client_that_leaves(vllm_server: Server) -> None:
