@@ -23,7 +23,7 @@ from tests.support.load import (
 )
 from tests.support.vllm import Rollout, expect_versions_of, make_rollouts
 
-pytest_plugins = ["tests.support.fixtures", "tests.support.vllm"]
+pytest_plugins = ["tests.support.fixtures"]
 
 TOKEN = marker.token(0)
 
@@ -117,7 +117,8 @@ def test_logprobs_of_the_prompt(vllm_server: Server, count: int) -> None:
 
 
 def test_ends(vllm_server: Server) -> None:
-    for sampling in ({"stop_token_ids": [TOKEN]}, {"stop": [f"t{TOKEN}"]}):
+    for stop in ({"stop_token_ids": [TOKEN]}, {"stop": [f"t{TOKEN}"]}):
+        sampling = {**stop, "ignore_eos": False}
         (choice,) = generate(vllm_server, sampling_params=sampling)["choices"]
         assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [TOKEN])
 
@@ -213,7 +214,8 @@ def test_max_version_lag(vllm_server: Server) -> None:
         (400, ("token_ids",), {"token_ids": []}),
         (400, ("token_ids",), {"token_ids": [-1]}),
         (400, ("token_ids",), {"token_ids": "hello"}),
-        (400, ("vocab",), {"token_ids": [10**6]}),
+        (400, ("1000000", "vocabulary"), {"token_ids": [7, 10**6]}),
+        (400, ("vocabulary",), {"token_ids": [marker.VOCAB]}),
         (400, ("context length",), {"token_ids": [7] * 20_000}),
         (400, ("cache_salt",), {"cache_salt": ""}),
         (400, ("temperature",), {"sampling_params": {"temperature": "hot"}}),
@@ -225,6 +227,7 @@ def test_max_version_lag(vllm_server: Server) -> None:
         (501, ("kv_transfer_params",), {"kv_transfer_params": {"a": 1}}),
         (501, ("priority",), {"priority": 1}),
         (501, ("output_mode",), {"output_mode": "text"}),
+        (501, ("stop_token_ids",), {"sampling_params": {"stop_token_ids": [5]}}),
         (501, ("bad_words",), {"sampling_params": {"bad_words": ["no"]}}),
     ],
 )
