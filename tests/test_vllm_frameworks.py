@@ -16,7 +16,7 @@ from tests.support.updates import says, serving
 from tests.support.vllm import VLLMClient, expect_versions_of, make_rollouts
 from tests.support.vllm_frameworks import FRAMEWORKS, Client, Framework, rpc
 
-pytest_plugins = ["tests.support.fixtures", "tests.support.vllm"]
+pytest_plugins = ["tests.support.fixtures"]
 
 
 @pytest.fixture(scope="session")

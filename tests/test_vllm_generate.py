@@ -18,11 +18,12 @@ from tests.support.load import (
     prompt,
     status,
     until,
+    until_waiting,
     update,
 )
 from tests.support.vllm import Rollout, expect_versions_of, make_rollouts
 
-pytest_plugins = ["tests.support.fixtures", "tests.support.vllm"]
+pytest_plugins = ["tests.support.fixtures"]
 
 TOKEN = marker.token(0)
 
@@ -116,7 +117,8 @@ def test_logprobs_of_the_prompt(vllm_server: Server, count: int) -> None:
 
 
 def test_ends(vllm_server: Server) -> None:
-    for sampling in ({"stop_token_ids": [TOKEN]}, {"stop": [f"t{TOKEN}"]}):
+    for stop in ({"stop_token_ids": [TOKEN]}, {"stop": [f"t{TOKEN}"]}):
+        sampling = {**stop, "ignore_eos": False}
         (choice,) = generate(vllm_server, sampling_params=sampling)["choices"]
         assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [TOKEN])
 
@@ -171,6 +173,17 @@ def test_a_pause_that_aborts(vllm_server: Server) -> None:
         expect_spans(output)
 
 
+def test_an_abort_before_it_runs(vllm_server: Server) -> None:
+    assert vllm_server.post("/pause?mode=keep")["status_code"] == 200
+    rollout = Rollout(vllm_server, tokens=3, stream_options={"include_usage": True})
+    until_waiting(vllm_server, 1)
+    rollout.abort()
+    output = rollout.output()
+    assert (output.finish_reason, output.tokens) == ("abort", [])
+    (last,) = rollout.others
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (16, 0)
+
+
 def test_a_client_that_leaves(vllm_server: Server) -> None:
     body = {
         "token_ids": prompt(),
@@ -201,7 +214,8 @@ def test_max_version_lag(vllm_server: Server) -> None:
         (400, ("token_ids",), {"token_ids": []}),
         (400, ("token_ids",), {"token_ids": [-1]}),
         (400, ("token_ids",), {"token_ids": "hello"}),
-        (400, ("vocab",), {"token_ids": [10**6]}),
+        (400, ("1000000", "vocabulary"), {"token_ids": [7, 10**6]}),
+        (400, ("vocabulary",), {"token_ids": [marker.VOCAB]}),
         (400, ("context length",), {"token_ids": [7] * 20_000}),
         (400, ("cache_salt",), {"cache_salt": ""}),
         (400, ("temperature",), {"sampling_params": {"temperature": "hot"}}),
@@ -213,6 +227,7 @@ def test_max_version_lag(vllm_server: Server) -> None:
         (501, ("kv_transfer_params",), {"kv_transfer_params": {"a": 1}}),
         (501, ("priority",), {"priority": 1}),
         (501, ("output_mode",), {"output_mode": "text"}),
+        (501, ("stop_token_ids",), {"sampling_params": {"stop_token_ids": [5]}}),
         (501, ("bad_words",), {"sampling_params": {"bad_words": ["no"]}}),
     ],
 )

@@ -25,7 +25,7 @@ from tests.support.load import (
 from tests.support.updates import expect_to_run_on, says, serving
 from tests.support.vllm import BUCKET_BYTES, ROUTES, VLLMClient, update_info
 
-pytest_plugins = ["tests.support.fixtures", "tests.support.vllm"]
+pytest_plugins = ["tests.support.fixtures"]
 
 # ---- weights -----------------------------------------------------------------------------
 

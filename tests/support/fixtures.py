@@ -9,10 +9,11 @@ import pytest
 
 from harness import marker
 from harness.server import Server
-from harness.trainer import Trainers
+from harness.trainer import Trainer, Trainers
 from tests.support.faults import Faults
 from tests.support.pool import FLAVOURS, ServerPool
 from tests.support.updates import Sender, drop_session
+from tests.support.vllm import VLLMClient
 
 
 @pytest.fixture(scope="session")
@@ -73,3 +74,28 @@ def dp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
 def tp2_off_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
     """Two ranks of tensor parallelism without shadow weights."""
     yield from _serve(pool, "tp2_off_server", faults)
+
+
+@pytest.fixture
+def vllm_server(pool: ServerPool) -> Iterator[Server]:
+    """With vLLM's routes and an admin key."""
+    server = pool.get(FLAVOURS["vllm_server"])
+    yield server
+    drop_session(server)
+    pool.restore()
+
+
+@pytest.fixture
+def vllm(vllm_server: Server) -> VLLMClient:
+    return VLLMClient(vllm_server)
+
+
+@pytest.fixture
+def trainer(vllm_server: Server, trainers: Trainers) -> Iterator[Trainer]:
+    trainer = trainers.get()
+    yield trainer
+    # whichever of the two a failed test left in the group; the server first, because a
+    # trainer that hangs in a broadcast then fails
+    drop_session(vllm_server)
+    vllm_server.post("/shutdown_weight_transfer_engine")
+    trainer.reset()

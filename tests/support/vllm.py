@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import pytest
 
 from harness import marker
 from harness.server import Server
-from harness.trainer import Trainer, Trainers, layout
+from harness.trainer import Trainer, layout
 from tests.support.load import ENDLESS, PATIENCE_S, Output, prompt, until
-from tests.support.pool import FLAVOURS, ServerPool
-from tests.support.updates import drop_session
 
 # so small that the marker model comes in several buckets
 BUCKET_BYTES = 30_000
@@ -130,31 +127,6 @@ def update_info(version: int) -> dict[str, Any]:
         "dtype_names": fields["dtypes"],
         "shapes": fields["shapes"],
     }
-
-
-@pytest.fixture
-def vllm_server(pool: ServerPool) -> Iterator[Server]:
-    """With vLLM's routes and an admin key."""
-    server = pool.get(FLAVOURS["vllm_server"])
-    yield server
-    drop_session(server)
-    pool.restore()
-
-
-@pytest.fixture
-def vllm(vllm_server: Server) -> VLLMClient:
-    return VLLMClient(vllm_server)
-
-
-@pytest.fixture
-def trainer(vllm_server: Server, trainers: Trainers) -> Iterator[Trainer]:
-    trainer = trainers.get()
-    yield trainer
-    # whichever of the two a failed test left in the group; the server first, because a
-    # trainer that hangs in a broadcast then fails
-    drop_session(vllm_server)
-    vllm_server.post("/shutdown_weight_transfer_engine")
-    trainer.reset()
 
 
 class Rollout:

@@ -32,15 +32,14 @@ def describe_choice(
     }
 
 
-def describe_usage(metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all outputs of one prompt."""
-    prompt = metas[0]["prompt_tokens"]
+def describe_usage(prompt_tokens: int, metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of all outputs of one prompt. What ended before it ran has nothing to say of a cache."""
     made = sum(meta["completion_tokens"] for meta in metas)
     return {
-        "prompt_tokens": prompt,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": made,
-        "total_tokens": prompt + made,
-        "prompt_tokens_details": {"cached_tokens": metas[0]["cached_tokens"]},
+        "total_tokens": prompt_tokens + made,
+        "prompt_tokens_details": {"cached_tokens": metas[0].get("cached_tokens", 0)},
     }
 
 

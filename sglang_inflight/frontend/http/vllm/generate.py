@@ -100,6 +100,10 @@ class Generate:
             raise NotOffered("output_mode has 'tokens' only; SGLang's /generate answers text")
         if body.priority:
             raise NotOffered("priority is not offered here; SGLang's /generate takes its own")
+        vocab_size = self._tokenizer_manager.model_config.vocab_size
+        # SGLang looks it up as it is, and ends with all its requests
+        if (largest := max(body.token_ids)) >= vocab_size:
+            raise Refused(f"token_ids has {largest}, and the vocabulary has {vocab_size} tokens")
         sampling = body.sampling_params
         scores_prompt = sampling.prompt_logprobs is not None
         if scores_prompt and body.stream:
@@ -146,7 +150,7 @@ class Generate:
                 describe_choice(index, output["output_ids"], output["meta_info"], sampling.logprobs)
                 for index, output in enumerate(outputs)
             ],
-            "usage": describe_usage(metas),
+            "usage": describe_usage(len(body.token_ids), metas),
             "prompt_logprobs": None
             if sampling.prompt_logprobs is None
             else describe_prompt(metas[0]),
@@ -159,6 +163,7 @@ class Generate:
     ) -> AsyncIterator[bytes]:
         """What each chunk has are the tokens since the one before."""
         options = body.stream_options or StreamOptions()
+        prompt_tokens = len(body.token_ids)
         metas: dict[int, dict[str, Any]] = {}
         sent: dict[int, int] = {}
         deltas = self._tokenizer_manager.incremental_streaming_output
@@ -170,20 +175,28 @@ class Generate:
                     raise EngineRefused(reason["message"], reason["status_code"])
                 metas[index] = meta
                 tokens, since = output["output_ids"], 0
+                before = sent.get(index, 0)
                 if not deltas:
                     # the list may have grown since SGLang spoke of it
-                    since = sent.get(index, 0)
+                    since = before
                     tokens = tokens[since : meta["completion_tokens"]]
-                    sent[index] = since + len(tokens)
+                elif meta["completion_tokens"] == before:
+                    # an abort repeats the last token
+                    tokens = []
+                sent[index] = before + len(tokens)
                 if not tokens and not reason:
                     continue
                 choice = describe_choice(
                     index, tokens, meta, body.sampling_params.logprobs, since=since
                 )
-                usage = describe_usage([meta]) if options.continuous_usage_stats else None
+                usage = (
+                    describe_usage(prompt_tokens, [meta])
+                    if options.continuous_usage_stats
+                    else None
+                )
                 yield _event({"request_id": rid, "choices": [choice], "usage": usage})
             if options.include_usage:
-                usage = describe_usage(list(metas.values()))
+                usage = describe_usage(prompt_tokens, list(metas.values()))
                 yield _event({"request_id": rid, "choices": [], "usage": usage})
         except InflightError as error:
             yield _event(describe_refusal(error))

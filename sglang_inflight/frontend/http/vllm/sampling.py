@@ -91,6 +91,10 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
                 raise NotOffered(
                     f"sampling_params.{name} is not offered here: see /generate for what SGLang has"
                 )
+        if self.ignore_eos and self.stop_token_ids:
+            raise NotOffered(
+                "ignore_eos with stop_token_ids is not offered: SGLang ignores both kinds then"
+            )
         given = {
             theirs: value
             for ours, theirs in _NAMES.items()
