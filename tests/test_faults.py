@@ -231,9 +231,10 @@ class TestTrainer:
             ({"expected_version": "v7"}, 409),
             ({"timeout_s": "soon"}, 400),
             ({"dtypes": []}, 400),
-            ({"non_blocking": False}, 400),
+            # it waits for the requests that run
+            ({"non_blocking": False, "timeout_s": 1}, 409),
         ],
-        ids=["version", "body", "layout", "no session"],
+        ids=["version", "body", "layout", "no time"],
     )
     def test_sends_for_a_call_that_is_refused(
         self,
