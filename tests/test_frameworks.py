@@ -16,6 +16,7 @@ from tests.support.load import (
     ENDLESS,
     Generation,
     Output,
+    more_tokens,
     pause,
     resume,
     settle,
@@ -72,12 +73,6 @@ def expect_epochs(output: Output) -> None:
     made = [set(output.tokens[span["start"] : span["end"]]) for span in spans]
     assert all(len(tokens) == 1 for tokens in made), (spans, made)
     assert len({span["epoch"] for span in spans}) == len(spans)
-
-
-def more_tokens(generations: list[Generation]) -> None:
-    """Nothing stands still: each gets three tokens more."""
-    due = [(generation, generation.count + 3) for generation in generations]
-    until("all get more tokens", lambda: all(g.count >= n for g, n in due))
 
 
 def expect_whole_update(

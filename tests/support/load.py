@@ -250,6 +250,12 @@ def start_running(
     return generations
 
 
+def more_tokens(generations: list[Generation]) -> None:
+    """Nothing stands still: each gets three tokens more."""
+    due = [(generation, generation.count + 3) for generation in generations]
+    until("all get more tokens", lambda: all(g.count >= n for g, n in due))
+
+
 # ---- the scheduler -------------------------------------------------------------------
 
 # connections are kept: opening one costs more time than a scheduler's step
