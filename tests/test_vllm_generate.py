@@ -105,7 +105,7 @@ def test_logprobs(vllm_server: Server, count: int) -> None:
 @pytest.mark.parametrize("count", [0, 2])
 def test_logprobs_of_the_prompt(vllm_server: Server, count: int) -> None:
     """As prime-rl scores, which takes the first of each, and SkyRL, which looks it up."""
-    ids = prompt(12)
+    ids = [*prompt(11), marker.VOCAB - 1]
     for _ in range(2):  # the second time it is cached
         sampling = {"max_tokens": 1, "prompt_logprobs": count}
         scored = generate(vllm_server, token_ids=ids, sampling_params=sampling)["prompt_logprobs"]

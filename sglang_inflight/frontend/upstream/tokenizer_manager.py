@@ -17,6 +17,11 @@ class MultimodalProcessor(Protocol):
     def clear_preprocess_cache(self) -> None: ...
 
 
+@describes("sglang.srt.configs.model_config.ModelConfig")
+class ModelConfig(Protocol):
+    vocab_size: int
+
+
 @describes("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 class TokenizerManager(Protocol):
     # ---- its process ---------------------------------------------------------------
@@ -36,6 +41,7 @@ class TokenizerManager(Protocol):
     # those that a request may load again
     lora_ref_cache: dict[str, LoRARef]
     served_model_name: str
+    model_config: ModelConfig
     # whether a chunk has its own tokens alone
     incremental_streaming_output: bool
     # None where the model takes text alone

@@ -43,9 +43,13 @@ def describe_usage(prompt_tokens: int, metas: Sequence[dict[str, Any]]) -> dict[
     }
 
 
-def describe_prompt(meta: dict[str, Any]) -> list[dict[str, Any] | None]:
+def describe_prompt(token_ids: Sequence[int], meta: dict[str, Any]) -> list[dict[str, Any] | None]:
     """Logprobs of the prompt's tokens, each the first of its position; the first has none."""
-    sampled: list[Logprob] = meta["input_token_logprobs"]
+    # SGLang calls the vocabulary's last token 0
+    sampled: list[Logprob] = [
+        (value, token, text)
+        for token, (value, _, text) in zip(token_ids, meta["input_token_logprobs"], strict=True)
+    ]
     tops: list[list[Logprob] | None] = meta.get("input_top_logprobs") or [None] * len(sampled)
     return [
         None
