@@ -24,8 +24,8 @@ from sglang_inflight.livepatch import (
     load_series,
     supported_versions,
 )
+from sglang_inflight.plugin import HOOK_LISTS
 from sglang_inflight.porting.finding import Finding
-from sglang_inflight.porting.hooks import HOOK_LISTS
 from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
 from sglang_inflight.porting.imports import look_at_imports
 from sglang_inflight.porting.protocols import look_at_protocols

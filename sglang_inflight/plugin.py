@@ -6,6 +6,23 @@ what that raises too.
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+# modules, each with its ``HOOKS``
+HOOK_LISTS = (
+    "sglang_inflight.scheduler.hooks",
+    "sglang_inflight.frontend.tokenizer_hooks",
+    "sglang_inflight.frontend.engine.hooks",
+)
+
+
+def every_hook() -> Iterator[tuple[str, Any, Any]]:
+    """Target, hook and kind."""
+    for name in HOOK_LISTS:
+        yield from importlib.import_module(name).HOOKS
+
 
 def install() -> None:
     """Make our messages known, apply the patch series, register the hooks.
@@ -27,20 +44,15 @@ def _install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_inflight import messages
-    from sglang_inflight.frontend import tokenizer_hooks
     from sglang_inflight.frontend.engine import hooks as engine_hooks
     from sglang_inflight.livepatch import apply_series, expect_hook
-    from sglang_inflight.scheduler import hooks as scheduler_hooks
     from sglang_inflight.settings import Settings
 
+    hooks = [*every_hook()]
     Settings.from_environment()
     messages.make_known()
     apply_series()
     engine_hooks.add_methods()
-    for target, hook, kind in (
-        *scheduler_hooks.HOOKS,
-        *tokenizer_hooks.HOOKS,
-        *engine_hooks.HOOKS,
-    ):
+    for target, hook, kind in hooks:
         HookRegistry.register(target, hook, kind)
         expect_hook(target)

@@ -63,15 +63,9 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     groups: dict[str, str]
 
 
-class State(Answer, frozen=True, kw_only=True):
-    """All three, side by side."""
+class State(PauseStatus, frozen=True, kw_only=True):
+    """All three, side by side. A struct has one parent: the fields of weights are repeated."""
 
-    state: str
-    paused: bool
-    mode: PauseMode | None
-    holders: tuple[Holder, ...]
-    running: int
-    waiting: int
     weight_version: str
     epoch: int
     digest: str | None

@@ -59,12 +59,6 @@ def framework(request: pytest.FixtureRequest) -> Framework:
     return FRAMEWORKS[request.param]
 
 
-def client_of(
-    server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
-) -> Client:
-    return Client(server, framework, checkpoints, trainers)
-
-
 def expect_epochs(output: Output) -> None:
     """Each span is of one version's tokens, whether that version has a name or not."""
     spans = output.meta["weight_versions"]
@@ -97,7 +91,7 @@ def expect_whole_update(
 def test_as_they_are(
     server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
 ) -> None:
-    client = client_of(server, framework, checkpoints, trainers)
+    client = Client(server, framework, checkpoints, trainers)
     with client.connected():
         running = start_running(server, 3, tokens=ENDLESS)
         answer = client.pause()
@@ -121,7 +115,7 @@ def test_in_flight(
     transparent_server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
 ) -> None:
     server = transparent_server
-    client = client_of(server, framework, checkpoints, trainers)
+    client = Client(server, framework, checkpoints, trainers)
     with client.connected():
         running = start_running(server, 3, tokens=ENDLESS)
         answer = client.pause()
@@ -152,7 +146,7 @@ def test_a_piece_of_the_wrong_shape(
     """It is refused, what comes after it too, and again at the end. Nothing has changed."""
     server, framework = transparent_server, FRAMEWORKS[name]
     before = serving(server)
-    client = client_of(server, framework, checkpoints, trainers)
+    client = Client(server, framework, checkpoints, trainers)
     running = start_running(server, 2, tokens=ENDLESS)
     with client.connected():
         client.pause()
@@ -196,7 +190,7 @@ def test_a_trainer_that_dies(
     server, framework = transparent_server, FRAMEWORKS["slime-distributed"]
     before = serving(server)
     running = start_running(server, 2, tokens=ENDLESS)
-    client = client_of(server, framework, checkpoints, trainers)
+    client = Client(server, framework, checkpoints, trainers)
     with client.connected():
         client.pause()
         first, second = client.bodies(1)

@@ -107,6 +107,11 @@ class UpdateBody(Body, kw_only=True):
         return True
 
     @property
+    def is_partial(self) -> bool:
+        """Whether what is not sent stays."""
+        return self.sends_pieces if self.partial is None else self.partial
+
+    @property
     def kv_policy(self) -> KVPolicy:
         return choose_kv_policy(self.flush_cache, self.kv_cache)
 

@@ -91,6 +91,11 @@ class Window:
         # its lower tiers cannot be fenced off, and SGLang's own pause keeps them, too
         return "keep" if get_memory().enable_hierarchical_cache else "fence"
 
+    def require_whole(self) -> None:
+        """Raises ``Dropped`` where a piece is missing."""
+        if self.failure is not None:
+            raise _dropped(self.failure)
+
     def end_grace(self) -> None:
         if self.grace is not None:
             self.grace.cancel()
@@ -162,7 +167,7 @@ class TransparentCalls(Calls):
         window = self._window
         if window is None or body.session_id not in (None, window.session_id):
             return await super().update(body)
-        self._require_whole(window)
+        window.require_whole()
         try:
             session_id = await window.beginning.join(lambda: self._begin(window, body))
             piece = msgspec.structs.replace(
@@ -194,7 +199,7 @@ class TransparentCalls(Calls):
         window = self._window
         if window is None or body.session_id is not None or body.non_blocking:
             return await super().begin(body)
-        self._require_whole(window)
+        window.require_whole()
         window.end_grace()
         return Deferred(message="The pieces go live at continue_generation.")
 
@@ -207,7 +212,7 @@ class TransparentCalls(Calls):
         window = self._window
         if window is None or body.session_id is not None or body.non_blocking:
             return await super().end(body)
-        self._require_whole(window)
+        window.require_whole()
         window.weight_version = body.weight_version or window.weight_version
         return Deferred(message="It goes live at continue_generation.")
 
@@ -240,12 +245,11 @@ class TransparentCalls(Calls):
 
     async def _begin(self, window: Window, first: UpdateBody) -> str:
         window.end_grace()
-        partial = first.sends_pieces if first.partial is None else first.partial
         begun = await super().begin(
             BeginBody(
                 selector=first.selector if isinstance(first, DiskBody) else "all",
                 non_blocking=True,
-                partial=partial,
+                partial=first.is_partial,
                 expected_version=first.expected_version,
                 lease_s=self._settings.update_timeout_s,
             )
@@ -256,8 +260,7 @@ class TransparentCalls(Calls):
 
     async def _end_window(self, window: Window) -> Receipt | None:
         """The receipt; None where no weights were sent."""
-        if window.failure is not None:
-            raise _dropped(window.failure)
+        window.require_whole()
         if window.session_id is None:
             if window.weight_version is not None:
                 await super().rename(
@@ -299,7 +302,7 @@ class TransparentCalls(Calls):
         await window.pausing.join(lambda: self._take_pause(window))
 
     async def _take_pause(self, window: Window) -> None:
-        if window.pause_id is not None or self._window is not window:
+        if self._window is not window:
             return
         window.end_grace()
         grant = await self._pauses.pause(PauseBody(mode=window.mode))
@@ -307,10 +310,6 @@ class TransparentCalls(Calls):
         if self._window is not window:
             # continued meanwhile
             await self._pauses.resume(ContinueBody(pause_id=window.pause_id))
-
-    def _require_whole(self, window: Window) -> None:
-        if window.failure is not None:
-            raise _dropped(window.failure)
 
 
 def _dropped(why: InflightError) -> Dropped:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
+from sglang_inflight.plugin import every_hook
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
 
-HOOK_LISTS = (
-    "sglang_inflight.scheduler.hooks",
-    "sglang_inflight.frontend.tokenizer_hooks",
-    "sglang_inflight.frontend.engine.hooks",
-)
 # what SGLang's registry gives a hook ahead of the function's own arguments
 _AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
 
@@ -22,8 +17,7 @@ _AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
 def look_at_hooks(tree: SourceTree) -> list[Finding]:
     return [
         Finding("hook", target, why_not_hooked(tree, target, hook, kind.name), (target,))
-        for name in HOOK_LISTS
-        for target, hook, kind in importlib.import_module(name).HOOKS
+        for target, hook, kind in every_hook()
     ]
 
 

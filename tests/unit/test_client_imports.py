@@ -18,6 +18,14 @@ def run(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+def test_client_imports_neither_sglang_nor_torch() -> None:
+    program = "import sys, sglang_inflight.client; print({*sys.modules} & {'sglang', 'torch'})"
+    said = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
+    assert said.stdout == "set()\n"
+
+
 def test_client_needs_neither_sglang_nor_torch() -> None:
     run(_CODE.format(without=("sglang", "torch"), names="Client, Fleet, Sender, read_spans"))
 

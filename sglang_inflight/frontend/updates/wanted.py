@@ -90,7 +90,7 @@ class Wanted:
             and not body.non_blocking,
             on_busy=body.on_busy,
             selector=body.selector,
-            partial=body.sends_pieces if body.partial is None else body.partial,
+            partial=body.is_partial,
             expected_version=body.expected_version,
             weight_version=body.weight_version,
             kv_policy=body.kv_policy,

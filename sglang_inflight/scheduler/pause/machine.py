@@ -182,6 +182,9 @@ class HeldPauses:
     def find(self, pause_id: str) -> Holder | None:
         return next((holder for holder in self.holders if holder.pause_id == pause_id), None)
 
+    def others_than(self, pause_id: str) -> tuple[Holder, ...]:
+        return tuple(holder for holder in self.holders if holder.pause_id != pause_id)
+
     @property
     def mode(self) -> PauseMode | None:
         """The mode asked for last among the pauses held."""
@@ -251,9 +254,11 @@ def _take(pauses: HeldPauses, call: PauseCall, mode: PauseMode, now: float) -> T
         # those that drain as well are granted together, when nothing runs any more
         which=lambda waiting: not drains or waiting.call.pause_id == call.pause_id,
     )
-    others = tuple(holder for holder in pauses.holders if holder.pause_id != call.pause_id)
     # at the end, because the last one asked for decides the mode
-    holders = (*others, Holder(call.pause_id, mode, _after(now, call.lease_s)))
+    holders = (
+        *pauses.others_than(call.pause_id),
+        Holder(call.pause_id, mode, _after(now, call.lease_s)),
+    )
     if drains:
         gives_up_at = _after(now, call.timeout_s) if mode == "wait" else None
         waiting = (*pauses.waiting, WaitingCall(call, gives_up_at))
@@ -310,7 +315,7 @@ def _let_go(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> Tr
         "it was let go before it was granted",
         which=lambda waiting: waiting.call.pause_id == pause_id,
     )
-    holders = tuple(holder for holder in pauses.holders if holder.pause_id != pause_id)
+    holders = pauses.others_than(pause_id)
     if not holders:
         moves = _run_on(before, torch_empty_cache=torch_empty_cache)
         return Transition(HeldPauses(), moves, refusals)
