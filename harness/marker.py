@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 FIRST = 100
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 64, 4, 4, 2, 16, 128, 1024
+HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB = 64, 2, 4, 2, 16, 128, 1024
 
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -70,7 +70,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         serve_adapters_without_pinning()
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """What the user left open: dtype, threads, cores of each rank, memory of kernels.
+        """What the user left open: dtype, threads, idle loops, cores of ranks, kernels' memory.
 
         The environment is what schedulers are started with: each is a new process, whose
         OpenMP reads it when torch is imported, and the process that comes here computes
@@ -83,6 +83,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
             os.environ.setdefault(cache, str(KERNELS))
         config = _read_config(server_args)
         self._choose_dtype(server_args, config)
+        self._let_idle_loops_sleep(server_args)
         replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
         ranks = server_args.tp_size * server_args.pp_size * replicas
         self._choose_threads(server_args, config, ranks)
@@ -96,6 +97,15 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
             dtype, why = cpu.fast_dtype()
             server_args.dtype = dtype
             logger.info("The reference platform serves in %s: %s", dtype, why)
+
+    def _let_idle_loops_sleep(self, server_args: ServerArgs) -> None:
+        """An idle scheduler polls its sockets without a rest: here it is the core of another.
+
+        Under attention DP several ranks have a socket, and a message wakes one of them alone:
+        it would wait for those that sleep.
+        """
+        if not server_args.enable_dp_attention:
+            server_args.sleep_on_idle = True
 
     def _choose_threads(self, server_args: ServerArgs, config: Any, ranks: int) -> None:
         """Threads that sleep while they wait, and no more of them than the matrices feed.

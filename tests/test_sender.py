@@ -58,7 +58,7 @@ def test_versions_go_live_whole(server: Server, sender: ToServer) -> None:
     def watched(version: int) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights(version):
             yield name, tensor
-            if name == "model.layers.2.mlp.up_proj.weight":
+            if name == "model.layers.1.mlp.up_proj.weight":
                 assert staging(server)[0]["tensors"] > 0
                 says(server, version - 1)
 
@@ -76,7 +76,7 @@ def test_a_wrong_shape_in_the_middle(server: Server, sender: ToServer) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     wrong = [
-        (name, tensor[:-1] if name == "model.layers.2.mlp.up_proj.weight" else tensor)
+        (name, tensor[:-1] if name == "model.layers.1.mlp.up_proj.weight" else tensor)
         for name, tensor in weights(1)
     ]
     with pytest.raises(Refused, match=r"layers\.2\.mlp"):

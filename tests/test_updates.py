@@ -52,8 +52,8 @@ TOKENS = 60
 # while decoding goes on, and with the KV that is there
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
-UP = "model.layers.2.mlp.up_proj.weight"
-GATE = "model.layers.2.mlp.gate_proj.weight"
+UP = "model.layers.1.mlp.up_proj.weight"
+GATE = "model.layers.1.mlp.gate_proj.weight"
 HEAD = "lm_head.weight"
 
 
@@ -509,7 +509,7 @@ def test_missing_tensor_is_named(server: Server) -> None:
     weights = marker.tensors(1)
     del weights[UP]
     missing = send_tensors(server, weights, **V1, partial=False)
-    refuse(missing, UP, "model.layers.2.mlp.gate_up_proj.weight", "partial=true")
+    refuse(missing, UP, "model.layers.1.mlp.gate_up_proj.weight", "partial=true")
     assert serving(server) == before
 
 

@@ -12,6 +12,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
 @describes(
     "sglang.srt.server_args.ServerArgs",
     f"{_FIELDS}.model.Model",
+    f"{_FIELDS}.device.Device",
     f"{_FIELDS}.parallel.Parallel",
     f"{_FIELDS}.serving.Serving",
 )
@@ -23,6 +24,7 @@ class ServerArgs(Protocol):
     trust_remote_code: bool
     quantization: str | None
     dtype: str
+    sleep_on_idle: bool
     tp_size: int
     pp_size: int
     dp_size: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,20 @@ class Replay:
         tokens = [*prompt, *output]
         found: list[float] = []
         cache = DynamicCache()
-        for position, owner in enumerate(kv):
+        begin = 0
+        # the prompt up to its last token, which is the first that is asked what follows it
+        for owner, run in itertools.groupby(kv[: len(prompt) - 1]):
+            end = begin + len(list(run))
+            self._models[owner](torch.tensor([tokens[begin:end]]), past_key_values=cache)
+            begin = end
+        for position, owner in enumerate(kv[begin:], begin):
             token = torch.tensor([[tokens[position]]])
             following = position + 1 - len(prompt)
-            if following >= 0:
-                sampler = made_by[following]
-                # a forward adds to the cache that it is given
-                scratch = cache if sampler == owner else copy.deepcopy(cache)
-                logits = self._models[sampler](token, past_key_values=scratch).logits[0, -1]
-                found.append(logits.log_softmax(-1)[output[following]].item())
-                if sampler == owner:
-                    continue
-            self._models[owner](token, past_key_values=cache)
+            sampler = made_by[following]
+            # a forward adds to the cache that it is given
+            scratch = cache if sampler == owner else copy.deepcopy(cache)
+            logits = self._models[sampler](token, past_key_values=scratch).logits[0, -1]
+            found.append(logits.log_softmax(-1)[output[following]].item())
+            if sampler != owner:
+                self._models[owner](token, past_key_values=cache)
         return found

@@ -33,7 +33,8 @@ args = prepare_server_args(json.loads(sys.argv[1]))
 args.resolve_once()
 chosen = resolved_view(args)
 served = ModelConfig.from_server_args(args).dtype
-print(json.dumps({"dtype": chosen.dtype, "served": str(served), "env": dict(os.environ)}))
+found = {"dtype": chosen.dtype, "served": str(served), "sleeps": chosen.sleep_on_idle}
+print(json.dumps(found | {"env": dict(os.environ)}))
 """
 
 # one thread waits for another, which sleeps: only what spins takes time of a core
@@ -82,6 +83,7 @@ def test_what_nobody_chose(model: Path) -> None:
     assert (chosen["dtype"], chosen["served"]) == ("float32", "torch.float32")
     assert chosen["env"]["OMP_WAIT_POLICY"] == "passive"
     assert chosen["env"]["OMP_NUM_THREADS"] == "1"
+    assert chosen["sleeps"]
 
 
 def test_what_the_user_chose(model: Path) -> None:
