@@ -15,6 +15,7 @@ import os
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -102,9 +103,10 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         """An idle scheduler polls its sockets without a rest: here it is the core of another.
 
         Under attention DP several ranks have a socket, and a message wakes one of them alone:
-        it would wait for those that sleep.
+        it would wait for those that sleep. A script of SGLang's own tests steps with each pass
+        of an idle loop.
         """
-        if not server_args.enable_dp_attention:
+        if not (server_args.enable_dp_attention or envs.SGLANG_TEST_SCRIPTED_RUNTIME.get()):
             server_args.sleep_on_idle = True
 
     def _choose_threads(self, server_args: ServerArgs, config: Any, ranks: int) -> None:
