@@ -131,5 +131,5 @@ class Settings:
         return cls(**chosen)
 
 
-# Read by the demo, which is no server.
+# Read where no server is started: by the demo, and by porting.
 _NOT_SETTINGS = {PREFIX + "CACHE"}

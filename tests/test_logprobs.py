@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from examples.stories import smollm2
 from harness.server import Server, serve
+from sglang_inflight.cache import default_cache
 from tests.support.load import ask, labels_of, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
@@ -37,7 +38,7 @@ Versions = dict[str, Path]
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
     """The head of SmolLM2 in float32, and the same with a tenth of noise on each weight."""
-    base = smollm2.build_base(smollm2.default_cache())
+    base = smollm2.build_base(default_cache())
     folder = tmp_path_factory.mktemp("smollm2")
     stored = load_file(base / "model.safetensors")
     weights = {name: tensor.float() for name, tensor in stored.items() if _is_kept(name)}

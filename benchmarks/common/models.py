@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from examples.stories.smollm2 import build_base, default_cache
+from examples.stories.smollm2 import build_base
+from sglang_inflight.cache import default_cache
 
 SMOLLM2 = "smollm2"
 FIRST_WORD = 10  # the ids before it are left to a tokenizer's special tokens

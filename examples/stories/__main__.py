@@ -22,8 +22,8 @@ from examples.stories.report import (
 )
 from examples.stories.run import BASE_VERSION, run
 from examples.stories.server import ServerFailed
-from examples.stories.smollm2 import default_cache
 from examples.stories.trainer_process import TrainerFailed
+from sglang_inflight.cache import default_cache
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

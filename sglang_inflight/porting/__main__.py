@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from sglang_inflight.porting.download import default_cache, fetch
+from sglang_inflight.cache import default_cache
+from sglang_inflight.porting.download import fetch
 from sglang_inflight.porting.survey import Survey, survey
 
 # in the order in which they are to be mended
@@ -27,7 +28,9 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument(
         "--source", type=Path, help="a folder that holds `sglang`, instead of pip's wheel"
     )
-    parser.add_argument("--cache", type=Path, default=default_cache(), help="of unpacked wheels")
+    parser.add_argument(
+        "--cache", type=Path, default=default_cache() / "porting", help="of unpacked wheels"
+    )
     given = parser.parse_args(words)
     if given.source is not None and not (given.source / "sglang").is_dir():
         parser.error(f"{given.source} holds no folder `sglang`")

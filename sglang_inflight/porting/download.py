@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
-
-
-def default_cache() -> Path:
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "sglang-inflight" / "porting"
 
 
 def fetch(version: str, cache: Path) -> Path:

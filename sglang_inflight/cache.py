@@ -1,0 +1,14 @@
+"""Where things are kept that take long to fetch or to make, and can be made again."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def default_cache() -> Path:
+    """``SGLANG_INFLIGHT_CACHE``, or a folder of ours where this user's caches are."""
+    chosen = os.environ.get("SGLANG_INFLIGHT_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-inflight"
