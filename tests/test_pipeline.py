@@ -109,9 +109,9 @@ def test_nothing_moves_in_a_pause(pipeline: Server, folder: Path, mode: str) -> 
     (late,) = start(pipeline, 1, tokens=ENDLESS)
     until_waiting(pipeline, 1 if mode == "in_place" else 6)
     generations[4].abort()
-    assert generations[4].output().finish_reason == "abort"
     assert settle(pipeline, generations) == seen
     resume(pipeline)
+    assert generations[4].output().finish_reason == "abort"
     outputs = expect_all_go_on([*generations[:4], late])
     for output in outputs:
         expect_exact(output)
@@ -166,7 +166,8 @@ def test_a_commit_amid_the_turns(pipeline: Server, folder: Path, kv: str) -> Non
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 5, tokens=ENDLESS)
     receipt = update(pipeline, folder, 2, non_blocking=True, kv_cache=kv)
-    assert [rank["retracted"] for rank in receipt["ranks"]] == [5 * (kv == "recompute")] * 2
+    # each stage counts those of its own part
+    assert receipt["retracted"] == 2 * 5 * (kv == "recompute")
     for generation in generations:
         generation.wait_for_tokens(generation.count + 3)
     ask(pipeline, "POST", "/inflight/rollback", {"kv_cache": kv})
@@ -183,7 +184,7 @@ def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:
     for mode in ("in_place", "retract", "in_place"):
         pause(pipeline, mode)
         settle(pipeline, generations)
-    ask(pipeline, "POST", "/flush_cache")
+    assert pipeline.post("/flush_cache")["status_code"] == 200
     resume(pipeline)
     for output in expect_all_go_on(generations):
         expect_exact(output)
