@@ -76,8 +76,8 @@ def stop_clocks_while_frozen(
 
 
 def hold_the_turn(
-    choose: Callable[..., NextBatchPlan], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
-) -> NextBatchPlan:
+    choose: Callable[..., Any], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
+) -> Any:
     """A pipeline's loop asks for nothing else between the messages and the launch."""
     if get_parallel().pp_size == 1:
         return choose(scheduler, *args, **kwargs)
