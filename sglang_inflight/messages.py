@@ -251,6 +251,20 @@ class ContinueCall(ContinueGenerationReqInput, kw_only=True):
     pause_id: str | None = None
 
 
+class TimesOver(BaseReq, kw_only=True):
+    """What has run out by the clock of a pipeline's first rank, which every stage goes by.
+
+    It travels as a request's time limit does: made at the first rank, taken in by every rank of
+    every stage in turns of the same number.
+    """
+
+    # ids of pauses
+    leases: list[str]
+    waits: list[str]
+    # how many events a rank's pauses had seen when it was made; it is void after one more
+    seen: int
+
+
 class OpenCall(UpdateCall, kw_only=True):
     """Begin to stage an update, which many ``StageCall`` may fill."""
 

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
-from sglang_inflight.upstream.runtime_context import get_disagg, get_exec, get_model, get_parallel
+from sglang_inflight.upstream.runtime_context import (
+    get_disagg,
+    get_exec,
+    get_model,
+    get_parallel,
+    get_spec,
+)
 
 if TYPE_CHECKING:
     from sglang_inflight.upstream.server_args import ServerArgs
@@ -49,7 +55,10 @@ def refuse_at_start(engine_class: type, server_args: ServerArgs, *args: Any, **k
 def why_no_pause() -> str | None:
     """Why this server's event loop has no pause states, or None where it has."""
     if get_parallel().pp_size > 1:
-        return "a pause needs --pp-size 1: the pipeline loop has no pause states"
+        if get_parallel().attn_dp_enabled:
+            return "a pause needs --pp-size 1 with --enable-dp-attention: nobody has tried both"
+        if get_spec().speculative_algorithm is not None:
+            return "a pause needs --pp-size 1 with speculative decoding: nobody has tried both"
     if get_disagg().disaggregation_mode != "null":
         return "a pause needs a server without --disaggregation-mode"
     if get_disagg().enable_pdmux:

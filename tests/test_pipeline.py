@@ -12,14 +12,25 @@ from harness import marker
 from harness.server import Server, serve
 from tests.support.load import (
     ENDLESS,
+    Output,
+    ask,
+    expect_aborted,
     expect_all_go_on,
     expect_spans_in_chunks,
+    expect_whole,
+    pause,
+    prompt,
+    resume,
+    settle,
     start,
     start_running,
+    status,
+    until,
+    until_waiting,
     update,
     versions_of,
 )
-from tests.support.updates import refuse
+from tests.support.pool import CHUNK
 from tests.test_kv_versions import kv_runs, made_as_it_ran
 
 VERSIONS = 4
@@ -53,6 +64,7 @@ def pipeline(
 ) -> Iterator[Server]:
     flags = ["--pp-size", "2", "--pp-async-batch-depth", str(request.param)]
     flags += ["--max-running-requests", "16", "--weight-version", "v0"]
+    flags += ["--chunked-prefill-size", str(CHUNK)]
     log = tmp_path_factory.mktemp("log") / "server.log"
     with serve(folder / "v0", *flags, log=log) as server:
         yield server
@@ -75,13 +87,133 @@ def test_spans(pipeline: Server, folder: Path) -> None:
         assert versions_of(output) == ["v0", "v1", "v2", "v3"]
 
 
-def test_what_a_pipeline_cannot_do_is_refused(pipeline: Server, folder: Path) -> None:
-    (running,) = start_running(pipeline, 1, tokens=ENDLESS)
-    body = {"model_path": str(folder / "v1"), "non_blocking": True, "flush_cache": True}
-    for path, fields in (
-        ("/update_weights_from_disk", body),
-        ("/inflight/rollback", {"flush_cache": True}),
-        ("/pause_generation", {"mode": "in_place"}),
-    ):
-        refuse(pipeline.post(path, fields), "--pp-size")
-    expect_all_go_on([running])
+def expect_exact(output: Output) -> None:
+    expect_spans_in_chunks(output)
+    assert TORN not in output.tokens
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_nothing_moves_in_a_pause(pipeline: Server, folder: Path, mode: str) -> None:
+    """In either stage, of what runs in any microbatch; and all of it goes on."""
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 5, tokens=ENDLESS)
+    answer = pause(pipeline, mode)
+    seen = settle(pipeline, generations)
+    counted = [(rank["pp_rank"], rank["running"], rank["retracted"]) for rank in answer["ranks"]]
+    count = (5, 0) if mode == "in_place" else (0, 5)
+    assert sorted(counted) == [(0, *count), (1, *count)]
+    # the second stage has nobody's word but its own
+    assert {rank["state"] for rank in status(pipeline)["ranks"]} == {"frozen"}
+    # a blocking update has nothing to wait for
+    update(pipeline, folder, 1, flush_cache=False)
+    (late,) = start(pipeline, 1, tokens=ENDLESS)
+    until_waiting(pipeline, 1 if mode == "in_place" else 6)
+    generations[4].abort()
+    assert settle(pipeline, generations) == seen
+    resume(pipeline)
+    assert generations[4].output().finish_reason == "abort"
+    outputs = expect_all_go_on([*generations[:4], late])
+    for output in outputs:
+        expect_exact(output)
+    assert [versions_of(output) for output in outputs] == [["v0", "v1"]] * 4 + [["v1"]]
+    for output in outputs[:4]:
+        if mode == "in_place":
+            assert kv_runs(output) == made_as_it_ran(output, 16)
+        else:
+            assert [version for version, _ in kv_runs(output)] == ["v1"]
+
+
+def test_pauses_that_drain(pipeline: Server, folder: Path) -> None:
+    update(pipeline, folder, 0)
+    short = start_running(pipeline, 3, tokens=60)
+    answer = pause(pipeline, "wait")
+    assert [rank["running"] for rank in answer["ranks"]] == [0, 0]
+    for generation in short:
+        expect_exact(expect_whole(generation))
+    (waiting,) = start(pipeline, 1, tokens=ENDLESS)
+    until_waiting(pipeline, 1)
+    resume(pipeline)
+    waiting.wait_for_tokens(3)
+    answer = pause(pipeline, "abort")
+    assert [rank["aborted"] for rank in answer["ranks"]] == [1, 1]
+    expect_exact(expect_aborted(waiting))
+    resume(pipeline)
+
+
+def test_the_stages_clocks_are_one(pipeline: Server, folder: Path) -> None:
+    """What runs out, a wait's time or a lease, does so in the same turn of both."""
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 4, tokens=ENDLESS)
+    answer = pause(pipeline, "wait", timeout_s=0.2)
+    assert [rank["running"] for rank in answer["ranks"]] == [4, 4]
+    frozen = settle(pipeline, generations)
+    # some of it in the middle of its prefill
+    generations += start(pipeline, 1, tokens=ENDLESS, input_ids=prompt(8 * CHUNK))
+    until_waiting(pipeline, 1)
+    resume(pipeline)
+    pause(pipeline, "retract", lease_s=0.4)
+    until("the lease is over", lambda: not status(pipeline)["paused"])
+    outputs = expect_all_go_on(generations)
+    for output, count in zip(outputs[:4], frozen, strict=True):
+        assert len(output.tokens) > count
+    for output in outputs:
+        expect_exact(output)
+
+
+@pytest.mark.parametrize("kv", ["recompute", "keep"])
+def test_a_commit_amid_the_turns(pipeline: Server, folder: Path, kv: str) -> None:
+    """What is recomputed waits until no microbatch is in flight, and the rest does not."""
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 5, tokens=ENDLESS)
+    receipt = update(pipeline, folder, 2, non_blocking=True, kv_cache=kv)
+    # each stage counts those of its own part
+    assert receipt["retracted"] == 2 * 5 * (kv == "recompute")
+    for generation in generations:
+        generation.wait_for_tokens(generation.count + 3)
+    ask(pipeline, "POST", "/inflight/rollback", {"kv_cache": kv})
+    for output in expect_all_go_on(generations):
+        expect_exact(output)
+        assert versions_of(output) == ["v0", "v2", "v0"]
+        if kv == "recompute":
+            assert [version for version, _ in kv_runs(output)] == ["v0"]
+
+
+def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 3, tokens=ENDLESS)
+    for mode in ("in_place", "retract", "in_place"):
+        pause(pipeline, mode)
+        settle(pipeline, generations)
+    assert pipeline.post("/flush_cache")["status_code"] == 200
+    resume(pipeline)
+    for output in expect_all_go_on(generations):
+        expect_exact(output)
+        assert output.meta["num_retractions"] == 1
+
+
+def test_stages_of_two_ranks(folder: Path, tmp_path: Path) -> None:
+    flags = ("--pp-size", "2", "--tp-size", "2", "--weight-version", "v0")
+    with serve(folder / "v0", *flags, log=tmp_path / "log") as server:
+        generations = start_running(server, 4, tokens=ENDLESS)
+        answer = pause(server, "in_place", lease_s=0.5)
+        assert [rank["running"] for rank in answer["ranks"]] == [4] * 4
+        until("the lease is over", lambda: not status(server)["paused"])
+        update(server, folder, 1, non_blocking=True, kv_cache="recompute")
+        for output in expect_all_go_on(generations):
+            expect_exact(output)
+            assert versions_of(output) == ["v0", "v1"]
+
+
+def test_written_in_place(folder: Path, tmp_path: Path) -> None:
+    """Without a shadow: each piece is written in both stages while nothing is in flight."""
+    flags = ("--pp-size", "2", "--weight-version", "v0")
+    env = {"SGLANG_INFLIGHT_STAGING": "off"}
+    with serve(folder / "v0", *flags, log=tmp_path / "log", env=env) as server:
+        generations = start_running(server, 4, tokens=ENDLESS)
+        for version in (1, 2):
+            update(server, folder, version, non_blocking=True, kv_cache="fence")
+            for generation in generations:
+                generation.wait_for_tokens(generation.count + 3)
+        for output in expect_all_go_on(generations):
+            expect_exact(output)
+            assert versions_of(output) == ["v0", "v1", "v2"]

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
+from sglang.srt.managers.schedule_batch import retract_all
 
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was
@@ -52,15 +54,20 @@ class Boundary:
     def _pending_microbatches(self) -> list[ScheduleBatch]:
         """The pipeline's loop has processed that one whose turn it is, and no other."""
         scheduler = self._scheduler
-        running = scheduler.running_mbs
-        turn = next(i for i, batch in enumerate(running) if batch is scheduler.running_batch)
+        microbatches, turn = len(scheduler.running_mbs), self._turn
         pending = []
-        for index in (*range(turn + 1, len(running)), *range(turn)):
+        for index in (*range(turn + 1, microbatches), *range(turn)):
             batch, launch = scheduler.mbs[index], scheduler.mb_metadata[index]
             if batch is not None:
                 snapshot = launch.fwd_batch if launch is not None else None
                 pending.append(batch if snapshot is None else snapshot)
         return pending
+
+    @property
+    def _turn(self) -> int:
+        """Of the pipeline's loop: the index of its microbatch."""
+        running = self._scheduler.running_mbs
+        return next(i for i, batch in enumerate(running) if batch is self._scheduler.running_batch)
 
     def drain(self) -> None:
         """Finish the last forward and process its result, as the loop itself would.
@@ -131,9 +138,43 @@ class Boundary:
         running = self.running_requests()
         self._metrics.retracted.inc(len(running))
         self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in running))
-        with paused_as_it_was(scheduler):
-            scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        if get_parallel().pp_size > 1:
+            self._retract_microbatches()
+        else:
+            with paused_as_it_was(scheduler):
+                scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         return len(running)
+
+    def _retract_microbatches(self) -> None:
+        """Upstream's retraction knows of one batch that runs, and a pipeline has several.
+
+        None of them may be in flight. Every stage has the same ones, and puts their requests
+        into its queue in the same order.
+        """
+        scheduler = self._scheduler
+        batches = [*scheduler.running_mbs, *(b for b in scheduler.last_mbs if b is not None)]
+        held = dict.fromkeys(req for batch in batches for req in batch.reqs)
+        if scheduler.chunked_req is not None:
+            held[scheduler.chunked_req] = None
+        reqs = [req for req in held if not req.finished() and not req.is_retracted]
+        retract_all(
+            reqs=reqs,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=scheduler.hisparse_coordinator,
+            offload_kv=False,
+        )
+        turn = self._turn
+        microbatches = range(len(scheduler.running_mbs))
+        scheduler.mbs = [None for _ in microbatches]
+        scheduler.last_mbs = [None for _ in microbatches]
+        scheduler.running_mbs = [MicroBatch(reqs=[], batch_is_full=False) for _ in microbatches]
+        scheduler.running_batch = scheduler.running_mbs[turn]
+        scheduler.last_batch = scheduler.cur_batch_for_debug = None
+        scheduler.chunked_req = None
+        for req in reqs:
+            scheduler._add_request_to_queue(req)
 
     def flush(self, *, empty_cache: bool) -> None:
         """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""

@@ -33,6 +33,7 @@ from sglang_inflight.messages import (
     SealCall,
     StageCall,
     StatusCall,
+    TimesOver,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
@@ -40,6 +41,7 @@ from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
+from sglang_inflight.scheduler.pause.still_pipeline import StillPipeline
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
@@ -49,6 +51,7 @@ from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
 
@@ -74,6 +77,7 @@ class Controller:
         metrics = Metrics()
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
+        self._still = StillPipeline(boundary)
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
@@ -113,13 +117,27 @@ class Controller:
             GiveUpTransferCall: self.staging.give_up_transfer,
             StatusCall: self._describe,
         }
+        needs_stillness: dict[type, Callable[[Any], bool]] = {
+            PauseCall: _always,
+            ContinueCall: _always,
+            FlushCall: _always,
+            CommitCall: _retracts,
+            RollbackCall: _retracts,
+        }
+        if self.staging.mode is StagingMode.OFF:
+            needs_stillness |= dict.fromkeys((OpenCall, StageCall, SealCall, DropCall), _always)
+        for call_type, handler in handlers.items():
+            handle: Callable[[Any], None] = self._contain(handler)
+            if call_type in needs_stillness:
+                handle = self._still.wait_for(handle, needs_stillness[call_type])
+            scheduler._request_dispatcher += TypeBasedDispatcher([(call_type, handle)])
         scheduler._request_dispatcher += TypeBasedDispatcher(
-            [(call_type, self._contain(handler)) for call_type, handler in handlers.items()]
+            [(TimesOver, self._still.wait_for(self.pause.end_times))]
         )
         # a sender that does not know us (a script on the socket) still means our pauses
         scheduler._request_dispatcher._mapping |= {
-            PauseGenerationReqInput: self._take_upstream_pause,
-            ContinueGenerationReqInput: self._take_upstream_continue,
+            PauseGenerationReqInput: self._still.wait_for(self._take_upstream_pause),
+            ContinueGenerationReqInput: self._still.wait_for(self._take_upstream_continue),
         }
         containment = Containment(scheduler, boundary, self._answers)
         containment.surround(scheduler._request_dispatcher)
@@ -137,6 +155,19 @@ class Controller:
         if not self.pause.holds_the_loop():
             self.pause.sleep()
         return True
+
+    def holds_the_turn(self) -> bool:
+        """In each turn of a pipeline, after the messages: must it launch nothing?"""
+        if self._still.settle():
+            return True
+        if self.live.dirty is not None and self._boundary.pending_batches:
+            return True
+        return self.holds_the_loop()
+
+    @property
+    def holds_back(self) -> bool:
+        """Is there something that makes no step, and would make one otherwise?"""
+        return self.is_frozen or self._still.is_waited_for or self.live.dirty is not None
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Around the choice of requests to prefill: show it only those that may run now."""
@@ -244,3 +275,11 @@ class Controller:
 
     def _is_busy(self) -> bool:
         return not self.is_frozen and not self._scheduler.running_batch.is_empty()
+
+
+def _always(call: object) -> bool:
+    return True
+
+
+def _retracts(call: CommitCall | RollbackCall) -> bool:
+    return call.kv_cache == "recompute"

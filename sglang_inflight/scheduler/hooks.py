@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
@@ -13,6 +14,7 @@ from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.adopted import (
@@ -68,8 +70,37 @@ def change_label(scheduler: AdoptedScheduler, new_version: str | None) -> None:
 def stop_clocks_while_frozen(
     poll: Callable[[AdoptedScheduler], list[Any]], scheduler: AdoptedScheduler
 ) -> list[Any]:
-    """No request times out while a pause holds it."""
-    return [] if scheduler.inflight.is_frozen else poll(scheduler)
+    """No request times out while a pause holds it; the pause itself may."""
+    aborts = [] if scheduler.inflight.is_frozen else poll(scheduler)
+    return [*aborts, *scheduler.inflight.pause.times_over()]
+
+
+def hold_the_turn(
+    choose: Callable[..., Any], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
+) -> Any:
+    """A pipeline's loop asks for nothing else between the messages and the launch."""
+    if get_parallel().pp_size == 1:
+        return choose(scheduler, *args, **kwargs)
+    if scheduler.inflight.holds_the_turn():
+        return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
+    # what was waited for may have retracted those that the loop had read
+    return choose(scheduler, running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+
+
+def stay_idle_while_held(idle: Callable[..., None], scheduler: AdoptedScheduler) -> None:
+    """A pipeline's loop that launches nothing takes itself for idle, and checks its pools."""
+    if not scheduler.inflight.holds_back:
+        idle(scheduler)
+
+
+def count_those_held(
+    collect: Callable[..., list[Any]], scheduler: AdoptedScheduler
+) -> list[ScheduleBatch | None]:
+    """A pipeline's requests that were prefilled, and would decode in a turn that is held."""
+    batches: list[ScheduleBatch | None] = collect(scheduler)
+    if get_parallel().pp_size > 1 and scheduler.inflight.holds_back:
+        batches = [*batches, *scheduler.last_mbs]
+    return batches
 
 
 def answer_health_while_frozen(
@@ -123,6 +154,9 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
     (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
     (f"{_SCHEDULER}.get_new_batch_prefill", hold_back_while_draining, HookType.AROUND),
+    (f"{_SCHEDULER}.get_next_batch_to_run", hold_the_turn, HookType.AROUND),
+    (f"{_SCHEDULER}.on_idle", stay_idle_while_held, HookType.AROUND),
+    (f"{_SCHEDULER}._collect_inflight_batches", count_those_held, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),

@@ -130,6 +130,12 @@ class Serving(Protocol):
     def weight_version(self) -> str: ...
 
 
+@describes(f"{_FIELDS}.spec.Spec")
+class Speculation(Protocol):
+    @property
+    def speculative_algorithm(self) -> str | None: ...
+
+
 @describes("sglang.srt.runtime_context.Resources")
 class Resources(Protocol):
     # named side streams

@@ -18,7 +18,14 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.messages import ContinueCall, PauseCall, Paused, PauseMode, Resumed
+from sglang_inflight.messages import (
+    ContinueCall,
+    PauseCall,
+    Paused,
+    PauseMode,
+    Resumed,
+    TimesOver,
+)
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
@@ -33,6 +40,7 @@ from sglang_inflight.scheduler.pause.machine import (
     Freeze,
     Grant,
     HeldPauses,
+    LeaseOver,
     LetGo,
     Move,
     PauseState,
@@ -42,10 +50,12 @@ from sglang_inflight.scheduler.pause.machine import (
     Saying,
     SayThatGenerationContinues,
     SayThatLeaseIsOver,
+    WaitOver,
     transition,
 )
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 from sglang_inflight.status import Holder, PauseStatus
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
@@ -69,6 +79,8 @@ class Pause:
         self._metrics = metrics
         self._sleeper = Sleeper(scheduler)
         self._held = HeldPauses()
+        # events that it went through, by which a message knows whether it is still true
+        self._seen = 0
         # while the loop drains: requests that ran when it began
         self._may_run: set[Req] = set()
         # by the id of the call that they were ended for, until it is answered
@@ -97,6 +109,15 @@ class Pause:
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
         self._go_through(Continued(call))
+
+    def end_times(self, over: TimesOver) -> None:
+        """What the first rank of a pipeline saw run out; void if something came in between."""
+        if over.seen != self._seen:
+            return
+        for pause_id in over.leases:
+            self._go_through(LeaseOver(pause_id))
+        for pause_id in over.waits:
+            self._go_through(WaitOver(pause_id))
 
     # ---- the event loop ----------------------------------------------------------
 
@@ -159,17 +180,32 @@ class Pause:
 
     # ---- the machine ---------------------------------------------------------------
 
+    def times_over(self) -> list[TimesOver]:
+        """For the first rank of a pipeline to send, in every turn until it was taken in."""
+        events = self._what_is_over() if get_parallel().pp_size > 1 else []
+        if not events:
+            return []
+        leases = [event.pause_id for event in events if isinstance(event, LeaseOver)]
+        waits = [event.pause_id for event in events if isinstance(event, WaitOver)]
+        return [TimesOver(leases=leases, waits=waits, seen=self._seen)]
+
     def _check_the_clock(self) -> None:
-        """All ranks have the same times to look at, and the first one's clock counts."""
-        alarms = self._held.alarms
-        if not alarms:
-            return
+        """All ranks have the same times to look at, and the first one's clock counts.
+
+        The stages of a pipeline are not in a turn of the same number at the same time, so they
+        are told by a message.
+        """
+        if self._held.alarms and get_parallel().pp_size == 1:
+            for event in as_first_rank_says(self._what_is_over()):
+                self._go_through(event)
+
+    def _what_is_over(self) -> list[LeaseOver | WaitOver]:
         now = time.monotonic()
-        for event in as_first_rank_says([event for at, event in alarms if at <= now]):
-            self._go_through(event)
+        return [event for at, event in self._held.alarms if at <= now]
 
     def _go_through(self, event: Event) -> None:
         """Where a move fails, the pauses held stay what they were, and nobody is answered."""
+        self._seen += 1
         held, moves, sayings = transition(self._held, event)
         self._retracted = 0
         for move in moves:

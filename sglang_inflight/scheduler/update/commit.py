@@ -5,8 +5,9 @@ every replica voted for it. SGLang hands a control message to all ranks of a rep
 the same pass of their loops (one receives, then broadcasts), and a commit happens in its
 handler. So step n runs with the old weights on all ranks, and step n+1 with the new.
 In a pipeline a stage hands a message on to the next one ahead of the microbatch of the
-same pass, so it comes before the same microbatch in all stages. Replicas do not compute
-together and may be a step apart.
+same pass, so it comes before the same microbatch in all stages; one that recomputes waits there
+until nothing is in flight (``pause/still_pipeline.py``). Replicas do not compute together and may
+be a step apart.
 
 Why it cannot fail: everything that can was done while staging. What is left is swapping
 pointers, or enqueuing copies between tensors that exist (``swap.py``).

@@ -40,12 +40,14 @@ class Scheduler(Protocol):
     hisparse_coordinator: HiSparseCoordinator | None
     chunked_req: Req | None
     running_batch: ScheduleBatch
+    last_batch: ScheduleBatch | None
     cur_batch_for_debug: ScheduleBatch | None
     # of the overlap loop alone, oldest first
     result_queue: deque[tuple[ScheduleBatch, Any]]
     # of the pipeline's loop alone, one for each microbatch
     mbs: list[ScheduleBatch | None]
     running_mbs: list[ScheduleBatch]
+    last_mbs: list[ScheduleBatch | None]
     mb_metadata: list[PPBatchMetadata | None]
     # the mode's class is an enum of upstream's; the queues are of servers of that mode alone
     disaggregation_mode: Any
@@ -57,6 +59,7 @@ class Scheduler(Protocol):
     def collect_inflight_reqs(self) -> set[Req]: ...
     def _collect_inflight_batches(self) -> list[ScheduleBatch | None]: ...
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None: ...
+    def _add_request_to_queue(self, req: Req) -> None: ...
     def abort_request(self, recv_req: Request) -> None: ...
     def _release_aborted_request(self, req: Req) -> None: ...
     def is_fully_idle(
@@ -76,6 +79,8 @@ class Scheduler(Protocol):
     spec_algorithm: SpeculativeAlgorithm
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: TokenToKVPoolAllocator
+    # handed on, and of many classes
+    tree_cache: Any
 
     def flush_cache(self, empty_cache: bool = True) -> bool: ...
 
