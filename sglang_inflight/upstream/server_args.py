@@ -11,6 +11,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
 
 @describes(
     "sglang.srt.server_args.ServerArgs",
+    f"{_FIELDS}.device.Device",
     f"{_FIELDS}.model.Model",
     f"{_FIELDS}.parallel.Parallel",
     f"{_FIELDS}.serving.Serving",
@@ -30,6 +31,7 @@ class ServerArgs(Protocol):
     enable_dp_attention_local_control_broadcast: bool
     nnodes: int
     tokenizer_worker_num: int
+    use_ray: bool
 
     def resolve_once(self) -> None: ...
 

@@ -37,6 +37,9 @@ class Arguments(Generic[B]):
         self._name = name
         self._shape = shape
         self._prepare = prepare
+        sglangs = shape.sglang.__struct_fields__ if shape.sglang is not None else ()
+        # those that SGLang does not know
+        self.ours = frozenset(shape.__struct_fields__).difference(sglangs, positional)
         self.signature = inspect.Signature(
             [
                 inspect.Parameter("engine", inspect.Parameter.POSITIONAL_OR_KEYWORD),
