@@ -27,7 +27,6 @@ ONE_TOKENIZER = (
     "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
     "further tokenizer workers"
 )
-ONE_NODE = "SGLang Inflight needs --nnodes 1: ranks of other nodes cannot answer for themselves"
 NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
 NO_RAY = "SGLang Inflight needs a server without --use-ray: SGLang loads no plugins in Ray's actors"
 NO_LOCAL_BROADCAST = (
@@ -36,14 +35,14 @@ NO_LOCAL_BROADCAST = (
     "DWDP switch on: control messages then reach ranks in different steps"
 )
 # for whoever asks before a start
-AT_START = (ONE_TOKENIZER, ONE_NODE, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST)
+AT_START = (ONE_TOKENIZER, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST)
 
 # where SGLang's own launchers in Ray's actors are
 _RAY = "sglang.srt.ray."
 
 
 class Unsupported(SystemExit):
-    """A server that goes with none of this. A ``SystemExit`` stops the start."""
+    """A server, or a node of one, that goes with none of this. A ``SystemExit`` stops the start."""
 
 
 def launch(
@@ -72,8 +71,6 @@ def why_not(engine_class: type, server_args: ServerArgs) -> str | None:
     """Why a server with these arguments cannot run with us, or None where it can."""
     if server_args.tokenizer_worker_num > 1:
         return ONE_TOKENIZER
-    if server_args.nnodes > 1:
-        return ONE_NODE
     if envs.SGLANG_RUST_SERVER.get():
         return NO_RUST_SERVER
     # as upstream does next; some of its features switch these on

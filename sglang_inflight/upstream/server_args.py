@@ -29,7 +29,6 @@ class ServerArgs(Protocol):
     dp_size: int
     enable_dp_attention: bool
     enable_dp_attention_local_control_broadcast: bool
-    nnodes: int
     tokenizer_worker_num: int
     use_ray: bool
 

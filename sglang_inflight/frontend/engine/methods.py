@@ -9,7 +9,8 @@ raised by both.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable
+import pickle
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, Window
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status, describe_inactive
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
@@ -132,8 +134,22 @@ def _serialize(engine: AdoptedEngine, given: Given) -> Given:
         # the stages of a pipeline share one
         ranks = manager_of(engine).inflight.ranks.all
         readers = {(dp_rank, tp_rank) for dp_rank, _, tp_rank in ranks}
-        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in readers]
+        if get_parallel().nnodes == 1:
+            payloads = [MultiprocessingSerializer.serialize(tensors) for _ in readers]
+        else:
+            # what that makes is a handle, which is none on another machine
+            payloads = [_by_value(tensors)] * len(readers)
     return {**given, "serialized_named_tensors": payloads}
+
+
+def _by_value(tensors: Iterable[tuple[str, Any]]) -> bytes:
+    return pickle.dumps(
+        [
+            # a copy, because a view brings all that it is a view of
+            (name, each.detach().cpu().clone() if isinstance(each, torch.Tensor) else each)
+            for name, each in tensors
+        ]
+    )
 
 
 @engine_method(TensorBody, "named_tensors", "load_format", "flush_cache", prepare=_serialize)
