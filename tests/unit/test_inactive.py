@@ -5,15 +5,18 @@ from __future__ import annotations
 import inspect
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
 
 from sglang_inflight import inactive
 from sglang_inflight.frontend.bodies import DiskBody, PauseBody
 from sglang_inflight.frontend.http import routes
-from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, find_our_fields
+from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, find_our_fields, mount
 from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_refused
@@ -120,3 +123,29 @@ def test_every_route_is_known_here() -> None:
         "/init_weights_update_group", "/destroy_weights_update_group", "/update_weight_version",
     }  # fmt: skip
     assert known <= paths
+
+
+def test_over_http() -> None:
+    app = FastAPI()
+
+    @app.post("/pause_generation")
+    async def pause(request: Request) -> Any:
+        return await request.json()
+
+    mount(app, WHY)
+    client = TestClient(app)
+    assert client.get("/inflight/status").json() == {"active": False, "message": WHY}
+
+    def chunks(body: dict[str, Any]) -> Iterator[bytes]:
+        content = msgspec.json.encode(body)
+        yield from (content[:5], b"", content[5:])
+
+    plain = {"mode": "in_place", "lease_s": None}
+    assert client.post("/pause_generation", content=chunks(plain)).json() == plain
+    for path, body in (
+        ("/pause_generation", {**plain, "lease_s": 5}),
+        ("/inflight/rollback", {}),
+        ("/seal_weight_update", {}),
+    ):
+        refused = client.post(path, content=chunks(body))
+        assert (refused.status_code, WHY in refused.json()["message"]) == (501, True)
