@@ -92,7 +92,8 @@ def test_engine(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
     said = play("tests.support.engine_without_us", checkpoints, tmp_path)
     assert said["refused"].startswith(unsupported.ONE_TOKENIZER)
     assert said["status"] == {"active": False, "message": unsupported.ONE_TOKENIZER}
-    for call in ("in flight", "pause", "async rollback"):
+    for call in ("pause", "async rollback"):
         assert said[call] == ["NotOffered", unsupported.ONE_TOKENIZER]
+    assert said["in flight"] == ["NotOffered", f"non_blocking: {unsupported.ONE_TOKENIZER}"]
     assert said["update"][0] is True
     assert said["tokens"] == [[marker.token(version)] * 3 for version in (0, 1)]

@@ -61,6 +61,15 @@ class Arguments(Generic[B]):
             given = self._prepare(engine, given)
         return convert(given, self._shape, f"argument of {self._name}")
 
+    def find_ours(self, named: Given) -> list[str]:
+        """Those that SGLang does not know, and that ask for something."""
+        defaults = {name: each.default for name, each in self.signature.parameters.items()}
+        return [
+            name
+            for name, value in named.items()
+            if name in self.ours and value is not None and value != defaults[name]
+        ]
+
     def _is_required(self, name: str) -> bool:
         return self.signature.parameters[name].default is inspect.Parameter.empty
 

@@ -63,9 +63,10 @@ class EngineMethod(Generic[B]):
             why = _why_inactive(engine)
             if why is None:
                 return waiting(engine, *args, **named)
-            if arguments.ours.intersection(named):
-                raise NotOffered(why)
-            return upstreams(engine, *args, **named)
+            if asked := arguments.find_ours(named):
+                raise NotOffered(f"{', '.join(asked)}: {why}")
+            theirs = {name: value for name, value in named.items() if name not in arguments.ours}
+            return upstreams(engine, *args, **theirs)
 
         self.asynchronous = _dress(asynchronous, f"async_{self.name}", do, arguments)
         self.waiting = _dress(waiting, self.name, do, arguments)
