@@ -45,7 +45,9 @@ class HookedFunction:
 class Report:
     """``problems`` holds a sentence for everything that would stop a server.
 
-    ``refused`` are the server arguments that would, whether asked for here or not.
+    ``inactive`` holds one for everything that would make it run as SGLang ships it, where
+    ``SGLANG_INFLIGHT_UNSUPPORTED=off``. ``refused`` are the server arguments that would do the
+    one or the other, whether asked for here or not.
     ``supported`` are versions of SGLang, and ``upstream`` counts the members of its classes,
     and the names of its modules, that were looked for in its source.
     ``on_cpu`` is what the reference platform chooses, and empty on any other.
@@ -62,6 +64,7 @@ class Report:
     on_cpu: dict[str, str]
     settings: dict[str, Any]
     refused: list[str]
+    inactive: list[str]
     problems: list[str]
 
     @property
@@ -75,6 +78,10 @@ class Report:
 def report(server_flags: Sequence[str] = ()) -> Report:
     """``server_flags`` are those of ``sglang serve``, if a server with them is what one wants."""
     problems: list[str] = []
+    inactive: list[str] = []
+    settings = _settings(problems)
+    # what the launch of a server refuses, and what it then says instead
+    unsupported = inactive if settings.get("unsupported") == "off" else problems
     series, already_applied, functions = None, False, list[AppliedFunction]()
     try:
         loaded = load_series()
@@ -82,26 +89,35 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         plan = loaded.plan()
         already_applied, functions = plan.already_applied, plan.functions
     except PatchRefused as refusal:
-        problems.append(str(refusal))
+        unsupported.append(str(refusal))
     chosen = _platform(problems)
+    # where nothing is installed nothing is hooked
+    looked_for = [] if inactive else problems
     found = Report(
         versions=_versions(),
         supported=supported_versions(),
         series=series,
         already_applied=already_applied,
         functions=functions,
-        hooks=_hooks(problems),
-        upstream=_upstream(problems),
+        hooks=_hooks(looked_for),
+        upstream=_upstream(looked_for),
         platform=chosen,
         on_cpu=_on_cpu(chosen),
-        settings=_settings(problems),
+        settings=settings,
         refused=_refused(problems),
+        inactive=inactive,
         problems=problems,
     )
     if server_flags:
         # a process of its own: SGLang prepares its environment while it reads flags
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
-            problems += elsewhere.submit(_refusals, server_flags).result()
+            refusals, why = elsewhere.submit(_look_at_flags, server_flags).result()
+        problems += refusals
+        if why is not None:
+            from sglang_inflight.unsupported import why_refused
+
+            stops = why_refused(why, off=unsupported is inactive, in_fork=already_applied)
+            (problems if stops else inactive).append(stops or why)
     return found
 
 
@@ -211,20 +227,20 @@ def _refused(problems: list[str]) -> list[str]:
         return []
 
 
-def _refusals(server_flags: Sequence[str]) -> list[str]:
-    """What ``sglang serve`` with these flags would say before it starts any process."""
+def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
+    """Why ``sglang serve`` with these flags would not start, and why not with us."""
     said = io.StringIO()
     try:
         from sglang.srt.server_args import prepare_server_args
 
-        from sglang_inflight.unsupported import refuse_at_start
+        from sglang_inflight.unsupported import why_not
 
         with redirect_stderr(said):
             server_args = prepare_server_args(list(server_flags))
-        refuse_at_start(object, server_args)
+        return [], why_not(object, server_args)
     except SystemExit as refusal:
         # argparse says why on stderr, and ends with a number
-        return [refusal.code if isinstance(refusal.code, str) else said.getvalue().splitlines()[-1]]
+        code = refusal.code
+        return [code if isinstance(code, str) else said.getvalue().splitlines()[-1]], None
     except Exception as error:
-        return [f"SGLang refuses these flags: {error}"]
-    return []
+        return [f"SGLang refuses these flags: {error}"], None

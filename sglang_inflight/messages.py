@@ -361,6 +361,17 @@ class GenerationContinues(BaseReq, kw_only=True):
     """The first rank of a replica says that nobody asked for it: the last lease ran out."""
 
 
+class Pulse(RankAnswer, kw_only=True):
+    """A rank of another node is there. Goes no further than the first rank."""
+
+
+class RankIsSilent(RankAnswer, kw_only=True):
+    """The first rank says so of a rank on another node; or that it is heard of again."""
+
+    # seconds; None: it is heard of again
+    for_s: float | None
+
+
 CALLS: tuple[type[InflightCall[Any]], ...] = (
     PauseCall,
     ContinueCall,
@@ -381,4 +392,4 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
 
 def make_known() -> None:
     """Teach SGLang's decoder our messages. Runs in every process, before any socket."""
-    io_struct.hook_custom_types(*CALLS, *ANSWERS, GenerationContinues)
+    io_struct.hook_custom_types(*CALLS, *ANSWERS, RankIsSilent, GenerationContinues)

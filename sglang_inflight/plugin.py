@@ -29,27 +29,42 @@ def install() -> None:
 
     SGLang loads plugins before it opens a socket or makes a scheduler. It swallows every
     ``Exception`` of a plugin and starts without it, so what fails here ends the process:
-    a server never starts half patched.
+    a server never starts half patched. It starts whole, as SGLang ships it, in a child of a
+    server that runs without us, and where ``SGLANG_INFLIGHT_UNSUPPORTED=off`` says so.
     """
-    try:
-        _install()
-    except Exception as error:
-        import logging
+    import logging
 
-        logging.getLogger(__name__).critical("SGLang Inflight", exc_info=error)
+    logger = logging.getLogger(__name__)
+    try:
+        from sglang_inflight import inactive
+        from sglang_inflight.settings import Settings
+
+        if inactive.is_child_of_inactive():
+            return
+        settings = Settings.from_environment()
+        try:
+            _install()
+        except (Exception, SystemExit) as error:
+            if settings.unsupported != "off":
+                raise
+            logger.warning("%s. This server runs as SGLang ships it, without us.", error)
+    except Exception as error:
+        logger.critical("SGLang Inflight", exc_info=error)
         raise SystemExit(f"SGLang Inflight cannot be installed: {error!r}") from error
 
 
 def _install() -> None:
+    """Whatever can fail does so before SGLang is changed."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_inflight.livepatch import apply_series, expect_hook, load_series
+
+    # whose refusal says more than an import that fails on another version
+    load_series()
+    hooks = [*every_hook()]
     from sglang_inflight import messages
     from sglang_inflight.frontend.engine import hooks as engine_hooks
-    from sglang_inflight.livepatch import apply_series, expect_hook
-    from sglang_inflight.settings import Settings
 
-    hooks = [*every_hook()]
-    Settings.from_environment()
     messages.make_known()
     apply_series()
     engine_hooks.add_methods()

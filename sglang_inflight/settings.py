@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
+from sglang_inflight import inactive
 from sglang_inflight.errors import BadSetting
 
 PREFIX = "SGLANG_INFLIGHT_"
@@ -113,6 +114,12 @@ class Settings:
     vllm_routes: bool = _setting(
         False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
     )
+    unsupported: str = _setting(
+        "refuse",
+        _one_of("refuse", "off"),
+        "what becomes of a server that asks for what goes with none of this: refuse stops its "
+        "start; off starts it as SGLang ships it, without SGLang Inflight",
+    )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
@@ -131,5 +138,6 @@ class Settings:
         return cls(**chosen)
 
 
-# Read where no server is started: by the demo, and by porting.
-_NOT_SETTINGS = {PREFIX + "CACHE"}
+# Read where no server is started, by the demo and by porting; and what a server tells its own
+# processes.
+_NOT_SETTINGS = {PREFIX + "CACHE", inactive.VARIABLE}

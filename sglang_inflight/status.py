@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -82,4 +82,17 @@ class RankStatus(State, frozen=True, kw_only=True):
 class Status(State, frozen=True, kw_only=True):
     """The state of the first rank, and of each. ``paused`` is true where any rank is."""
 
+    # a server that runs without us says no more than that it is false, and why
+    active: bool = True
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
+
+
+class Inactive(Answer, frozen=True, kw_only=True):
+    """A server that runs without us, and why."""
+
+    active: bool = False
+    message: str
+
+
+def describe_inactive(why: str) -> dict[str, Any]:
+    return Inactive(message=why).as_json()

@@ -1,12 +1,21 @@
-"""What SGLang can do and we cannot: refused at start or at the call, never half done."""
+"""What SGLang can do and we cannot: refused at start or at the call, never half done.
+
+Or, with ``SGLANG_INFLIGHT_UNSUPPORTED=off``, done by SGLang alone.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
+from sglang_inflight import inactive
+from sglang_inflight.livepatch import is_fork
+from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.runtime_context import (
     get_disagg,
     get_exec,
@@ -18,38 +27,89 @@ from sglang_inflight.upstream.runtime_context import (
 if TYPE_CHECKING:
     from sglang_inflight.upstream.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
+
 ONE_TOKENIZER = (
     "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
     "further tokenizer workers"
 )
-ONE_NODE = "SGLang Inflight needs --nnodes 1: ranks of other nodes cannot answer for themselves"
 NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
+NO_RAY = "SGLang Inflight needs a server without --use-ray: SGLang loads no plugins in Ray's actors"
 NO_LOCAL_BROADCAST = (
     "SGLang Inflight needs a server without "
     "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
     "DWDP switch on: control messages then reach ranks in different steps"
 )
 # for whoever asks before a start
-AT_START = (ONE_TOKENIZER, ONE_NODE, NO_RUST_SERVER, NO_LOCAL_BROADCAST)
+AT_START = (ONE_TOKENIZER, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST)
+
+# where SGLang's own launchers in Ray's actors are
+_RAY = "sglang.srt.ray."
 
 
 class Unsupported(SystemExit):
-    """A server argument that goes with none of this. A ``SystemExit`` stops the start."""
+    """A server, or a node of one, that goes with none of this. A ``SystemExit`` stops the start."""
 
 
-def refuse_at_start(engine_class: type, server_args: ServerArgs, *args: Any, **kwargs: Any) -> None:
-    """Before any process is launched."""
+def launch(
+    launch_as_sglang_does: Callable[..., Any],
+    engine_class: type,
+    server_args: ServerArgs,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around the launch of a server's processes: with us, without us, or not at all.
+
+    Raises ``Unsupported`` before any process starts.
+    """
+    why = why_not(engine_class, server_args)
+    if why is not None:
+        off = Settings.from_environment().unsupported == "off"
+        if (refusal := why_refused(why, off=off, in_fork=is_fork())) is not None:
+            raise Unsupported(refusal)
+        logger.warning("%s. This server runs as SGLang ships it, without SGLang Inflight.", why)
+        _tell_tokenizer_workers(server_args)
+    with inactive.launching(why):
+        return launch_as_sglang_does(engine_class, server_args, *args, **kwargs)
+
+
+def why_not(engine_class: type, server_args: ServerArgs) -> str | None:
+    """Why a server with these arguments cannot run with us, or None where it can."""
     if server_args.tokenizer_worker_num > 1:
-        raise Unsupported(ONE_TOKENIZER)
-    if server_args.nnodes > 1:
-        raise Unsupported(ONE_NODE)
+        return ONE_TOKENIZER
     if envs.SGLANG_RUST_SERVER.get():
-        raise Unsupported(NO_RUST_SERVER)
-    # as upstream does next; some of its features switch this one on
+        return NO_RUST_SERVER
+    # as upstream does next; some of its features switch these on
     server_args.resolve_once()
     resolved: ServerArgs = resolved_view(server_args)
+    if resolved.use_ray or engine_class.__module__.startswith(_RAY):
+        return NO_RAY
     if resolved.enable_dp_attention_local_control_broadcast:
-        raise Unsupported(NO_LOCAL_BROADCAST)
+        return NO_LOCAL_BROADCAST
+    return None
+
+
+def why_refused(why: str, *, off: bool, in_fork: bool) -> str | None:
+    """What is said of a server that must not start; None where it starts without us.
+
+    ``off`` is what the setting says.
+    """
+    if not off:
+        return f"{why}. SGLANG_INFLIGHT_UNSUPPORTED=off starts it without"
+    if in_fork:
+        return (
+            f"{why}. SGLANG_INFLIGHT_UNSUPPORTED=off needs an SGLang that has no patches in its "
+            "files, and this one is a fork"
+        )
+    return None
+
+
+def _tell_tokenizer_workers(server_args: ServerArgs) -> None:
+    """They import SGLang's HTTP app anew, by this name, where no plugin is loaded."""
+    if server_args.tokenizer_worker_num > 1:
+        os.environ.setdefault(
+            "SGLANG_HTTP_SERVER_APP_PATH", "sglang_inflight.frontend.http.worker_app:app"
+        )
 
 
 def why_no_pause() -> str | None:

@@ -75,9 +75,12 @@ def _show(report: Report) -> None:
             target = ".".join(hook.target.split(".")[-2:])
             hooked.add_row(target, hook.kind, hook.reason or "is there")
         print_table(hooked)
-    refused = start_table("refused at start")
+    off = report.settings.get("unsupported") == "off"
+    refused = start_table("started without SGLang Inflight" if off else "refused at start")
     for sentence in report.refused:
         refused.add_row(sentence)
     print_table(refused)
+    for sentence in report.inactive:
+        typer.secho(f"{sentence}: the server would run as SGLang ships it", fg="yellow", bold=True)
     for problem in report.problems:
         typer.secho(problem, fg="red", bold=True)

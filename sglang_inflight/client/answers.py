@@ -56,7 +56,12 @@ def read_json(response: httpx.Response) -> Json:
 
 
 def read_answer(url: str, body: Json, shape: type[A]) -> A:
-    """Raises ``WrongAnswer`` where it is another one; fields that it has besides are left out."""
+    """Raises ``WrongAnswer`` where it is another one; fields that it has besides are left out.
+
+    Raises ``NotOffered`` where the server says that it runs without us.
+    """
+    if body.get("active") is False:
+        raise NotOffered(str(body.get("message")))
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 class AdoptedTokenizerManager(TokenizerManager, Protocol):
+    # None in a server that runs with us; in any other there is no ``inflight``
+    why_inactive: str | None
     inflight: Frontend
 
 
@@ -23,7 +25,7 @@ class AdoptedSignalHandler(SignalHandler, Protocol):
 
 class AdoptedEngine(Engine, Protocol):
     @property
-    def tokenizer_manager(self) -> AdoptedTokenizerManager: ...
+    def tokenizer_manager(self) -> AdoptedTokenizerManager | None: ...
 
 
 class AdoptedCommunicator(FanOutCommunicator, Protocol):

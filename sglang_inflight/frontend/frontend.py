@@ -23,7 +23,7 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import ANSWERS, GenerationContinues, RankAnswer
+from sglang_inflight.messages import ANSWERS, GenerationContinues, RankAnswer, RankIsSilent
 from sglang_inflight.settings import Settings
 from sglang_inflight.status import Status
 
@@ -64,6 +64,7 @@ class Frontend:
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
                 *((answer, self._hear) for answer in ANSWERS),
+                (RankIsSilent, self.ranks.hear_silence),
                 (GenerationContinues, self._generation_continues),
             ]
         )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
-from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer
+from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer, RankIsSilent
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+
+logger = logging.getLogger(__name__)
 
 Rank = tuple[int, int, int]
 
@@ -26,6 +30,14 @@ class _Collector:
         self.answers[(answer.dp_rank, answer.pp_rank, answer.tp_rank)] = answer
         if not self.missing() and not self.complete.done():
             self.complete.set_result(None)
+
+    def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
+        """Of other nodes' ranks, where an answer of theirs is missing."""
+        lost = sorted(silent & self.missing())
+        if lost and not self.complete.done():
+            self.complete.set_exception(
+                RankSilent(f"nothing was heard of {_name(lost)}, on another node, for {for_s:g} s")
+            )
 
     def missing(self) -> frozenset[Rank]:
         return self._expected - self.answers.keys()
@@ -44,6 +56,8 @@ class Ranks:
         # the engine that was made last.
         self.all = _all_ranks()
         self._collectors: dict[str, _Collector] = {}
+        # of other nodes, and for how many seconds they were when that was told
+        self._silent: dict[Rank, float] = {}
 
     async def call(self, call: InflightCall[A], timeout_s: float) -> list[A]:
         """Send ``call`` and return the answer of every rank, in the order of the ranks.
@@ -60,10 +74,11 @@ class Ranks:
         collector = self._collectors[call.call_id] = _Collector(self.all)
         try:
             await self._tokenizer_manager._async_dispatch_to_scheduler(call)
+            self._give_up_on_silent([collector])
             try:
                 await asyncio.wait_for(collector.complete, timeout_s)
             except TimeoutError:
-                silent = ", ".join(name_rank(*rank) for rank in sorted(collector.missing()))
+                silent = _name(sorted(collector.missing()))
                 raise RankSilent(f"{silent} did not answer within {timeout_s:g} s") from None
         finally:
             del self._collectors[call.call_id]
@@ -96,6 +111,31 @@ class Ranks:
         if collector is not None:
             collector.add(answer)
 
+    def hear_silence(self, said: RankIsSilent) -> None:
+        """What waits for a rank of a node that is dead, stopped or cut off has its answer now.
+
+        A call is sent all the same: a rank that is heard of again does it then.
+        """
+        rank = said.dp_rank, said.pp_rank, said.tp_rank
+        if said.for_s is None:
+            self._silent.pop(rank, None)
+            logger.warning("%s, on another node, is heard of again.", name_rank(*rank))
+            return
+        self._silent[rank] = said.for_s
+        logger.error(
+            "Nothing was heard of %s, on another node, for %g s: it is dead, stopped or cut off, "
+            "and this server cannot go on without it.",
+            name_rank(*rank),
+            said.for_s,
+        )
+        self._give_up_on_silent(self._collectors.values())
+
+    def _give_up_on_silent(self, collectors: Iterable[_Collector]) -> None:
+        if self._silent:
+            silent, for_s = frozenset(self._silent), min(self._silent.values())
+            for collector in collectors:
+                collector.give_up(silent, for_s)
+
 
 def require_success(answers: list[A | Failed]) -> list[A]:
     """Raise the first failure's error, with what each failed rank said."""
@@ -117,6 +157,10 @@ def _as_answer_to(call: InflightCall[A], answer: RankAnswer) -> A | Failed:
     # AnswerChannel sends no other
     assert isinstance(answer, call.answer | Failed)
     return answer
+
+
+def _name(ranks: Iterable[Rank]) -> str:
+    return ", ".join(name_rank(*rank) for rank in ranks)
 
 
 def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:

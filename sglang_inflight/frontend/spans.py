@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec.structs
 
+from sglang_inflight.inactive import why_inactive
 from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.weight_versions import WeightVersionSpan
 from sglang_inflight.version_label import VersionLabel
@@ -20,6 +21,10 @@ def write_spans(
     write: Write, meta_info: dict[str, Any], spans: list[WeightVersionSpan], num_output_tokens: int
 ) -> None:
     """Around upstream's function, which knows names only."""
+    if why_inactive() is not None:
+        # there they are names, and no labels of ours
+        write(meta_info, spans, num_output_tokens)
+        return
     labels = [VersionLabel.unpack(span.version) for span in spans]
     named = [
         _changed(span, version=label.version) for span, label in zip(spans, labels, strict=True)

@@ -36,7 +36,9 @@ from sglang_inflight.frontend.lora import (
     stop_unloading_in_a_pause,
 )
 from sglang_inflight.frontend.spans import write_spans
+from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
+from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 
 if TYPE_CHECKING:
@@ -49,9 +51,16 @@ HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 def create_frontend(
     _: None, tokenizer_manager: AdoptedTokenizerManager, *args: Any, **kw: Any
 ) -> None:
-    tokenizer_manager.inflight = Frontend(tokenizer_manager)
+    why = tokenizer_manager.why_inactive = why_inactive()
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
+    if why is not None:
+        if http_server is not None:
+            from sglang_inflight.frontend.http import inactive
+
+            inactive.mount(http_server.app, why)
+        return
+    tokenizer_manager.inflight = Frontend(tokenizer_manager)
     if http_server is not None:
         from sglang_inflight.frontend.http import routes
         from sglang_inflight.frontend.http.vllm import routes as vllm_routes
@@ -173,23 +182,19 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
     (
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
-        end_pauses,
-        HookType.AFTER,
+        *after(end_pauses),
     ),
-    (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", refuse_to_unload_in_a_pause, HookType.AROUND),
-    (
-        f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
-        stop_unloading_in_a_pause,
-        HookType.AROUND,
-    ),
-    (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
+    (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", *around(refuse_to_unload_in_a_pause)),
+    (f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", *around(stop_unloading_in_a_pause)),
+    (f"{_TOKENIZER_MANAGER}._init_req_state", *before(refuse_when_over)),
     *(
-        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", surround, HookType.AROUND)
+        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *around(surround))
         for surround in (flush_cache, release_memory_occupation)
     ),
-    (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
-    (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),
-    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", take_kv_versions, HookType.AROUND),
+    (f"{_COMMUNICATOR}.queueing_call", *instead(control_calls.call)),
+    (f"{_COMMUNICATOR}.handle_recv", *instead(control_calls.hear)),
+    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *around(take_kv_versions)),
+    # these two belong to no manager, and ask for the process's server
     (
         "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",
         write_spans,
@@ -201,7 +206,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.BEFORE,
     ),
     *(
-        (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", replacement, HookType.REPLACE)
+        (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", *instead(replacement))
         for replacement in (
             pause_generation,
             continue_generation,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG
 
 if TYPE_CHECKING:
@@ -11,9 +12,14 @@ if TYPE_CHECKING:
 
 
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
-    """Raise ``ValueError``, which upstream answers with 400, where it is not a count."""
+    """Raise ``ValueError``, which upstream answers with 400, where it is not a count.
+
+    And where nobody would keep to it, because this server runs without us.
+    """
     custom = params.custom_params
     most = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
+    if most is not None and (why := why_inactive()) is not None:
+        raise ValueError(f"custom_params.{MAX_VERSION_LAG}: {why}")
     if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
         raise ValueError(
             f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"

@@ -19,7 +19,7 @@ what changed, ``compiling`` makes the functions, ``hooks`` installs and verifies
 """
 
 from sglang_inflight.livepatch.errors import PatchRefused
-from sglang_inflight.livepatch.hooks import expect_hook, verify_hooks
+from sglang_inflight.livepatch.hooks import expect_hook, is_fork, verify_hooks
 from sglang_inflight.livepatch.series import (
     AppliedFunction,
     Patch,
@@ -41,6 +41,7 @@ __all__ = [
     "apply_series",
     "expect_hook",
     "installed_root",
+    "is_fork",
     "load_series",
     "read_series",
     "supported_versions",

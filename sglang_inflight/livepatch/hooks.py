@@ -81,6 +81,11 @@ def expect_hook(target: str, hook: Callable[..., Any] | None = None) -> None:
     _verify_after(HookRegistry)
 
 
+def is_fork() -> bool:
+    """Whether the installed SGLang has the patches in its files. Known once they are installed."""
+    return any(replacement.function is None for replacement in _replacements.values())
+
+
 def verify_hooks() -> None:
     """Raise ``PatchRefused`` unless every function and hook of ours is what runs."""
     from sglang.srt.plugins.hook_registry import HookRegistry

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
 from typing import Any
-
-import zmq
-from sglang.srt.managers.io_struct import sock_send
-from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.messages import (
@@ -20,32 +15,29 @@ from sglang_inflight.messages import (
     InflightCall,
     RankAnswer,
 )
+from sglang_inflight.scheduler.nodes.way import Way
+from sglang_inflight.scheduler.own_rank import own_rank
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 
 
 class AnswerChannel:
-    """A socket of this rank's own to the front end.
+    """A way of this rank's own to the front end.
 
     Upstream gives only a replica's first rank a socket, so a failure on another rank is
     lost. A collective could gather the answers, but then a dead rank would hang the
     others; with a socket each, silence is seen by the front end and by nobody else.
 
-    Both the scheduler loop and the staging thread answer. A zmq socket may move between
-    threads only through a full fence, which the lock is.
+    Both the scheduler loop and the staging thread answer.
     """
 
-    def __init__(self, ipc_name: str) -> None:
+    def __init__(self, way: Way) -> None:
         parallel = get_parallel()
         within_replica = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank)
         self._is_first = not any(within_replica)
-        self._dp_rank = parallel.attn_dp_rank if parallel.attn_dp_enabled else parallel.dp_rank or 0
-        self._tp_rank = parallel.tp_rank
-        self._pp_rank = parallel.pp_rank
-        self._context = zmq.Context(1)
-        self._socket = get_zmq_socket(self._context, zmq.PUSH, ipc_name, False)
-        self._lock = threading.Lock()
+        self._dp_rank, self._pp_rank, self._tp_rank = own_rank()
+        self._way = way
 
     def succeed(self, call: InflightCall[A], answer: A) -> None:
         self._send(answer, call.call_id, call.http_worker_ipc)
@@ -74,11 +66,9 @@ class AnswerChannel:
     def tell_that_generation_continues(self) -> None:
         """By itself: no caller's answer says so. One rank tells it for its replica."""
         if self._is_first:
-            with self._lock:
-                sock_send(self._socket, GenerationContinues())
+            self._way.send(GenerationContinues())
 
     def _send(self, answer: RankAnswer, call_id: str, http_worker_ipc: str | None) -> None:
         answer.call_id, answer.http_worker_ipc = call_id, http_worker_ipc
         answer.dp_rank, answer.tp_rank, answer.pp_rank = self._dp_rank, self._tp_rank, self._pp_rank
-        with self._lock:
-            sock_send(self._socket, answer)
+        self._way.send(answer)

@@ -40,3 +40,10 @@ def as_first_rank_says(here: list[T]) -> list[T]:
         return here
     said: list[T] = broadcast_pyobj(here, group.rank, group.cpu_group, src=group.ranks[0])
     return said
+
+
+def as_first_rank_of_all_says(here: list[T]) -> list[T]:
+    """As above, over all stages of a pipeline too."""
+    group = get_parallel().world_group
+    said: list[T] = broadcast_pyobj(here, group.rank, group.cpu_group, src=group.ranks[0])
+    return said

@@ -39,6 +39,7 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.nodes.way import find_way
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.pause.still_pipeline import StillPipeline
@@ -73,7 +74,7 @@ class Controller:
     def __init__(self, scheduler: ReservingScheduler, port_args: PortArgs) -> None:
         settings = Settings.from_environment()
         self._scheduler = scheduler
-        self._answers = AnswerChannel(port_args.tokenizer_ipc_name)
+        self._answers = AnswerChannel(find_way(port_args.tokenizer_ipc_name))
         metrics = Metrics()
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)

@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
+from sglang_inflight.scheduler.nodes.meeting import meet
 from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
 from sglang_inflight.scheduler.update.reservation import reserve
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
+
+
+def meet_other_nodes(scheduler: ReservingScheduler, *args: Any, **kwargs: Any) -> None:
+    meet()
 
 
 def reserve_shadow(scheduler: ReservingScheduler) -> None:
@@ -151,6 +156,8 @@ _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 _SPANS = "sglang.srt.utils.weight_versions"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    # right after the ranks have met, and before what takes longer on one node than on another
+    (f"{_SCHEDULER}.init_ipc_channels", meet_other_nodes, HookType.BEFORE),
     (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
     (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
     (f"{_SCHEDULER}.get_new_batch_prefill", hold_back_while_draining, HookType.AROUND),

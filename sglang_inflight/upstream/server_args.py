@@ -11,6 +11,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
 
 @describes(
     "sglang.srt.server_args.ServerArgs",
+    f"{_FIELDS}.device.Device",
     f"{_FIELDS}.model.Model",
     f"{_FIELDS}.device.Device",
     f"{_FIELDS}.parallel.Parallel",
@@ -30,8 +31,8 @@ class ServerArgs(Protocol):
     dp_size: int
     enable_dp_attention: bool
     enable_dp_attention_local_control_broadcast: bool
-    nnodes: int
     tokenizer_worker_num: int
+    use_ray: bool
 
     def resolve_once(self) -> None: ...
 

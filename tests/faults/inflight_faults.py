@@ -2,7 +2,8 @@
 
 The file named by ``INFLIGHT_TEST_FAULT`` says which rank, in which phase and how; it is
 read at each call, so a test switches a fault on and off while the server runs. See
-``tests.support.faults.Fault`` for the fields.
+``tests.support.faults.Fault`` for the fields. It also makes nodes wait for each other no longer
+than ``INFLIGHT_TEST_MEETING_S`` and ``INFLIGHT_TEST_SILENCE_S`` say.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_inflight.scheduler.boundary import Boundary
+    from sglang_inflight.scheduler.nodes import meeting, relay
     from sglang_inflight.scheduler.update.jobs import Jobs
 
+    meeting.WAIT_S = float(os.environ.get("INFLIGHT_TEST_MEETING_S", meeting.WAIT_S))
+    relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
     for method, hook in (
         (Jobs.fill, first),
         (Jobs.take_in, middle),

@@ -60,25 +60,49 @@ def test_hook_that_sglang_cannot_put_in_place(
 
 
 def test_all_that_is_refused_at_start_is_told() -> None:
-    tree = ast.parse(inspect.getsource(unsupported.refuse_at_start))
-    raised = {
-        ast.unparse(node.exc.args[0])
+    tree = ast.parse(inspect.getsource(unsupported.why_not))
+    returned = {
+        node.value.id
         for node in ast.walk(tree)
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call)
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.Name)
     }
-    assert raised
-    assert {getattr(unsupported, name) for name in raised} == set(unsupported.AT_START)
+    assert returned
+    assert {getattr(unsupported, name) for name in returned} == set(unsupported.AT_START)
     told = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)["refused"]
     assert told == list(unsupported.AT_START)
 
 
+TWO_TOKENIZERS = ["--tokenizer-worker-num", "2"]
+
+
+def test_server_flags_that_would_be_refused(model: Path) -> None:
+    flags = ["--model-path", str(model)]
+    assert doctor._look_at_flags([*flags, *TWO_TOKENIZERS]) == ([], unsupported.ONE_TOKENIZER)
+    ((refusal,), why) = doctor._look_at_flags([*flags, "--no-such-flag"])
+    assert ("--no-such-flag" in refusal, why) == (True, None)
+
+
 @pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [(["--nnodes", "2"], unsupported.ONE_NODE), (["--no-such-flag"], "--no-such-flag")],
+    ("setting", "exit_code", "told_as"), [("refuse", 1, "problems"), ("off", 0, "inactive")]
 )
-def test_server_flags_that_would_be_refused(model: Path, flags: list[str], sentence: str) -> None:
-    (refusal,) = doctor._refusals(["--model-path", str(model), *flags])
-    assert sentence in refusal
+def test_what_becomes_of_flags_that_go_with_none_of_this(
+    monkeypatch: pytest.MonkeyPatch, model: Path, setting: str, exit_code: int, told_as: str
+) -> None:
+    monkeypatch.setenv("SGLANG_INFLIGHT_UNSUPPORTED", setting)
+    words = ["doctor", "--json", "--", "--model-path", str(model), *TWO_TOKENIZERS]
+    seen = CliRunner().invoke(app, words)
+    report = json.loads(seen.stdout)
+    (sentence,) = report["problems"] + report["inactive"]
+    assert (seen.exit_code, report[told_as]) == (exit_code, [sentence])
+    assert sentence.startswith(unsupported.ONE_TOKENIZER)
+
+
+def test_a_version_without_patches_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INFLIGHT_UNSUPPORTED", "off")
+    monkeypatch.setattr("sglang_inflight.livepatch.series.version", lambda distribution: "0.1")
+    report = doctor.report()
+    (sentence,) = report.inactive
+    assert (report.problems, "sglang 0.1" in sentence) == ([], True)
 
 
 def test_server_flags_that_would_be_taken(model: Path) -> None:

@@ -37,6 +37,9 @@ class Arguments(Generic[B]):
         self._name = name
         self._shape = shape
         self._prepare = prepare
+        sglangs = shape.sglang.__struct_fields__ if shape.sglang is not None else ()
+        # those that SGLang does not know
+        self.ours = frozenset(shape.__struct_fields__).difference(sglangs, positional)
         self.signature = inspect.Signature(
             [
                 inspect.Parameter("engine", inspect.Parameter.POSITIONAL_OR_KEYWORD),
@@ -57,6 +60,15 @@ class Arguments(Generic[B]):
         if self._prepare is not None:
             given = self._prepare(engine, given)
         return convert(given, self._shape, f"argument of {self._name}")
+
+    def find_ours(self, named: Given) -> list[str]:
+        """Those that SGLang does not know, and that ask for something."""
+        defaults = {name: each.default for name, each in self.signature.parameters.items()}
+        return [
+            name
+            for name, value in named.items()
+            if name in self.ours and value is not None and value != defaults[name]
+        ]
 
     def _is_required(self, name: str) -> bool:
         return self.signature.parameters[name].default is inspect.Parameter.empty

@@ -10,7 +10,8 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
-from sglang_inflight.unsupported import refuse_at_start
+from sglang_inflight.frontend.standing_aside import is_adopted
+from sglang_inflight.unsupported import launch
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
@@ -57,6 +58,8 @@ def _home(engine: AdoptedEngine) -> asyncio.AbstractEventLoop:
     home = getattr(engine.tokenizer_manager, "event_loop", None) or vars(engine).get("loop")
     if home is None:
         raise AttributeError("an engine that was not made has no event loop")
+    if not is_adopted(engine):
+        return vars(engine).get("loop", home)
     share(home)
     return home
 
@@ -73,10 +76,10 @@ def end_what_waits(engine: AdoptedEngine) -> None:
 
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    (f"{_ENGINE}._launch_subprocesses", refuse_at_start, HookType.BEFORE),
+    (f"{_ENGINE}._launch_subprocesses", launch, HookType.AROUND),
     (f"{_ENGINE}.shutdown", end_what_waits, HookType.BEFORE),
     *(
-        (f"{_ENGINE}.{method.name}", method.waiting, HookType.REPLACE)
+        (f"{_ENGINE}.{method.name}", method.instead, HookType.AROUND)
         for method in METHODS
         if method.name in _UPSTREAMS
     ),

@@ -7,18 +7,20 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sglang_inflight.answer import Answer
+from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import Body
 from sglang_inflight.frontend.engine.arguments import Arguments, Given
 from sglang_inflight.frontend.engine.shared_loop import refuse_where_a_loop_runs
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedEngine
+    from sglang_inflight.frontend.adopted import AdoptedEngine, AdoptedTokenizerManager
 
 B = TypeVar("B", bound=Body)
 
 
 class EngineMethod(Generic[B]):
     """``asynchronous`` is for the event loop that the engine lives on, ``waiting`` for threads.
+    ``instead`` is ``waiting`` around a method that SGLang has by this name.
 
     Both read their arguments, and refuse what cannot be, before anything is done. Both return
     the JSON that HTTP answers with, where ``do`` returns an ``Answer``. An engine lives on the
@@ -31,39 +33,78 @@ class EngineMethod(Generic[B]):
         shape: type[B],
         positional: tuple[str, ...],
         prepare: Callable[[Any, Given], Given] | None,
+        without_us: Callable[[str], Any] | None,
     ) -> None:
+        """``without_us`` is what it returns, given why, of a server that runs without us."""
         self.name = do.__name__
         arguments = Arguments(self.name, shape, positional, prepare)
 
         async def attend(engine: AdoptedEngine, body: B) -> Any:
-            answer = await engine.tokenizer_manager.inflight.lifetime.attend(do(engine, body))
+            answer = await manager_of(engine).inflight.lifetime.attend(do(engine, body))
             return answer.as_json() if isinstance(answer, Answer) else answer
 
         async def asynchronous(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
+            if without_us is not None and (why := _why_inactive(engine)) is not None:
+                return without_us(why)
             require_home(engine)
             return await attend(engine, arguments.read(engine, args, named))
 
         def waiting(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
+            if without_us is not None and (why := _why_inactive(engine)) is not None:
+                return without_us(why)
+            manager_of(engine)
             refuse_where_a_loop_runs(f"await engine.async_{self.name}(...) instead")
             body = arguments.read(engine, args, named)
             return engine.loop.run_until_complete(attend(engine, body))
 
+        def instead(
+            upstreams: Callable[..., Any], engine: AdoptedEngine, *args: Any, **named: Any
+        ) -> Any:
+            why = _why_inactive(engine)
+            if why is None:
+                return waiting(engine, *args, **named)
+            if asked := arguments.find_ours(named):
+                raise NotOffered(f"{', '.join(asked)}: {why}")
+            theirs = {name: value for name, value in named.items() if name not in arguments.ours}
+            return upstreams(engine, *args, **theirs)
+
         self.asynchronous = _dress(asynchronous, f"async_{self.name}", do, arguments)
         self.waiting = _dress(waiting, self.name, do, arguments)
+        self.instead = instead
 
 
 def engine_method(
     shape: type[B],
     *positional: str,
     prepare: Callable[[Any, Given], Given] | None = None,
+    without_us: Callable[[str], Any] | None = None,
 ) -> Callable[[Callable[[Any, B], Awaitable[Any]]], EngineMethod[B]]:
     """Makes both forms of what is done with a body; ``Arguments`` says how it is read."""
-    return lambda do: EngineMethod(do, shape, positional, prepare)
+    return lambda do: EngineMethod(do, shape, positional, prepare, without_us)
+
+
+def manager_of(engine: AdoptedEngine) -> AdoptedTokenizerManager:
+    """Of an engine that runs with us. Raises ``NotOffered`` for any other."""
+    manager = engine.tokenizer_manager
+    if manager is None:
+        raise NotOffered(
+            "this engine is a further node of a server: ask the engine with node_rank=0, which "
+            "answers for all of them"
+        )
+    if manager.why_inactive is not None:
+        raise NotOffered(manager.why_inactive)
+    return manager
+
+
+def _why_inactive(engine: AdoptedEngine) -> str | None:
+    """None where the engine runs with us, or is a further node."""
+    manager = engine.tokenizer_manager
+    return manager.why_inactive if manager is not None else None
 
 
 def require_home(engine: AdoptedEngine) -> None:
     """Raises ``RuntimeError`` on another event loop than the one that the engine lives on."""
-    home = engine.tokenizer_manager.event_loop
+    home = manager_of(engine).event_loop
     if home is not None and home is not asyncio.get_running_loop():
         raise RuntimeError(
             "this engine was first used on another event loop, which is where its answers come "

@@ -9,7 +9,8 @@ raised by both.
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable
+import pickle
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,12 +39,12 @@ from sglang_inflight.frontend.bodies import (
     UpdateBody,
 )
 from sglang_inflight.frontend.engine.arguments import Given
-from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
-from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.engine.method import EngineMethod, engine_method, manager_of
 from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
-from sglang_inflight.status import Status
+from sglang_inflight.status import Status, describe_inactive
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
@@ -63,11 +64,6 @@ class MemoryTags(Body, kw_only=True):
     tags: list[str] | None = None
 
 
-def _frontend(engine: AdoptedEngine) -> Frontend:
-    frontend: Frontend = engine.tokenizer_manager.inflight
-    return frontend
-
-
 # ---- pauses ------------------------------------------------------------------------
 
 
@@ -82,7 +78,7 @@ async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> Grant | Wi
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).calls.pause(body)
+    return await manager_of(engine).inflight.calls.pause(body)
 
 
 @engine_method(ContinueBody)
@@ -91,19 +87,22 @@ async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> Rele
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
     """
-    return await _frontend(engine).calls.resume(body)
+    return await manager_of(engine).inflight.calls.resume(body)
 
 
 @engine_method(NoArguments)
 async def is_paused(engine: AdoptedEngine, body: NoArguments) -> bool:
     """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
-    return await _frontend(engine).calls.is_paused()
+    return await manager_of(engine).inflight.calls.is_paused()
 
 
-@engine_method(NoArguments)
+@engine_method(NoArguments, without_us=describe_inactive)
 async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> Status:
-    """State, holders, versions and staging: of the first rank, and in ``ranks`` of each."""
-    return await _frontend(engine).status()
+    """State, holders, versions and staging: of the first rank, and in ``ranks`` of each.
+
+    Of an engine that runs without SGLang Inflight: ``{"active": False}``, and why.
+    """
+    return await manager_of(engine).inflight.status()
 
 
 # ---- updates -----------------------------------------------------------------------
@@ -133,9 +132,24 @@ def _serialize(engine: AdoptedEngine, given: Given) -> Given:
         payloads = normalize_serialized_named_tensor_payloads(tensors)
     else:
         # the stages of a pipeline share one
-        readers = {(dp_rank, tp_rank) for dp_rank, _, tp_rank in _frontend(engine).ranks.all}
-        payloads = [MultiprocessingSerializer.serialize(tensors) for _ in readers]
+        ranks = manager_of(engine).inflight.ranks.all
+        readers = {(dp_rank, tp_rank) for dp_rank, _, tp_rank in ranks}
+        if get_parallel().nnodes == 1:
+            payloads = [MultiprocessingSerializer.serialize(tensors) for _ in readers]
+        else:
+            # what that makes is a handle, which is none on another machine
+            payloads = [_by_value(tensors)] * len(readers)
     return {**given, "serialized_named_tensors": payloads}
+
+
+def _by_value(tensors: Iterable[tuple[str, Any]]) -> bytes:
+    return pickle.dumps(
+        [
+            # a copy, because a view brings all that it is a view of
+            (name, each.detach().cpu().clone() if isinstance(each, torch.Tensor) else each)
+            for name, each in tensors
+        ]
+    )
 
 
 @engine_method(TensorBody, "named_tensors", "load_format", "flush_cache", prepare=_serialize)
@@ -187,25 +201,25 @@ async def begin_weight_update(engine: AdoptedEngine, body: BeginBody) -> Outcome
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
     ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
     """
-    return await _answer(_frontend(engine).calls.begin(body), body.non_blocking)
+    return await _answer(manager_of(engine).inflight.calls.begin(body), body.non_blocking)
 
 
 @engine_method(SealBody)
 async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> StagedSoFar:
     """Check the session and vote for it on every rank, without committing it."""
-    return await _frontend(engine).calls.seal(body)
+    return await manager_of(engine).inflight.calls.seal(body)
 
 
 @engine_method(EndBody)
 async def end_weight_update(engine: AdoptedEngine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
-    return await _answer(_frontend(engine).calls.end(body), body.non_blocking)
+    return await _answer(manager_of(engine).inflight.calls.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
 async def abort_weight_update(engine: AdoptedEngine, body: AbortUpdateBody) -> None:
     """Drop the session, and the tensors staged in it."""
-    await _frontend(engine).calls.abort(body)
+    await manager_of(engine).inflight.calls.abort(body)
 
 
 @engine_method(RollbackBody)
@@ -214,7 +228,7 @@ async def rollback_weights(engine: AdoptedEngine, body: RollbackBody) -> Receipt
 
     Raises ``Conflict`` where another version than ``expected_version`` is serving.
     """
-    return await _frontend(engine).updates.roll_back(body)
+    return await manager_of(engine).inflight.updates.roll_back(body)
 
 
 @engine_method(
@@ -228,7 +242,7 @@ async def rollback_weights(engine: AdoptedEngine, body: RollbackBody) -> Receipt
 )
 async def init_weights_update_group(engine: AdoptedEngine, body: JoinGroupBody) -> tuple[bool, str]:
     """Join a group with a trainer, whose ranks count from ``rank_offset``."""
-    return await as_sglang_answers(_frontend(engine).groups.join(body))
+    return await as_sglang_answers(manager_of(engine).inflight.groups.join(body))
 
 
 @engine_method(LeaveGroupBody, "group_name")
@@ -236,13 +250,13 @@ async def destroy_weights_update_group(
     engine: AdoptedEngine, body: LeaveGroupBody
 ) -> tuple[bool, str]:
     """Leave the group with a trainer."""
-    return await as_sglang_answers(_frontend(engine).groups.leave(body))
+    return await as_sglang_answers(manager_of(engine).inflight.groups.leave(body))
 
 
 async def _update(
     engine: AdoptedEngine, body: UpdateBody
 ) -> Receipt | StagedSoFar | SuccessAndMessage:
-    return await _answer(_frontend(engine).calls.update(body), body.non_blocking)
+    return await _answer(manager_of(engine).inflight.calls.update(body), body.non_blocking)
 
 
 async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndMessage:
@@ -255,21 +269,21 @@ async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndM
 @engine_method(NoArguments)
 async def flush_cache(engine: AdoptedEngine, body: NoArguments) -> Any:
     """Forget every cached prefix. The answer says whether requests kept it from that."""
-    return await engine.tokenizer_manager.flush_cache()
+    return await manager_of(engine).flush_cache()
 
 
 @engine_method(MemoryTags, "tags")
 async def release_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
     """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph."""
     request = ReleaseMemoryOccupationReqInput(tags=body.tags)
-    await engine.tokenizer_manager.release_memory_occupation(request, None)
+    await manager_of(engine).release_memory_occupation(request, None)
 
 
 @engine_method(MemoryTags, "tags")
 async def resume_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
     """Take back the memory of ``tags`` that were released."""
     request = ResumeMemoryOccupationReqInput(tags=body.tags)
-    await engine.tokenizer_manager.resume_memory_occupation(request, None)
+    await manager_of(engine).resume_memory_occupation(request, None)
 
 
 METHODS: tuple[EngineMethod[Any], ...] = (

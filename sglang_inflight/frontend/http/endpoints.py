@@ -18,6 +18,7 @@ from sglang_inflight.answer import Answer
 from sglang_inflight.errors import Dropped, InflightError
 from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
 from sglang_inflight.frontend.http.large_bodies import large_body
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -84,8 +85,10 @@ def with_payloads(
             content = await large.read(request)
             with reading():
                 body = decode(content, TensorBody)
+            payloads = body.serialized_named_tensors
+            on_one_machine = get_parallel().nnodes == 1
             # its type is what JSON may hold, which is no file
-            body.serialized_named_tensors = large.put_back(body.serialized_named_tensors)  # type: ignore[assignment]
+            body.serialized_named_tensors = large.put_back(payloads, as_files=on_one_machine)  # type: ignore[assignment]
             return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)

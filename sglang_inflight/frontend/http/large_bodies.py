@@ -85,21 +85,23 @@ class LargeBody:
                 if end:
                     self._string = len(self._rest)
 
-    def put_back(self, payloads: list[bytes]) -> list[Payload]:
+    def put_back(self, payloads: list[bytes], *, as_files: bool = True) -> list[Payload]:
         """``payloads`` out of the decoded rest, with a file where one was large.
 
-        Raises ``Refused`` where something else of the body was.
+        Or, for ranks that cannot read this machine's files, with what is in it. Raises
+        ``Refused`` where something else of the body was.
         """
-        found: list[Payload] = [
-            self._files[payload].as_payload() if payload in self._files else payload
-            for payload in payloads
-        ]
-        if len({p.path for p in found if isinstance(p, PayloadFile)}) != len(self._files):
+        if len(self._files.keys() & set(payloads)) != len(self._files):
             raise Refused(
                 "bad request body: only serialized_named_tensors may hold strings of more than "
                 f"{LARGE_STRING_BYTES} bytes"
             )
-        return found
+        return [
+            payload
+            if (large := self._files.get(payload)) is None
+            else (large.as_payload() if as_files else large.read())
+            for payload in payloads
+        ]
 
     def close(self) -> None:
         for file in (*self._files.values(), *filter(None, [self._large])):
@@ -181,6 +183,9 @@ class _LargeString:
         left = memoryview(content)
         while left:
             left = left[os.write(self._fd, left) :]
+
+    def read(self) -> bytes:
+        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
 
     def as_payload(self) -> PayloadFile:
         return PayloadFile(path=f"/proc/{os.getpid()}/fd/{self._fd}")

@@ -13,5 +13,6 @@ from sglang_inflight.upstream.describes import describes
 class Engine(Protocol):
     loop: asyncio.AbstractEventLoop
 
+    # None on every node but the first
     @property
-    def tokenizer_manager(self) -> TokenizerManager: ...
+    def tokenizer_manager(self) -> TokenizerManager | None: ...

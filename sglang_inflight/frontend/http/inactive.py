@@ -1,0 +1,128 @@
+"""HTTP of a server that runs without us: SGLang's routes answer, and say no more than SGLang.
+
+What only we could do is a 501 with the reason: our own routes, and calls of SGLang's routes
+with fields of ours, which SGLang would pass over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, FastAPI
+from starlette.middleware import Middleware
+
+from sglang_inflight.errors import NotOffered
+from sglang_inflight.frontend.bodies import (
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    PauseBody,
+    TensorBody,
+)
+from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
+from sglang_inflight.status import Inactive
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# of ours alone
+ROUTES = (
+    ("/seal_weight_update", "POST"),
+    ("/abort_weight_update", "POST"),
+    ("/inflight/rollback", "POST"),
+    ("/get_weight_version", "GET"),
+    ("/is_paused", "GET"),
+)
+# SGLang's, whose bodies have fields of ours
+BODIES: dict[str, type[Body]] = {
+    "/pause_generation": PauseBody,
+    "/continue_generation": ContinueBody,
+    "/update_weights_from_disk": DiskBody,
+    "/update_weights_from_tensor": TensorBody,
+    "/update_weights_from_distributed": DistributedBody,
+    "/update_weights_from_ipc": IPCBody,
+    "/begin_weight_update": BeginBody,
+    "/end_weight_update": EndBody,
+}
+
+
+def mount(app: FastAPI, why: str) -> None:
+    """Say ``why`` on our routes, and where our fields are."""
+
+    async def status() -> Content:
+        return Inactive(message=why)
+
+    async def refuse() -> Content:
+        raise NotOffered(why)
+
+    router = APIRouter(tags=["inflight"])
+    router.add_api_route("/inflight/status", guarded(status), methods=["GET"])
+    for path, method in ROUTES:
+        router.add_api_route(path, guarded(refuse), methods=[method], include_in_schema=False)
+    app.router.routes[:0] = router.routes
+    # the last is the innermost: behind whoever checks keys
+    app.user_middleware.append(Middleware(RefuseOurFields, why=why))
+
+
+class RefuseOurFields:
+    """ASGI middleware. A field of ours that asks for nothing passes, as SGLang passes it over."""
+
+    def __init__(self, app: Any, *, why: str) -> None:
+        self._app = app
+        self._why = why
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        shape = BODIES.get(scope["path"]) if scope["type"] == "http" else None
+        if shape is None:
+            await self._app(scope, receive, send)
+            return
+        messages = await _whole_body(receive)
+        named = find_our_fields(b"".join(m.get("body", b"") for m in messages), shape)
+        if named:
+            error = NotOffered(f"{', '.join(named)}: {self._why}")
+            await refusal(error)(scope, receive, send)
+            return
+        messages.reverse()
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self._app(scope, replay, send)
+
+
+def find_our_fields(content: bytes, shape: type[Body]) -> list[str]:
+    """Those that are not SGLang's, and are given another value than the one they have anyway."""
+    assert shape.sglang is not None
+    defaults = {
+        field.name: field.default
+        for field in msgspec.structs.fields(shape)
+        if field.name not in shape.sglang.__struct_fields__
+    }
+    # all else, which may be whole tensors, is passed over
+    ours = msgspec.defstruct("_Ours", [(name, Any, msgspec.UNSET) for name in defaults])
+    try:
+        given = msgspec.json.decode(content or b"{}", type=ours)
+    except (msgspec.DecodeError, RecursionError):
+        # SGLang says what is wrong with it
+        return []
+    nothing = (None, msgspec.UNSET)
+    return [
+        name
+        for name, default in defaults.items()
+        if (value := getattr(given, name)) not in nothing and value != default
+    ]
+
+
+async def _whole_body(receive: Receive) -> list[Message]:
+    messages = [await receive()]
+    while messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False):
+        messages.append(await receive())
+    return messages

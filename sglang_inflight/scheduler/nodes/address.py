@@ -1,0 +1,60 @@
+"""Where other nodes can reach a socket of the first one."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from dataclasses import dataclass
+
+from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
+
+
+@dataclass(frozen=True)
+class Address:
+    """``bound`` is what this machine listens on, ``told`` is what others connect to.
+
+    As they stand in a URL: an IPv6 address in brackets.
+    """
+
+    bound: str
+    told: str
+    is_ipv6: bool
+
+
+def choose_address(dist_init_addr: str | None) -> Address:
+    """The interface on which the nodes have met already, at ``dist_init_addr``.
+
+    Only that one listens. Where the address is a name which on this machine means its loopback,
+    as many give their own, others take it for another interface: then all listen.
+    """
+    if dist_init_addr is None:
+        return _plain(get_local_ip_auto())
+    meeting = NetworkAddress.parse(dist_init_addr)
+    own = _own_address_towards(meeting.host, meeting.port)
+    if ipaddress.ip_address(own).is_loopback and not _means_this_machine(meeting.host):
+        is_ipv6 = ":" in own
+        return Address("[::]" if is_ipv6 else "0.0.0.0", meeting.host, is_ipv6)
+    return _plain(own)
+
+
+def _plain(ip: str) -> Address:
+    is_ipv6 = ":" in ip
+    host = f"[{ip}]" if is_ipv6 else ip
+    return Address(host, host, is_ipv6)
+
+
+def _own_address_towards(host: str, port: int) -> str:
+    """The address that packets from here to ``host`` have. None is sent."""
+    family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as sender:
+        sender.connect(where)
+        own: str = sender.getsockname()[0]
+    return own
+
+
+def _means_this_machine(host: str) -> bool:
+    """To whoever reads it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,12 @@
+"""Which of a server's ranks this process is."""
+
+from __future__ import annotations
+
+from sglang_inflight.upstream.runtime_context import get_parallel
+
+
+def own_rank() -> tuple[int, int, int]:
+    """Of the replica or attention DP group, the stage, and tensor parallelism."""
+    parallel = get_parallel()
+    dp_rank = parallel.attn_dp_rank if parallel.attn_dp_enabled else parallel.dp_rank or 0
+    return dp_rank, parallel.pp_rank, parallel.tp_rank

@@ -1,0 +1,117 @@
+"""A server of two nodes, both on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from harness.server import IN_A_FORK, Server, free_port, schedulers, serve
+from harness.starting import Process, end, start
+from tests.support.plugins import TESTS
+
+# in place of a minute, and of a quarter of one
+_SHORT = {"INFLIGHT_TEST_MEETING_S": "8", "INFLIGHT_TEST_SILENCE_S": "2"}
+
+
+@dataclass
+class Nodes:
+    """``first`` answers for both."""
+
+    first: Server
+    second: Process
+    second_log: Path
+
+    def stop_second(self) -> None:
+        for process in self._processes():
+            process.send_signal(signal.SIGSTOP)
+
+    def let_second_go_on(self) -> None:
+        for process in self._processes():
+            process.send_signal(signal.SIGCONT)
+
+    def kill_second(self) -> None:
+        end(self.second)
+
+    def _processes(self) -> list[psutil.Process]:
+        """The launcher of the second node, and its ranks."""
+        return [psutil.Process(self.second.pid), *schedulers(self.second.pid)]
+
+
+def nodes_environment(*plugins: str) -> dict[str, str]:
+    """Of servers that load these plugins of the tests, and are as impatient as tests are."""
+    found = os.environ.get("PYTHONPATH")
+    paths = [*(str(TESTS / plugin) for plugin in ("faults", *plugins)), found]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **_SHORT}
+
+
+@contextlib.contextmanager
+def serve_nodes(
+    model: Path,
+    *flags: str,
+    folder: Path,
+    env: dict[str, str],
+    second: Sequence[str] = IN_A_FORK,
+    second_env: dict[str, str] | None = None,
+) -> Iterator[Nodes]:
+    """Both nodes, of two ranks. ``second`` is the command of the second one.
+
+    Its folder is another one than the first's, so that a relative path is another one, too.
+    """
+    two = ("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}")
+    log = folder / "second.log"
+    command = [
+        *second, "--model-path", str(model), "--port", str(free_port()), "--node-rank", "1",
+        "--dtype", "bfloat16", "--max-total-tokens", "65536", "--max-running-requests", "64",
+        *two, *flags,
+    ]  # fmt: skip
+    with log.open("wb") as output:
+        process = start(command, output=output, env={**env, **(second_env or {})}, cwd=folder)
+    try:
+        flags = ("--node-rank", "0", *two, *flags)
+        with serve(model, *flags, log=folder / "first.log", env=env) as first:
+            yield Nodes(first, process, log)
+    finally:
+        # what is stopped is ended all the same
+        end(process)
+
+
+def main() -> None:
+    """The second node as an ``Engine``: ``python -m tests.support.nodes FLAGS``.
+
+    What its methods say is in ``said.json``, in its folder.
+    """
+    import json
+    import time
+
+    import sglang
+    from sglang.srt.server_args import prepare_server_args
+
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    engine = sglang.Engine(server_args=prepare_server_args(sys.argv[1:]))
+    said = {}
+    for name, words in {
+        "inflight_status": {},
+        "pause_generation": {"mode": "in_place"},
+        "update_weights_from_disk": {"model_path": "/nowhere"},
+        "flush_cache": {},
+    }.items():
+        try:
+            getattr(engine, name)(**words)
+        except Exception as error:
+            said[name] = [type(error).__name__, str(error)]
+    draft = Path("said.draft")
+    draft.write_text(json.dumps(said))
+    draft.rename("said.json")
+    while True:
+        time.sleep(3600)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Two nodes: what the ranks of both say is heard, and what becomes of a node that says nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import zmq
+
+from harness import marker
+from harness.server import Server
+from harness.starting import ROOT
+from sglang_inflight import inactive
+from tests.support.load import (
+    Generation,
+    expect_all_go_on,
+    pause,
+    resume,
+    settle,
+    start_running,
+    status,
+    until,
+    update,
+    versions_of,
+)
+from tests.support.nodes import Nodes, nodes_environment, serve_nodes
+from tests.support.pool import ServerPool
+from tests.support.updates import (
+    ENDLESS,
+    Sender,
+    expect_to_run_on,
+    refuse,
+    says,
+    serving,
+    succeed,
+    tensor_body,
+)
+
+pytest_plugins = ["tests.support.fixtures"]
+
+STREAMS = 3
+FLAGS = ("--weight-version", "v0")
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+FIRST, SECOND = "rank dp0 pp0 tp0", "rank dp0 pp0 tp1"
+
+
+@pytest.fixture(scope="module")
+def pair(
+    pool: ServerPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Nodes]:
+    pool.discard()  # one server at a time
+    with serve_nodes(
+        checkpoints / "v0",
+        *FLAGS,
+        folder=tmp_path_factory.mktemp("nodes"),
+        env=nodes_environment(),
+        second=("-m", "tests.support.nodes"),
+    ) as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def server(pair: Nodes, checkpoints: Path) -> Iterator[Server]:
+    """Serves v0."""
+    server = pair.first
+    yield server
+    pair.let_second_go_on()
+    until("all ranks answer", lambda: server.get("/inflight/status")["status_code"] == 200)
+    server.post("/abort_weight_update", {})
+    resume(server)
+    server.post("/abort_request", {"abort_all": True})
+    update(server, checkpoints, 0, non_blocking=True, kv_cache="recompute")
+
+
+@pytest.fixture
+def streams(server: Server) -> list[Generation]:
+    return start_running(server, STREAMS, tokens=ENDLESS)
+
+
+def expect_epochs_alike(server: Server, version: int) -> None:
+    ranks = status(server)["ranks"]
+    assert [rank["tp_rank"] for rank in ranks] == [0, 1]
+    assert {rank["weight_version"] for rank in ranks} == {f"v{version}"}
+    assert len({rank["epoch"] for rank in ranks}) == 1
+
+
+@pytest.mark.parametrize("source", ["disk", "tensor", "tensor_bucket", "distributed"])
+def test_requests_run_on_through_an_update(
+    server: Server, sender: Sender, streams: list[Generation], source: str
+) -> None:
+    receipt = succeed(sender.send(server, source, 1, ranks=2, weight_version="v1", **LIVE))
+    assert [(rank["tp_rank"], rank["success"]) for rank in receipt["ranks"]] == [
+        (0, True),
+        (1, True),
+    ]
+    expect_epochs_alike(server, 1)
+    expect_to_run_on(server, streams, [0, 1])
+
+
+def test_one_node_lacks_the_checkpoint(
+    server: Server, checkpoints: Path, streams: list[Generation]
+) -> None:
+    before = serving(server)
+    only_here = os.path.relpath(checkpoints / "v1", ROOT)
+    failed = server.post("/update_weights_from_disk", {"model_path": only_here, **LIVE})
+    refuse(failed, SECOND)
+    assert FIRST not in failed["message"]
+    assert serving(server) == before
+    expect_to_run_on(server, streams, [0])
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
+def test_pause_is_acknowledged_by_both(server: Server, mode: str) -> None:
+    tokens = 30 if mode == "wait" else ENDLESS
+    streams = start_running(server, STREAMS, tokens=tokens)
+    answer = pause(server, mode)
+    settle(server, streams)
+    counted = {"in_place": "running", "retract": "retracted", "abort": "aborted"}.get(mode)
+    if counted is not None:
+        assert [rank[counted] for rank in answer["ranks"]] == [STREAMS, STREAMS]
+    else:
+        assert [rank["running"] for rank in answer["ranks"]] == [0, 0]
+    assert [rank["state"] for rank in status(server)["ranks"]] == ["frozen", "frozen"]
+    resume(server)
+    if counted in ("running", "retracted"):
+        expect_to_run_on(server, streams, [0])
+
+
+def test_a_lease_ends_on_both(server: Server, streams: list[Generation]) -> None:
+    pause(server, "in_place", lease_s=0.3)
+    until("the lease runs out", lambda: not status(server)["paused"])
+    assert [rank["state"] for rank in status(server)["ranks"]] == ["running", "running"]
+    expect_to_run_on(server, streams, [0])
+
+
+def test_update_in_a_pause_a_blocking_one_and_a_rollback(
+    server: Server, checkpoints: Path, streams: list[Generation]
+) -> None:
+    pause(server, "in_place")
+    # in SGLang's own form, which acts at once in a pause
+    update(server, checkpoints, 1, flush_cache=False)
+    resume(server)
+    until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
+    succeed(server.post("/inflight/rollback", {}))
+    expect_to_run_on(server, streams, [0, 1, 0])
+    # and this one waits until nothing runs
+    (running,) = start_running(server, 1, tokens=40)
+    update(server, checkpoints, 2)
+    assert versions_of(running.output()) == ["v0"]
+    expect_epochs_alike(server, 2)
+
+
+def test_an_engine_on_the_second_node_says_whom_to_ask(pair: Nodes) -> None:
+    file = pair.second_log.parent / "said.json"
+    until("the engine has said it", file.is_file)
+    said = json.loads(file.read_text())
+    assert len(said) == 4
+    for error, sentence in said.values():
+        assert (error, "node_rank=0" in sentence) == ("NotOffered", True)
+
+
+def test_a_stranger_changes_nothing(server: Server, checkpoints: Path) -> None:
+    before = serving(server)
+    found = re.search(r"other nodes answer at ([\d.]+):(\d+)", server.log_text())
+    assert found is not None
+    host, port = found[1], int(found[2])
+    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
+        stranger.linger = 1000
+        stranger.connect(f"tcp://{host}:{port}")
+        for frames in ([b""], [b"x" * 32, b"\x90"], [b"x" * 32, b"\x90", b"\x90"]):
+            stranger.send_multipart(frames)
+    with socket.create_connection((host, port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(4096))
+    until("it is told", lambda: "without this server's token" in server.log_text())
+    assert serving(server) == before
+    update(server, checkpoints, 1, **LIVE)
+    expect_epochs_alike(server, 1)
+
+
+# ---- a node that stands still, and goes on later ---------------------------------------------
+
+
+def test_a_node_falls_silent_before_the_commit(
+    pair: Nodes, server: Server, checkpoints: Path, streams: list[Generation]
+) -> None:
+    before = serving(server)
+    pair.stop_second()
+    v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", **LIVE}
+    refuse(server.post("/update_weights_from_disk", v1), SECOND, status_code=504)
+    # whoever asks is told, and so is who reads the log
+    asked = refuse(server.get("/inflight/status"), SECOND, status_code=504)
+    assert (asked["error"]["type"], FIRST in asked["message"]) == ("RankSilent", False)
+    assert f"Nothing was heard of {SECOND}" in server.log_text()
+    pair.let_second_go_on()
+    until("it is heard", lambda: server.get("/inflight/status")["status_code"] == 200)
+    assert serving(server) == before
+    succeed(server.post("/update_weights_from_disk", v1))
+    expect_to_run_on(server, streams, [0, 1])
+
+
+def test_a_node_falls_silent_after_the_vote(
+    pair: Nodes, server: Server, streams: list[Generation]
+) -> None:
+    begun = succeed(server.post("/begin_weight_update", {"non_blocking": True}))
+    session = {"session_id": begun["session_id"]}
+    body = tensor_body(marker.tensors(1), ranks=2, weight_version="v1", **session)
+    succeed(server.post("/update_weights_from_tensor", body))
+    succeed(server.post("/seal_weight_update", session))
+    pair.stop_second()
+    unknown = server.post("/end_weight_update", {**session, **{"non_blocking": True}})
+    assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
+    assert SECOND in unknown["message"]
+    pair.let_second_go_on()
+    # both carry it out when they come to it
+    until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
+    expect_epochs_alike(server, 1)
+    expect_to_run_on(server, streams, [0, 1])
+
+
+def test_a_node_falls_silent_in_a_pause(
+    pair: Nodes, server: Server, streams: list[Generation]
+) -> None:
+    pause(server, "in_place")
+    settle(server, streams)
+    pair.stop_second()
+    unknown = server.post("/continue_generation", {})
+    assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
+    pair.let_second_go_on()
+    expect_to_run_on(server, streams, [0])
+
+
+# ---- a node that dies, and one that is not like the other ------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["sealed", "paused"])
+def test_a_node_dies(pool: ServerPool, checkpoints: Path, tmp_path: Path, phase: str) -> None:
+    """SGLang's own ranks cannot go on then; whoever waits for an answer has one soon."""
+    pool.discard()
+    with serve_nodes(checkpoints / "v0", *FLAGS, folder=tmp_path, env=nodes_environment()) as nodes:
+        server = nodes.first
+        start_running(server, 1, tokens=ENDLESS)
+        if phase == "sealed":
+            begun = succeed(server.post("/begin_weight_update", {"non_blocking": True}))
+            session = {"session_id": begun["session_id"]}
+            body = tensor_body(marker.tensors(1), ranks=2, **session)
+            succeed(server.post("/update_weights_from_tensor", body))
+            succeed(server.post("/seal_weight_update", session))
+            path, last = "/end_weight_update", session
+        else:
+            pause(server, "in_place")
+            path, last = "/continue_generation", {}
+        nodes.kill_second()
+        # what the caller may hear is an error, or that the server has ended itself
+        with contextlib.suppress(httpx.HTTPError):
+            answer = server.post(path, last)
+            assert answer["status_code"] in (500, 503, 504), answer
+
+
+def test_a_node_without_the_package_is_named(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path
+) -> None:
+    pool.discard()
+    nodes = serve_nodes(
+        checkpoints / "v0",
+        *FLAGS,
+        folder=tmp_path,
+        env=nodes_environment(),
+        second_env={inactive.VARIABLE: "the test says so"},
+    )
+    with pytest.raises(RuntimeError, match="node 1 did not say"), nodes:
+        pass
+
+
+# ---- attention DP ----------------------------------------------------------------------------
+
+
+def test_attention_dp(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
+    """Ranks with requests of their own, one on each node."""
+    pool.discard()
+    with serve_nodes(
+        checkpoints / "v0",
+        *FLAGS,
+        "--attn-dp-size", "2",
+        folder=tmp_path,
+        env=nodes_environment("attention_dp"),
+    ) as nodes:  # fmt: skip
+        server = nodes.first
+        running = start_running(server, 4, tokens=ENDLESS)
+        receipt = update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
+        assert [(r["dp_rank"], r["tp_rank"]) for r in receipt["ranks"]] == [(0, 0), (1, 1)]
+        for generation in running:
+            generation.wait_for_tokens(generation.count + 3)
+        paused = pause(server, "retract", lease_s=0.5)
+        assert sum(rank["retracted"] for rank in paused["ranks"]) == 4
+        until("the lease runs out", lambda: not status(server)["paused"])
+        for output in expect_all_go_on(running):
+            assert versions_of(output) == ["v0", "v1"]
+        says(server, 1)

@@ -1,0 +1,99 @@
+"""Servers that ask for what we cannot do: refused, or as SGLang ships them, as one chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import marker
+from harness.server import IN_A_FORK, Server, serve
+from harness.starting import end, start
+from sglang_inflight import unsupported
+from sglang_inflight.client import Client
+from sglang_inflight.errors import NotOffered
+from tests.support.engine import play
+from tests.support.load import Generation
+from tests.support.plugins import with_plugin
+from tests.support.pool import ServerPool
+from tests.support.updates import says
+
+OFF = {"SGLANG_INFLIGHT_UNSUPPORTED": "off"}
+# by the sentence that says why they cannot run with us
+KINDS = {
+    unsupported.ONE_TOKENIZER: ("--tokenizer-worker-num", "2"),
+    unsupported.NO_LOCAL_BROADCAST: (
+        "--tp-size", "2", "--attn-dp-size", "2", "--enable-dp-attention-local-control-broadcast",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", KINDS, ids=["tokenizers", "broadcast"])
+def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
+    log = tmp_path / "log"
+    command = [*IN_A_FORK, "--model-path", str(checkpoints / "v0"), *KINDS[why]]
+    with log.open("wb") as output:
+        process = start(command, output=output)
+    try:
+        assert process.wait(240) == 1
+    finally:
+        end(process)
+    assert why in log.read_text()
+
+
+def test_as_sglang_ships_it(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
+    pool.discard()  # one server at a time
+    why = unsupported.NO_LOCAL_BROADCAST
+    flags = (*KINDS[why], "--weight-version", "v0")
+    env = with_plugin("attention_dp") | OFF
+    with serve(checkpoints / "v0", *flags, log=tmp_path / "log", env=env) as server:
+        refuses_what_is_ours(server, checkpoints, why)
+        does_what_is_sglangs(server, checkpoints)
+        assert server.log_text().count("runs as SGLang ships it") == 1
+
+
+def refuses_what_is_ours(server: Server, checkpoints: Path, why: str) -> None:
+    said = server.get("/inflight/status")
+    assert said == {"active": False, "message": why, "status_code": 200}
+    with Client(server.url) as client, pytest.raises(NotOffered, match="needs"):
+        client.status()
+    calls: list[tuple[str, dict[str, Any]]] = [
+        (
+            "/update_weights_from_disk",
+            {"model_path": str(checkpoints / "v1"), "non_blocking": True},
+        ),
+        ("/pause_generation", {"mode": "in_place", "lease_s": 5}),
+        ("/inflight/rollback", {}),
+    ]
+    for path, body in calls:
+        refused = server.post(path, body)
+        assert (refused["status_code"], why in refused["message"]) == (501, True), refused
+    lagging = {"custom_params": {"max_version_lag": 1}}
+    generation = Generation(server, tokens=3, sampling=lagging, stream=False)
+    generation.wait_for_end()
+    assert (generation.status, why in str(generation.refusal)) == (400, True)
+
+
+def does_what_is_sglangs(server: Server, checkpoints: Path) -> None:
+    """With a field of ours that asks for nothing, which it passes over."""
+    says(server, 0)
+    v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "non_blocking": False}
+    answer = server.post("/update_weights_from_disk", v1)
+    assert (answer["status_code"], answer["success"], "epoch" in answer) == (200, True, False)
+    output = Generation(server, tokens=4).output()
+    assert output.tokens == [marker.token(1)] * 4
+    assert output.meta["weight_versions"] == [{"version": "v1", "start": 0, "end": 4}]
+    assert "kv_versions" not in output.meta
+
+
+def test_engine(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
+    pool.discard()
+    said = play("tests.support.engine_without_us", checkpoints, tmp_path)
+    assert said["refused"].startswith(unsupported.ONE_TOKENIZER)
+    assert said["status"] == {"active": False, "message": unsupported.ONE_TOKENIZER}
+    for call in ("pause", "async rollback"):
+        assert said[call] == ["NotOffered", unsupported.ONE_TOKENIZER]
+    assert said["in flight"] == ["NotOffered", f"non_blocking: {unsupported.ONE_TOKENIZER}"]
+    assert said["update"][0] is True
+    assert said["tokens"] == [[marker.token(version)] * 3 for version in (0, 1)]

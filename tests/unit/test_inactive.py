@@ -1,0 +1,151 @@
+"""A server that runs without us: how its processes know, and what is left of us in them."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from fastapi import FastAPI, Request
+from fastapi.testclient import TestClient
+
+from sglang_inflight import inactive
+from sglang_inflight.frontend.bodies import DiskBody, PauseBody
+from sglang_inflight.frontend.http import routes
+from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, find_our_fields, mount
+from sglang_inflight.frontend.standing_aside import after, around, before, instead
+from sglang_inflight.settings import Settings
+from sglang_inflight.unsupported import why_refused
+
+WHY = "it asks for what we cannot do"
+
+
+def test_only_what_is_launched_meanwhile_is_told() -> None:
+    with inactive.launching(WHY):
+        assert inactive.is_child_of_inactive()
+        # a child reads its settings only if it loads us, and then this is none of them
+        Settings.from_environment()
+    assert (inactive.is_child_of_inactive(), inactive.why_inactive()) == (False, WHY)
+    with inactive.launching(None):
+        assert not inactive.is_child_of_inactive()
+    assert inactive.why_inactive() is None
+
+
+def test_a_launch_that_fails_leaves_nothing() -> None:
+    with pytest.raises(RuntimeError), inactive.launching(WHY):
+        raise RuntimeError
+    assert inactive.VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("off", "in_fork", "words"),
+    [(False, False, "=off starts it"), (False, True, "=off starts it"), (True, True, "fork")],
+)
+def test_what_a_refusal_says(off: bool, in_fork: bool, words: str) -> None:
+    refusal = why_refused(WHY, off=off, in_fork=in_fork)
+    assert refusal is not None
+    assert refusal.startswith(WHY)
+    assert words in refusal
+
+
+def test_a_server_starts_without_us_where_it_may() -> None:
+    assert why_refused(WHY, off=True, in_fork=False) is None
+
+
+class _Manager:
+    def say(self, word: str) -> str:
+        return f"SGLang {word}"
+
+
+class _Engine:
+    def __init__(self, manager: _Manager) -> None:
+        self.tokenizer_manager = manager
+
+
+def test_hooks_leave_alone_what_belongs_to_no_frontend() -> None:
+    called: list[Any] = []
+
+    def ours(*args: Any) -> str:
+        called.append(args)
+        return "ours"
+
+    adopted, other = _Manager(), _Manager()
+    adopted.inflight = object()  # type: ignore[attr-defined]
+    say = _Manager.say
+    for owner, is_ours in ((adopted, True), (other, False), (_Engine(adopted), True)):
+        called.clear()
+        answers = {
+            instead(ours)[0](say, owner, "so"),
+            around(ours)[0](say, owner, "so"),
+        }
+        assert answers == ({"ours"} if is_ours else {"SGLang so"})
+        before(ours)[0](owner, "so")
+        after(ours)[0]("result", owner, "so")
+        assert called == (
+            [(owner, "so"), (say, owner, "so"), (owner, "so"), ("result", owner, "so")]
+            if is_ours
+            else []
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model_path": "/x", "flush_cache": False}, []),
+        (
+            {"model_path": "/x", "non_blocking": True, "on_busy": "refuse"},
+            ["non_blocking", "on_busy"],
+        ),
+        # what asks for nothing is what SGLang passes over
+        ({"model_path": "/x", "non_blocking": False, "partial": None, "kv_cache": None}, []),
+        ({"model_path": "/x", "unknown": 1}, []),
+        ([], []),
+    ],
+)
+def test_our_fields_are_found(given: Any, named: list[str]) -> None:
+    assert find_our_fields(msgspec.json.encode(given), DiskBody) == named
+
+
+@pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000])
+def test_what_cannot_be_read_is_for_sglang_to_refuse(content: bytes) -> None:
+    assert find_our_fields(content, PauseBody) == []
+
+
+def test_every_route_is_known_here() -> None:
+    """But for those whose bodies have no field of ours, which are SGLang's own."""
+    paths = set(re.findall(r'"(/[a-z_/]+)"', inspect.getsource(routes.mount)))
+    known = {*BODIES, *(path for path, _ in ROUTES), "/inflight/status"}
+    assert paths - known == {
+        "/init_weights_update_group", "/destroy_weights_update_group", "/update_weight_version",
+    }  # fmt: skip
+    assert known <= paths
+
+
+def test_over_http() -> None:
+    app = FastAPI()
+
+    @app.post("/pause_generation")
+    async def pause(request: Request) -> Any:
+        return await request.json()
+
+    mount(app, WHY)
+    client = TestClient(app)
+    assert client.get("/inflight/status").json() == {"active": False, "message": WHY}
+
+    def chunks(body: dict[str, Any]) -> Iterator[bytes]:
+        content = msgspec.json.encode(body)
+        yield from (content[:5], b"", content[5:])
+
+    plain = {"mode": "in_place", "lease_s": None}
+    assert client.post("/pause_generation", content=chunks(plain)).json() == plain
+    for path, body in (
+        ("/pause_generation", {**plain, "lease_s": 5}),
+        ("/inflight/rollback", {}),
+        ("/seal_weight_update", {}),
+    ):
+        refused = client.post(path, content=chunks(body))
+        assert (refused.status_code, WHY in refused.json()["message"]) == (501, True)
