@@ -31,7 +31,8 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.farewell import end_pauses
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.lora import (
+from sglang_inflight.frontend.lora.loading import load_everywhere
+from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
@@ -175,6 +176,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
         end_pauses,
         HookType.AFTER,
+    ),
+    *(
+        (f"{_TOKENIZER_MANAGER}.{name}", load_everywhere, HookType.AROUND)
+        for name in ("load_lora_adapter", "load_lora_adapter_from_tensors")
     ),
     (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", refuse_to_unload_in_a_pause, HookType.AROUND),
     (

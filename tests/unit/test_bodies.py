@@ -29,6 +29,11 @@ WHOLE: dict[type[Body], dict[str, Any]] = {
     },
     bodies.LeaveGroupBody: {},
     bodies.NameBody: {"new_version": "v1"},
+    bodies.LoadFolderBody: {"lora_name": "a", "lora_path": "/there"},
+    bodies.LoadTensorsBody: {
+        "lora_name": "a", "config_dict": {}, "serialized_named_tensors": ["QUJD"]
+    },
+    bodies.UnloadAdapterBody: {"lora_name": "a"},
 }  # fmt: skip
 VALUES: tuple[Any, ...] = (
     "33150", " 7 ", "7.0", "1e2", "0x1f", "1_0", "nan", 7, 7.0, 7.5, True, False, 0, 1, 2,
@@ -130,6 +135,7 @@ def test_a_version_is_fit_to_be_repeated(name: str) -> None:
         lambda: bodies.EndBody(weight_version=name),
         lambda: bodies.RollbackBody(weight_version=name),
         lambda: bodies.NameBody(new_version=name),
+        lambda: bodies.LoadFolderBody(lora_name="a", lora_path="/there", adapter_version=name),
     ):
         with pytest.raises(Refused, match="printable"):
             make()
