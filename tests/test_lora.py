@@ -342,6 +342,27 @@ def test_a_waiting_request_moves(server: Server) -> None:
     policy.expect(fresh.output(), 1)
 
 
+@on("overlap")
+def test_requests_that_are_on_their_way_follow(server: Server) -> None:
+    """SGLang has looked their adapter up, and sends them when their prompt was computed."""
+    policy = Policy(server, None)
+    policy.load(0)
+    before = unloadings(server)
+    pause(server, "in_place")
+    (twice,) = start(server, 1, tokens=ENDLESS, lora_path=policy.name, n=2)
+    until("their prompt waits", lambda: status(server)["waiting"] == 1)
+    assert policy.load(1, replace=True, running="move", kv_cache="fence")["moved"] == 1
+    assert unloadings(server) == before
+    resume(server)
+    until("the old one is unloaded", lambda: unloadings(server) == before + 1)
+    twice.wait_for_tokens(twice.count + 1)
+    ask(server, "POST", "/abort_request", {"abort_all": True})
+    for output in twice.outputs():
+        assert output.tokens[-1] == lora.token(1)
+        told = lora.spans_by_tokens(output.tokens, policy.name, policy.versions)
+        assert output.meta["adapter_versions"] == told
+
+
 @on("overlap", "normal")
 def test_an_adapter_that_cannot_be_used(server: Server, name: str) -> None:
     """It is refused when it comes, and not when a request needs it: that ends SGLang."""
@@ -416,6 +437,25 @@ def test_no_room_for_another(server: Server, folders: list[Path]) -> None:
         "there is room again",
         lambda: policies[1].try_to_load(1, replace=True)["status_code"] == 200,
     )
+
+
+@on("normal")
+def test_no_room_in_a_pause(server: Server, folders: list[Path]) -> None:
+    """SGLang unloads one to make room, and waits for its requests, which cannot end."""
+    policies = [Policy(server, folders) for _ in range(MAX_LOADED)]
+    running = []
+    for policy in policies[:-1]:
+        policy.load(0)
+        running += policy.start(1)
+    policies[-1].load(0)
+    pause(server, "in_place")
+    refused = Policy(server, folders).try_to_load(1)
+    assert refused["status_code"] == 400, refused
+    assert "1 paused request" in refused["message"]
+    assert loaded(server) == {policy.name for policy in policies}
+    resume(server)
+    for policy, generation in zip(policies, running, strict=False):
+        policy.expect_all([generation], 0)
 
 
 # ---- two ranks ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import HandlerFailed, Refused
+from sglang_inflight.frontend.lora.unloading import why_no_room_in_a_pause
 from sglang_inflight.messages import LoadAdapter, LoadAdapterFromTensors
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ async def load_everywhere(
     load: Load, tm: AdoptedTokenizerManager, obj: LoadAdapterRequest, *args: Any
 ) -> Any:
     """Around SGLang's own loading, whoever asks for it."""
+    if (reason := await why_no_room_in_a_pause(tm)) is not None:
+        return LoRAUpdateOutput(success=False, error_message=reason)
     request = _as_ours(tm, obj)
     try:
         result = await load(tm, request, *args)
@@ -41,7 +44,7 @@ async def load_everywhere(
 
 
 async def unload_unused(tm: TokenizerManager, lora_id: str) -> Any:
-    """Of an adapter that no name leads to. Ranks that do not have it are content."""
+    """An adapter that no name leads to any more. Ranks that do not have it are content."""
     name = new_name("unused")
     tm.pending_lora_unloads[name] = lora_id
     return await tm.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))

@@ -61,6 +61,7 @@ class Adapters:
                 name = getattr(request, "adapter", request.lora_name)
                 version = getattr(request, "adapter_version", FIRST_VERSION)
                 self.versions.remember(lora_id, AdapterLabel(name, version))
+                self._scheduler.kv_event_lora_names.register(lora_id=lora_id, lora_name=name)
                 return result
             manager.unload_lora_adapter(manager.lora_refs[lora_id])
             result = manager.create_lora_update_result(success=False, error_message=why)

@@ -7,6 +7,21 @@ from typing import Any, Protocol
 from sglang_inflight.upstream.describes import describes
 
 
+@describes("sglang.srt.lora.lora.LoRALayer")
+class LoRALayer(Protocol):
+    # in the host's memory
+    weights: dict[str, Any]
+
+
+@describes("sglang.srt.lora.lora.LoRAAdapter")
+class LoRAAdapter(Protocol):
+    config: Any
+    scaling: float
+    layers: list[LoRALayer]
+    embedding_layers: dict[str, Any]
+    added_tokens_embeddings: dict[str, Any]
+
+
 @describes("sglang.srt.lora.mem_pool.LoRAMemoryPool")
 class LoRAMemoryPool(Protocol):
     """Buffers by the names of modules; the first dimension of each is the slot."""
@@ -18,7 +33,6 @@ class LoRAMemoryPool(Protocol):
     lm_head_A_buffer: dict[str, Any]
     lm_head_B_buffer: dict[str, Any]
     new_embeddings_buffer: dict[str, Any]
-    pin_memory_available: bool
 
     def load_lora_weight_to_buffer(
         self,
@@ -42,7 +56,7 @@ class LoRAManager(Protocol):
     # by the id of the adapter
     lora_refs: dict[str, Any]
     configs: dict[str, Any]
-    loras: dict[str, Any]
+    loras: dict[str, LoRAAdapter]
     memory_pool: LoRAMemoryPool
     # of each layer, by name
     lora_modules: list[dict[str, Any]]
@@ -56,3 +70,10 @@ class LoRAManager(Protocol):
     def create_lora_update_result(
         self, success: bool, error_message: str = ""
     ) -> LoRAUpdateOutput: ...
+
+
+@describes("sglang.srt.mem_cache.events.LoRANameTable")
+class LoRANameTable(Protocol):
+    """What events of the cache call an adapter."""
+
+    def register(self, *, lora_id: str, lora_name: str) -> None: ...
