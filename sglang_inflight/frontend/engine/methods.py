@@ -33,18 +33,16 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     JoinGroupBody,
     LeaveGroupBody,
-    LoadFolderBody,
-    LoadTensorsBody,
     PauseBody,
     RollbackBody,
     SealBody,
     TensorBody,
-    UnloadAdapterBody,
     UpdateBody,
 )
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar

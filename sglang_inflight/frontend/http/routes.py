@@ -25,14 +25,11 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     JoinGroupBody,
     LeaveGroupBody,
-    LoadFolderBody,
-    LoadTensorsBody,
     NameBody,
     PauseBody,
     RollbackBody,
     SealBody,
     TensorBody,
-    UnloadAdapterBody,
     UpdateBody,
     decode,
     group_named_in,
@@ -48,6 +45,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_payloads,
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
+from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager

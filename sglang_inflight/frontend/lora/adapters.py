@@ -29,8 +29,8 @@ from sglang_inflight.errors import (
     RankFailed,
     Refused,
 )
-from sglang_inflight.frontend.bodies import LoadAdapterBody, UnloadAdapterBody
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
+from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from sglang_inflight.frontend.lora.loading import new_name, unload_unused
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.tasks import keep

@@ -14,7 +14,6 @@ from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
     ContinueBody,
     PauseBody,
-    UnloadAdapterBody,
     decode,
     read_query,
 )
@@ -49,6 +48,7 @@ from sglang_inflight.frontend.http.vllm.detokenize import detokenize
 from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
+from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
 from sglang_inflight.frontend.updates.naming import name_version
 from sglang_inflight.upstream.runtime_context import get_device, get_parallel
 
