@@ -31,18 +31,39 @@ if TYPE_CHECKING:
     class ContinueGenerationReqInput(BaseReq, kw_only=True):
         torch_empty_cache: bool = True
 
+    class LoadLoRAAdapterReqInput(BaseReq, kw_only=True):
+        lora_name: str
+        lora_path: str
+        pinned: bool = False
+        lora_id: str | None = None
+
+    class LoadLoRAAdapterFromTensorsReqInput(BaseReq, kw_only=True):
+        lora_name: str
+        config_dict: dict[str, Any]
+        serialized_named_tensors: list[bytes]
+        pinned: bool = False
+        added_tokens_config: dict[str, int] | None = None
+        lora_id: str | None = None
+        load_format: str | None = None
+        expected_checksums: dict[str, str] | None = None
+
 else:
     from sglang.srt.managers.io_struct import (
         BaseReq,
         ContinueGenerationReqInput,
+        LoadLoRAAdapterFromTensorsReqInput,
+        LoadLoRAAdapterReqInput,
         PauseGenerationReqInput,
     )
 
 KVPolicy = Literal["recompute", "fence", "keep"]
+# of requests that go on with another adapter: prefixes of one are never another's
+AdapterKVPolicy = Literal["recompute", "fence"]
 Selector = Literal["target", "draft", "all"]
 
 # what a request's answer, and a request's custom_params, call these
 KV_VERSIONS = "kv_versions"
+ADAPTER_VERSIONS = "adapter_versions"
 MAX_VERSION_LAG = "max_version_lag"
 
 # how the ids of SGLang's own control calls begin, which every rank is to answer
@@ -162,6 +183,13 @@ class Committed(RankAnswer, kw_only=True):
     digest: str
 
 
+class Moved(RankAnswer, kw_only=True):
+    # of the requests that go on with the other adapter
+    rids: list[str]
+    # requests that went back to the queue
+    retracted: int
+
+
 class TransferGivenUp(RankAnswer, kw_only=True):
     # the group is out of step with its trainer now
     broken: bool
@@ -181,6 +209,7 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Staged,
     Voted,
     Committed,
+    Moved,
     TransferGivenUp,
     Described,
 )
@@ -325,6 +354,25 @@ class ForgetEmbeddingsCall(Call, kw_only=True):
     answer = Done
 
 
+class NameAdaptersCall(Call, kw_only=True):
+    """A name passes from one adapter to another, which ranks know by their ids."""
+
+    answer = Done
+
+    # by the id of the adapter
+    names: dict[str, str]
+
+
+class MoveRequestsCall(Call, kw_only=True):
+    """Requests of one adapter go on with another, from this step boundary on."""
+
+    answer = Moved
+
+    from_id: str
+    to_id: str
+    kv_cache: AdapterKVPolicy
+
+
 class JoinGroupCall(Call, kw_only=True):
     answer = Done
 
@@ -357,6 +405,24 @@ class StatusCall(Call, kw_only=True):
     answer = Described
 
 
+class LoadAdapter(LoadLoRAAdapterReqInput, kw_only=True):
+    """SGLang's own, which its handlers take and answer.
+
+    ``adapter`` is what requests call it. ``lora_name`` may be another name, which ranks know it
+    by until it takes the place of the one that has the name.
+    """
+
+    adapter: str
+    adapter_version: str
+
+
+class LoadAdapterFromTensors(LoadLoRAAdapterFromTensorsReqInput, kw_only=True):
+    """The same."""
+
+    adapter: str
+    adapter_version: str
+
+
 class GenerationContinues(BaseReq, kw_only=True):
     """The first rank of a replica says that nobody asked for it: the last lease ran out."""
 
@@ -383,6 +449,8 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     RollbackCall,
     FlushCall,
     ForgetEmbeddingsCall,
+    NameAdaptersCall,
+    MoveRequestsCall,
     JoinGroupCall,
     LeaveGroupCall,
     GiveUpTransferCall,
@@ -392,4 +460,6 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
 
 def make_known() -> None:
     """Teach SGLang's decoder our messages. Runs in every process, before any socket."""
-    io_struct.hook_custom_types(*CALLS, *ANSWERS, RankIsSilent, GenerationContinues)
+    io_struct.hook_custom_types(
+        *CALLS, *ANSWERS, RankIsSilent, GenerationContinues, LoadAdapter, LoadAdapterFromTensors
+    )

@@ -2,7 +2,8 @@
 to process with each token.
 
 The name alone does not tell weights apart: trainers need not name a commit, may use a name
-twice, and a rollback returns to one. The epoch counts commits and rollbacks.
+twice, and a rollback returns to one. The epoch counts commits and rollbacks. Of a request with
+an adapter the text has the adapter's name and version, too.
 """
 
 from __future__ import annotations
@@ -25,3 +26,35 @@ class VersionLabel(NamedTuple):
     def span(self, start: int, end: int) -> dict[str, str | int]:
         """As answers have it."""
         return {"version": self.version, "epoch": self.epoch, "start": start, "end": end}
+
+
+# in no version's name, because these are printable
+_BEFORE_ADAPTER = "\0"
+
+
+class AdapterLabel(NamedTuple):
+    adapter: str
+    version: str
+
+    def pack(self) -> str:
+        return f"{self.version}{_BEFORE_ADAPTER}{self.adapter}"
+
+    @classmethod
+    def unpack(cls, packed: str) -> AdapterLabel:
+        version, _, adapter = packed.partition(_BEFORE_ADAPTER)
+        return cls(adapter, version)
+
+    def span(self, start: int, end: int) -> dict[str, str | int]:
+        """As answers have it."""
+        return {"adapter": self.adapter, "version": self.version, "start": start, "end": end}
+
+
+def add_adapter(version: str, adapter: str) -> str:
+    """Both packed labels in one text."""
+    return f"{version}{_BEFORE_ADAPTER}{adapter}"
+
+
+def split_adapter(text: str) -> tuple[str, AdapterLabel | None]:
+    """The version's packed label, and the adapter's where there is one."""
+    version, separator, adapter = text.partition(_BEFORE_ADAPTER)
+    return version, AdapterLabel.unpack(adapter) if separator else None

@@ -1,86 +1,111 @@
-"""Adapters of requests that a pause holds."""
+"""Adapters that come, change and go under requests that use them."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from harness import marker
-from harness.marker import HEAD_DIM, HEADS, HIDDEN
 from harness.server import Server, serve
+from tests.support import lora
+from tests.support.engine import play
 from tests.support.load import (
     ENDLESS,
+    Generation,
+    Output,
     ask,
     expect_all_go_on,
+    more_tokens,
     pause,
     prompt,
     resume,
+    settle,
     start,
     start_running,
+    status,
     until,
 )
+from tests.support.lora import RANK
 from tests.support.pool import ServerPool
-
-RANK = 4
 
 _serial = itertools.count()
 
+LORA = (
+    "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK),
+    "--lora-target-modules", "o_proj", "--weight-version", "v0",
+)  # fmt: skip
+MAX_LOADED = 3
+KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    "overlap": (
+        (*LORA, "--max-loras-per-batch", "4"), {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
+    ),
+    "normal": (
+        (
+            *LORA, "--disable-overlap-schedule",
+            "--max-loras-per-batch", str(MAX_LOADED), "--max-loaded-loras", str(MAX_LOADED),
+        ),
+        {},
+    ),
+    "tp2": ((*LORA, "--max-loras-per-batch", "4", "--tp-size", "2"), {}),
+}  # fmt: skip
 
-def write_adapter(folder: Path, *, weight: float, rank: int = RANK) -> Path:
-    """One that takes the hidden state times ``weight`` on top of it."""
-    layer = "base_model.model.model.layers.0.self_attn.o_proj"
-    down = torch.ones(rank, HEADS * HEAD_DIM, dtype=torch.bfloat16)
-    up = torch.full((HIDDEN, rank), weight, dtype=torch.bfloat16)
-    folder.mkdir(exist_ok=True)
-    save_file(
-        {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up},
-        folder / "adapter_model.safetensors",
-    )
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["o_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+
+def on(*kinds: str) -> pytest.MarkDecorator:
+    """One server at a time, and each once."""
+    return pytest.mark.parametrize("lora_server", kinds, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It adds nothing: what matters is who uses it."""
-    return write_adapter(tmp_path_factory.mktemp("adapter"), weight=0.0)
-
-
-@pytest.fixture(scope="module")
-def other_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It turns the hidden state round, so that its token has the least logit of all."""
-    return write_adapter(tmp_path_factory.mktemp("other"), weight=-10.0)
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lora.build_model(tmp_path_factory.mktemp("lora-model"))
 
 
 @pytest.fixture(scope="module")
 def lora_server(
-    pool: ServerPool, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    pool: ServerPool,
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
     pool.discard()  # one server at a time
-    flags = (
-        "--enable-lora", "--lora-backend", "torch_native", "--max-lora-rank", str(RANK),
-        "--lora-target-modules", "o_proj", "--max-loras-per-batch", "4", "--weight-version", "v0",
-    )  # fmt: skip
+    flags, env = KINDS[request.param]
     log = tmp_path_factory.mktemp("logs") / "lora.log"
-    env = {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
-    with serve(checkpoints / "v0", *flags, log=log, env=env) as server:
+    with serve(model, *flags, log=log, env=env) as server:
         yield server
 
 
 @pytest.fixture
 def server(lora_server: Server) -> Iterator[Server]:
+    """It has no request and no adapter after the test."""
     yield lora_server
     resume(lora_server)
     ask(lora_server, "POST", "/abort_request", {"abort_all": True})
+    for name in loaded(lora_server):
+        assert unload(lora_server, name)["success"]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Adapters by their numbers."""
+    root = tmp_path_factory.mktemp("adapters")
+    return [lora.write(root / str(number), lora.tensors(number)) for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It adds nothing: what matters is who uses it."""
+    return lora.write(tmp_path_factory.mktemp("adapter"), lora.uniform(0.0))
+
+
+@pytest.fixture(scope="module")
+def other_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It turns the hidden state round, so that its token has the least logit of all."""
+    return lora.write(tmp_path_factory.mktemp("other"), lora.uniform(-10.0))
 
 
 @pytest.fixture
@@ -90,16 +115,30 @@ def name(server: Server, adapter: Path) -> str:
 
 
 def load(server: Server, adapter: Path) -> str:
-    name = f"adapter-{next(_serial)}"
+    name = new_name()
     ask(server, "POST", "/load_lora_adapter", {"lora_name": name, "lora_path": str(adapter)})
     return name
 
 
-def unload(server: Server, name: str) -> dict[str, Any]:
-    answer: dict[str, Any] = server.post("/unload_lora_adapter", {"lora_name": name})
+def new_name() -> str:
+    return f"adapter-{next(_serial)}"
+
+
+def unload(server: Server, name: str, **fields: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = server.post("/unload_lora_adapter", {"lora_name": name, **fields})
     return answer
 
 
+def loaded(server: Server) -> set[str]:
+    """Names that requests find."""
+    return {m["id"] for m in ask(server, "GET", "/v1/models")["data"] if m.get("parent")}
+
+
+def unloadings(server: Server) -> int:
+    return server.log_text().count("LoRA adapter unloading completes")
+
+
+@on("overlap")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_an_adapter_of_paused_requests_stays(
     server: Server, adapter: Path, name: str, mode: str
@@ -118,6 +157,7 @@ def test_an_adapter_of_paused_requests_stays(
     assert unload(server, name)["success"]
 
 
+@on("overlap")
 def test_an_unloading_that_a_pause_overtakes(server: Server, adapter: Path, name: str) -> None:
     """It waits for requests, as SGLang has it, and a pause ends the waiting."""
     running = start_running(server, 1, tokens=ENDLESS, lora_path=name)
@@ -137,12 +177,332 @@ def test_an_unloading_that_a_pause_overtakes(server: Server, adapter: Path, name
     assert unload(server, name)["success"]
 
 
+@on("overlap", "normal")
+def test_a_name_is_taken_from_paused_requests(server: Server, name: str) -> None:
+    """Nobody waits for them, and the adapter goes with the last."""
+    running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
+    before = unloadings(server)
+    pause(server, "in_place")
+    assert unload(server, name, non_blocking=True)["success"]
+    assert name not in loaded(server)
+    late = server.post("/generate", {"input_ids": prompt(), "lora_path": name})
+    assert late["status_code"] == 400, late
+    assert unload(server, name, non_blocking=True)["status_code"] == 404
+    assert unloadings(server) == before
+    resume(server)
+    expect_all_go_on(running)
+    until("it is unloaded", lambda: unloadings(server) == before + 1)
+
+
+@on("overlap")
 def test_an_adapter_that_nobody_uses_is_unloaded_in_a_pause(server: Server, name: str) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     assert unload(server, name)["success"]
     resume(server)
     expect_all_go_on(running)
+
+
+# ---- a name passes to another adapter ----------------------------------------------------
+
+
+class Policy:
+    """A name, and the adapters that had it: their numbers, by version."""
+
+    def __init__(self, server: Server, folders: list[Path] | None, *, ranks: int = 1) -> None:
+        """From ``folders``, or from tensors."""
+        self.name = new_name()
+        self.versions: dict[int, str] = {}
+        self._server = server
+        self._folders = folders
+        self._ranks = ranks
+
+    def load(self, number: int, **fields: Any) -> dict[str, Any]:
+        answer = self.try_to_load(number, adapter_version=f"step {number}", **fields)
+        assert answer["status_code"] == 200, answer
+        assert (answer["lora_name"], answer["success"]) == (self.name, True)
+        self.versions[number] = answer["adapter_version"]
+        return answer
+
+    def try_to_load(self, number: int, **fields: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"lora_name": self.name, **fields}
+        path = "/load_lora_adapter"
+        if self._folders is not None:
+            body["lora_path"] = str(self._folders[number])
+        else:
+            path += "_from_tensors"
+            body |= lora.tensor_body(lora.tensors(number), ranks=self._ranks)
+        answer: dict[str, Any] = self._server.post(path, body)
+        return answer
+
+    def start(self, n: int, /, **request: Any) -> list[Generation]:
+        request = {"tokens": ENDLESS, **request}
+        return start_running(self._server, n, lora_path=self.name, **request)
+
+    def expect(self, output: Output, *numbers: int) -> None:
+        """Its tokens are of these adapters, one after the other, and its spans say so."""
+        told = lora.spans_by_tokens(output.tokens, self.name, self.versions)
+        assert output.meta["adapter_versions"] == told
+        assert [span["version"] for span in told] == [self.versions[n] for n in numbers]
+        weights = output.meta["weight_versions"]
+        assert [(s["version"], s["end"]) for s in weights] == [("v0", len(output.tokens))]
+
+    def expect_all(self, generations: list[Generation], *numbers: int) -> list[Output]:
+        """They go on, and are aborted then."""
+        more_tokens(generations)
+        outputs = []
+        for generation in generations:
+            generation.abort()
+            outputs.append(generation.output())
+            self.expect(outputs[-1], *numbers)
+        return outputs
+
+
+@on("overlap", "normal")
+@pytest.mark.parametrize(
+    ("source", "mode"), [("folders", None), ("folders", "retract"), ("tensors", "in_place")]
+)
+def test_running_requests_finish(
+    server: Server, folders: list[Path], source: str, mode: str | None
+) -> None:
+    policy = Policy(server, folders if source == "folders" else None)
+    policy.load(0)
+    running = policy.start(2)
+    before = unloadings(server)
+    if mode is not None:
+        pause(server, mode)
+    answer = policy.load(1, replace=True)
+    assert loaded(server) == set(answer["loaded_adapters"]) == {policy.name}
+    later = start(server, 1, tokens=ENDLESS, lora_path=policy.name)
+    resume(server)
+    assert unloadings(server) == before
+    policy.expect_all(running, 0)
+    until("the old one is unloaded", lambda: unloadings(server) == before + 1)
+    policy.expect_all(later, 1)
+
+
+@on("overlap", "normal")
+@pytest.mark.parametrize("kv_cache", ["recompute", "fence"])
+@pytest.mark.parametrize("mode", [None, "in_place", "retract"])
+def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) -> None:
+    """While they run, the old adapter goes, and the new one is theirs."""
+    policy = Policy(server, None)
+    policy.load(0)
+    shared = prompt()
+    running = policy.start(1) + policy.start(1, input_ids=shared)
+    (twice,) = policy.start(1, n=2)
+    plain = start_running(server, 1, tokens=ENDLESS)
+    before = unloadings(server)
+    if mode is not None:
+        pause(server, mode)
+        settle(server, running)
+    answer = policy.load(1, replace=True, running="move", kv_cache=kv_cache)
+    assert answer["moved"] == 4
+    had = twice.count
+    sent_back = kv_cache == "recompute" and mode != "retract"
+    assert answer["retracted"] == (5 if sent_back else 0)
+    resume(server)
+    until("the old one is unloaded", lambda: unloadings(server) == before + 1)
+    # and nobody takes the new one from them
+    pause(server, "in_place")
+    assert "4 paused requests" in unload(server, policy.name)["message"]
+    resume(server)
+    *_, last = policy.expect_all(running, 0, 1)
+    assert last.meta["num_retractions"] == (1 if sent_back or mode == "retract" else 0)
+    (output,) = expect_all_go_on(plain)
+    assert "adapter_versions" not in output.meta
+    twice.wait_for_tokens(had)
+    ask(server, "POST", "/abort_request", {"abort_all": True})
+    for output in twice.outputs():
+        policy.expect(output, 0, 1)
+    # what two adapters have computed is nobody else's, and what one has is
+    (again,) = policy.start(1, input_ids=shared, tokens=4)
+    cached = again.output().meta["cached_tokens"]
+    kept = kv_cache == "fence" and mode != "retract"
+    assert cached == (0 if kept else len(shared) - 1)
+    policy.expect(again.output(), 1)
+
+
+@on("overlap")
+def test_a_waiting_request_moves(server: Server) -> None:
+    """An abort that finds it in the queue says who made the tokens that it had."""
+    policy = Policy(server, None)
+    policy.load(0)
+    (running,) = policy.start(1)
+    pause(server, "retract")
+    (had,) = settle(server, [running])
+    (fresh,) = start(server, 1, tokens=3, lora_path=policy.name)
+    until("both wait", lambda: status(server)["waiting"] == 2)
+    assert policy.load(1, replace=True, running="move")["moved"] == 2
+    running.abort()
+    output = running.output()
+    assert len(output.tokens) == had
+    policy.expect(output, 0)
+    resume(server)
+    policy.expect(fresh.output(), 1)
+
+
+@on("overlap")
+def test_requests_that_are_on_their_way_follow(server: Server) -> None:
+    """SGLang has looked their adapter up, and sends them when their prompt was computed."""
+    policy = Policy(server, None)
+    policy.load(0)
+    before = unloadings(server)
+    pause(server, "in_place")
+    (twice,) = start(server, 1, tokens=ENDLESS, lora_path=policy.name, n=2)
+    until("their prompt waits", lambda: status(server)["waiting"] == 1)
+    assert policy.load(1, replace=True, running="move", kv_cache="fence")["moved"] == 1
+    assert unloadings(server) == before
+    resume(server)
+    until("the old one is unloaded", lambda: unloadings(server) == before + 1)
+    twice.wait_for_tokens(twice.count + 1)
+    ask(server, "POST", "/abort_request", {"abort_all": True})
+    for output in twice.outputs():
+        assert output.tokens[-1] == lora.token(1)
+        told = lora.spans_by_tokens(output.tokens, policy.name, policy.versions)
+        assert output.meta["adapter_versions"] == told
+
+
+@on("overlap", "normal")
+def test_an_adapter_that_cannot_be_used(server: Server, name: str) -> None:
+    """It is refused when it comes, and not when a request needs it: that ends SGLang."""
+    running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
+    good = lora.tensors(0)
+    down, up = good
+    for wrong, config, why in (
+        ({**good, down: good[down][:, :-1].clone()}, {}, "shape"),
+        ({**good, up: good[up][:-1].clone()}, {}, "shape"),
+        ({down: good[down]}, {}, "fit"),
+        (lora.tensors(0, module="none"), {}, "none"),
+        (good, {"target_modules": ["q_proj"]}, "--lora-target-modules"),
+        (good, {"r": 2 * RANK}, "--max-lora-rank"),
+    ):
+        for fields in ({"lora_name": name, "replace": True}, {"lora_name": new_name()}):
+            body = lora.tensor_body(wrong, **config) | fields
+            refused = server.post("/load_lora_adapter_from_tensors", body)
+            assert refused["status_code"] == 400, (why, refused)
+            assert why in refused["message"], refused
+            assert refused["error_message"] == refused["message"]
+            assert loaded(server) == {name}
+    expect_all_go_on(running)
+
+
+@on("overlap", "normal")
+def test_without_replace(server: Server, name: str, folders: list[Path]) -> None:
+    """As SGLang has it, however the name came to its adapter; and what makes no sense."""
+    policy = Policy(server, None)
+    policy.load(0)
+    for _ in range(2):
+        refused = policy.try_to_load(1)
+        assert refused["status_code"] == 400, refused
+        assert "already loaded" in refused["error_message"]
+        policy.load(0, replace=True)
+    for fields, why in (
+        ({"running": "move"}, "replace"),
+        ({"replace": True, "kv_cache": "fence"}, "move"),
+        ({"replace": True, "running": "fly"}, "running"),
+        ({"adapter_version": "a\nb"}, "printable"),
+    ):
+        refused = policy.try_to_load(1, **fields)
+        assert refused["status_code"] == 400, refused
+        assert why in refused["message"]
+    policy.expect_all(policy.start(1), 0)
+
+
+@on("overlap")
+def test_versions_that_nobody_names(server: Server) -> None:
+    policy = Policy(server, None)
+    answers = [policy.try_to_load(n, replace=True) for n in (0, 1)]
+    first, second = (int(answer["adapter_version"]) for answer in answers)
+    assert first < second
+    policy.versions[1] = str(second)
+    policy.expect_all(policy.start(1), 1)
+
+
+@on("normal")
+def test_no_room_for_another(server: Server, folders: list[Path]) -> None:
+    """Nothing is unloaded for it, and old ones that requests use are counted."""
+    policies = [Policy(server, folders) for _ in range(MAX_LOADED - 1)]
+    for policy in policies:
+        policy.load(0)
+    running = policies[0].start(1)
+    policies[0].load(1, replace=True)
+    refused = policies[1].try_to_load(1, replace=True)
+    assert refused["status_code"] == 409, refused
+    assert f"--max-loaded-loras is {MAX_LOADED}" in refused["message"]
+    assert loaded(server) == {policy.name for policy in policies}
+    policies[1].expect_all(policies[1].start(1), 0)
+    policies[0].expect_all(running, 0)
+    until(
+        "there is room again",
+        lambda: policies[1].try_to_load(1, replace=True)["status_code"] == 200,
+    )
+
+
+@on("normal")
+def test_no_room_in_a_pause(server: Server, folders: list[Path]) -> None:
+    """SGLang unloads one to make room, and waits for its requests, which cannot end."""
+    policies = [Policy(server, folders) for _ in range(MAX_LOADED)]
+    running = []
+    for policy in policies[:-1]:
+        policy.load(0)
+        running += policy.start(1)
+    policies[-1].load(0)
+    pause(server, "in_place")
+    refused = Policy(server, folders).try_to_load(1)
+    assert refused["status_code"] == 400, refused
+    assert "1 paused request" in refused["message"]
+    assert loaded(server) == {policy.name for policy in policies}
+    resume(server)
+    for policy, generation in zip(policies, running, strict=False):
+        policy.expect_all([generation], 0)
+
+
+# ---- two ranks ---------------------------------------------------------------------------
+
+
+@on("tp2")
+@pytest.mark.parametrize("kv_cache", ["recompute", "fence"])
+def test_both_ranks_move_a_request(server: Server, kv_cache: str) -> None:
+    policy = Policy(server, None, ranks=2)
+    policy.load(0)
+    running = policy.start(2)
+    assert policy.load(1, replace=True, running="move", kv_cache=kv_cache)["moved"] == 2
+    policy.expect_all(running, 0, 1)
+
+
+@on("tp2")
+def test_a_shape_that_one_rank_sees(server: Server) -> None:
+    """The other's part is whole, and its adapter is not left behind."""
+    policy = Policy(server, None, ranks=2)
+    policy.load(0)
+    good = lora.tensors(1)
+    down = next(iter(good))
+    wrong = {**good, down: good[down][:, :-1].clone()}
+    body = lora.tensor_body(wrong, ranks=2) | {"lora_name": "half", "adapter_version": "step 1"}
+    for _ in range(2):
+        refused = server.post("/load_lora_adapter_from_tensors", body)
+        assert refused["status_code"] == 400, refused
+        assert "do not fit" in refused["message"]
+    body |= lora.tensor_body(good, ranks=2)
+    assert server.post("/load_lora_adapter_from_tensors", body)["status_code"] == 200
+    policy.expect_all(policy.start(1), 0)
+
+
+# ---- Engine ------------------------------------------------------------------------------
+
+
+def test_an_engine(pool: ServerPool, model: Path, tmp_path: Path) -> None:
+    pool.discard()
+    answers = play("tests.support.lora_play", model, tmp_path)
+    assert answers["refused"] == [False, True]
+    for way in ("move", "async"):
+        output = answers[way]
+        told = lora.spans_by_tokens(output["tokens"], "policy", {0: "a", 1: "b", 2: "c"})
+        assert output["spans"] == told
+    assert [span["version"] for span in answers["move"]["spans"]] == ["a", "b"]
+    assert [span["version"] for span in answers["async"]["spans"]] == ["c"]
+    assert answers["unloaded"] == [True, False]
 
 
 # ---- vLLM's trainers load an adapter again by its name -----------------------------------
@@ -164,10 +524,7 @@ def tokens_of(server: Server, name: str) -> list[int]:
     return tokens
 
 
-def unloadings(server: Server) -> int:
-    return server.log_text().count("LoRA adapter unloading completes")
-
-
+@on("overlap")
 @pytest.mark.parametrize("path", LOAD)
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
 def test_a_name_passes_to_another_adapter(
@@ -199,9 +556,10 @@ def test_a_name_passes_to_another_adapter(
     assert f"'{name}'" in refused["error"]["message"]
 
 
+@on("overlap")
 def test_an_adapter_that_does_not_fit(server: Server, name: str, tmp_path: Path) -> None:
     """The name stays with the one that it has."""
-    large = write_adapter(tmp_path / "large", weight=-10.0, rank=2 * RANK)
+    large = lora.write(tmp_path / "large", lora.uniform(-10.0, rank=2 * RANK), r=2 * RANK)
     body = {"lora_name": name, "lora_path": str(large)}
     refused = server.post("/skyrl/v1/load_lora_adapter", body)
     assert refused["status_code"] == 400, refused

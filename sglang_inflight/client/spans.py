@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from sglang_inflight.client.unheard import WrongAnswer
 
-Of = Literal["weight_versions", "kv_versions"]
+Of = Literal["weight_versions", "kv_versions", "adapter_versions"]
 
 
 class Span(NamedTuple):
@@ -25,7 +25,8 @@ class Span(NamedTuple):
 
 def read_spans(meta_info: Mapping[str, Any], of: Of = "weight_versions") -> list[Span]:
     """Of the output tokens, by the weights that their forward was launched with; or, of
-    ``kv_versions``, of prompt and output, by the weights that computed the KV they used.
+    ``kv_versions``, of prompt and output, by the weights that computed the KV they used; or, of
+    ``adapter_versions``, of the output tokens, by the versions of their adapter.
 
     Empty where the server has said none. Raises ``WrongAnswer`` for what is no span.
     """

@@ -13,6 +13,7 @@ from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.engine.lifetime import Lifetime
+from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
@@ -37,6 +38,7 @@ class Frontend:
     """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself."""
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+        self._tasks = tokenizer_manager.asyncio_tasks
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
@@ -45,6 +47,7 @@ class Frontend:
         self.pauses = Pauses(tokenizer_manager, self.ranks, metrics)
         self.caches = Caches(tokenizer_manager, self.ranks)
         settings = self.settings = Settings.from_environment()
+        self.adapters = Adapters(tokenizer_manager, self.ranks, self.in_background)
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
         two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)
@@ -60,7 +63,6 @@ class Frontend:
             if settings.transparent
             else Calls(tokenizer_manager, self.pauses, self.updates)
         )
-        self._tasks = tokenizer_manager.asyncio_tasks
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
                 *((answer, self._hear) for answer in ANSWERS),

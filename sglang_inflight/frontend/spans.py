@@ -10,9 +10,10 @@ from typing import Any
 import msgspec.structs
 
 from sglang_inflight.inactive import why_inactive
+from sglang_inflight.messages import ADAPTER_VERSIONS
 from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.weight_versions import WeightVersionSpan
-from sglang_inflight.version_label import VersionLabel
+from sglang_inflight.version_label import VersionLabel, split_adapter
 
 Write = Callable[..., None]
 
@@ -25,18 +26,37 @@ def write_spans(
         # there they are names, and no labels of ours
         write(meta_info, spans, num_output_tokens)
         return
+    finished = meta_info["finish_reason"] is not None
+    if finished or not _as_sglang_writes_them():
+        adapters = _of_adapters(spans, num_output_tokens)
+        if adapters:
+            meta_info[ADAPTER_VERSIONS] = adapters
+    spans = _merge([_changed(s, version=split_adapter(s.version)[0]) for s in spans])
     labels = [VersionLabel.unpack(span.version) for span in spans]
     named = [
         _changed(span, version=label.version) for span, label in zip(spans, labels, strict=True)
     ]
     if _as_sglang_writes_them():
-        if meta_info["finish_reason"] is not None:
+        if finished:
             write(meta_info, _merge(named), num_output_tokens)
         return
     write(meta_info, named, num_output_tokens)
     # upstream leaves out those behind the last token, and changes no order
     for said, label in zip(meta_info["weight_versions"], labels, strict=False):
         said["epoch"] = label.epoch
+
+
+def _of_adapters(
+    spans: list[WeightVersionSpan], num_output_tokens: int
+) -> list[dict[str, str | int]]:
+    """Empty for a request without an adapter."""
+    written: list[dict[str, str | int]] = []
+    for label, run in itertools.groupby(spans, key=lambda span: split_adapter(span.version)[1]):
+        parts = list(run)
+        start, end = parts[0].start, min(parts[-1].end, num_output_tokens)
+        if label is not None and (start < num_output_tokens or start == 0):
+            written.append(label.span(start, end))
+    return written
 
 
 @functools.cache

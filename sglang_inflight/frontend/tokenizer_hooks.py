@@ -31,7 +31,8 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.farewell import end_pauses
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.lora import (
+from sglang_inflight.frontend.lora.loading import load_everywhere
+from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
@@ -183,6 +184,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
         *after(end_pauses),
+    ),
+    *(
+        (f"{_TOKENIZER_MANAGER}.{name}", *around(load_everywhere))
+        for name in ("load_lora_adapter", "load_lora_adapter_from_tensors")
     ),
     (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", *around(refuse_to_unload_in_a_pause)),
     (f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", *around(stop_unloading_in_a_pause)),

@@ -27,6 +27,8 @@ from sglang_inflight.messages import (
     InflightCall,
     JoinGroupCall,
     LeaveGroupCall,
+    MoveRequestsCall,
+    NameAdaptersCall,
     OpenCall,
     PauseCall,
     RollbackCall,
@@ -38,6 +40,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
+from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.nodes.way import find_way
 from sglang_inflight.scheduler.pause.machine import PauseState
@@ -83,6 +86,7 @@ class Controller:
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
+        self.adapters = Adapters(scheduler, boundary, self.fence)
         self.live = LiveWeights(scheduler)
         self.staging = make_staging(
             scheduler,
@@ -113,6 +117,8 @@ class Controller:
             RollbackCall: self._roll_back,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
+            NameAdaptersCall: self._name_adapters,
+            MoveRequestsCall: self._move_requests,
             JoinGroupCall: self.staging.join_group,
             LeaveGroupCall: self.staging.leave_group,
             GiveUpTransferCall: self.staging.give_up_transfer,
@@ -185,6 +191,7 @@ class Controller:
     def enqueue(self, req: Req) -> None:
         """A request, new or retracted, enters the waiting queue."""
         self.fence.admit(req)
+        self.adapters.versions.begin(req)
 
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
@@ -263,6 +270,13 @@ class Controller:
     def _forget_embeddings(self, call: ForgetEmbeddingsCall) -> None:
         forget_embeddings()
         self._answers.succeed(call, Done())
+
+    def _name_adapters(self, call: NameAdaptersCall) -> None:
+        self.adapters.name(call)
+        self._answers.succeed(call, Done())
+
+    def _move_requests(self, call: MoveRequestsCall) -> None:
+        self._answers.succeed(call, self.adapters.move(call))
 
     def _describe(self, call: StatusCall) -> None:
         self._answers.succeed(

@@ -25,8 +25,10 @@ if TYPE_CHECKING:
         ReservingScheduler,
     )
     from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
+    from sglang_inflight.scheduler.upstream.lora import LoRAUpdateOutput
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.upstream.requests import LoadAdapterRequest, UnloadAdapterRequest
     from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
 
 
@@ -144,6 +146,22 @@ def read_before_release(pool: AdoptedReqToTokenPool, req: Req) -> None:
     pool.inflight.before_release(req)
 
 
+def load_adapter(
+    load: Callable[..., LoRAUpdateOutput],
+    scheduler: AdoptedScheduler,
+    recv_req: LoadAdapterRequest,
+) -> LoRAUpdateOutput:
+    return scheduler.inflight.adapters.load(lambda: load(scheduler, recv_req), recv_req)
+
+
+def unload_adapter(
+    unload: Callable[..., LoRAUpdateOutput],
+    scheduler: AdoptedScheduler,
+    recv_req: UnloadAdapterRequest,
+) -> LoRAUpdateOutput:
+    return scheduler.inflight.adapters.unload(lambda: unload(scheduler, recv_req), recv_req)
+
+
 def extend_output_streamer(get_class: Callable[..., type], scheduler: AdoptedScheduler) -> type:
     return extend(get_class(scheduler))
 
@@ -175,6 +193,9 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
     (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
+    (f"{_SCHEDULER}.load_lora_adapter", load_adapter, HookType.AROUND),
+    (f"{_SCHEDULER}.load_lora_adapter_from_tensors", load_adapter, HookType.AROUND),
+    (f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, HookType.AROUND),
     (f"{_SCHEDULER}.get_output_streamer_class", extend_output_streamer, HookType.AROUND),
     (
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",

@@ -42,9 +42,17 @@ class SlowDownRequest(Request, Protocol):
     forward_sleep_time: float | None
 
 
+@describes(f"{_IO}.LoadLoRAAdapterReqInput", f"{_IO}.LoadLoRAAdapterFromTensorsReqInput")
+class LoadAdapterRequest(Request, Protocol):
+    lora_name: str
+    # None until the front end has given it one
+    lora_id: str | None
+
+
 @describes(f"{_IO}.UnloadLoRAAdapterReqInput")
 class UnloadAdapterRequest(Request, Protocol):
     lora_name: str
+    lora_id: str | None
 
 
 @describes(f"{_IO}.UpdateWeightsFromTensorReqInput")

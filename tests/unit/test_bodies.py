@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend import bodies
 from sglang_inflight.frontend.bodies import Body, decode
+from sglang_inflight.frontend.lora import bodies as lora
 
 # enough for SGLang, of each body that has fields it must have
 WHOLE: dict[type[Body], dict[str, Any]] = {
@@ -29,6 +30,11 @@ WHOLE: dict[type[Body], dict[str, Any]] = {
     },
     bodies.LeaveGroupBody: {},
     bodies.NameBody: {"new_version": "v1"},
+    lora.LoadFolderBody: {"lora_name": "a", "lora_path": "/there"},
+    lora.LoadTensorsBody: {
+        "lora_name": "a", "config_dict": {}, "serialized_named_tensors": ["QUJD"]
+    },
+    lora.UnloadAdapterBody: {"lora_name": "a"},
 }  # fmt: skip
 VALUES: tuple[Any, ...] = (
     "33150", " 7 ", "7.0", "1e2", "0x1f", "1_0", "nan", 7, 7.0, 7.5, True, False, 0, 1, 2,
@@ -130,6 +136,7 @@ def test_a_version_is_fit_to_be_repeated(name: str) -> None:
         lambda: bodies.EndBody(weight_version=name),
         lambda: bodies.RollbackBody(weight_version=name),
         lambda: bodies.NameBody(new_version=name),
+        lambda: lora.LoadFolderBody(lora_name="a", lora_path="/there", adapter_version=name),
     ):
         with pytest.raises(Refused, match="printable"):
             make()

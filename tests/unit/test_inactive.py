@@ -24,6 +24,12 @@ from sglang_inflight.unsupported import why_refused
 WHY = "it asks for what we cannot do"
 
 
+@pytest.fixture(autouse=True)
+def no_server_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None that this process launched, before a test and after it."""
+    monkeypatch.setattr(inactive, "_why", None)
+
+
 def test_only_what_is_launched_meanwhile_is_told() -> None:
     with inactive.launching(WHY):
         assert inactive.is_child_of_inactive()

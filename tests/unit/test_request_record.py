@@ -84,3 +84,13 @@ def test_a_caller_s_own_key_stays(queues: Queues, fence: PrefixFence) -> None:
     fence.raise_to(1)
     fence.raise_to(2)
     assert req.extra_key == "tenant|inflight-epoch:2"
+
+
+def test_what_moved_with_its_kv_is_cached_again_when_it_is_retracted(fence: PrefixFence) -> None:
+    """Also where no commit has ever raised the fence."""
+    req = request()
+    fence.keep_out(req)
+    assert req.skip_radix_cache_insert
+    fence.admit(req)
+    assert not req.skip_radix_cache_insert
+    assert req.extra_key is None

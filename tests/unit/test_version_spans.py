@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import weight_versions as upstream
 
 from sglang_inflight.frontend import spans as answers
 from sglang_inflight.scheduler.provenance import token_versions as versions
-from sglang_inflight.version_label import VersionLabel
+from sglang_inflight.scheduler.provenance.adapter_versions import AdapterVersions
+from sglang_inflight.version_label import AdapterLabel, VersionLabel
 
 # (version, epoch, tokens) of a request in flight: an unnamed commit, a rollback, a new name
 HISTORY = [("a", 0, 2), ("a", 1, 3), ("b", 2, 1), ("a", 3, 0), ("a", 4, 4), ("c", 4, 2)]
@@ -95,3 +98,56 @@ def test_where_the_setting_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(answers._as_sglang_writes_them())
     answers._as_sglang_writes_them.cache_clear()
     assert seen == [False, True]
+
+
+# ---- adapters ----------------------------------------------------------------------------
+
+
+def test_versions_and_adapters_that_change_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit after 2 tokens, a move after 5, a commit after 7, and a move back after 7, too."""
+    adapters = AdapterVersions()
+    for lora_id, version in (("one", "a"), ("two", "b")):
+        adapters.remember(lora_id, AdapterLabel("policy", version))
+    req = Req("r", "", [1], SamplingParams(), lora_id="one")
+    adapters.begin(req)
+    for made, event in ((2, "0 v"), (5, "two"), (7, "1 v"), (7, "one")):
+        req.output_ids.extend([1] * (made - len(req.output_ids)))
+        if event in ("one", "two"):
+            req.lora_id = event
+            adapters.move(req)
+        else:
+            upstream.record_weight_version_events([req], old_version=event)
+    # the queue again: it has begun already
+    adapters.begin(req)
+    monkeypatch.setattr(versions, "_epoch", 2)
+    wire = versions.write_spans(
+        upstream.compute_weight_version_spans,
+        req.weight_version_events,
+        current_version="w",
+        num_output_tokens=9,
+    )
+    meta = write(monkeypatch, wire, "all", finished=True, tokens=9)
+    assert [(s["version"], s["epoch"], s["end"]) for s in meta["weight_versions"]] == [
+        ("v", 0, 2), ("v", 1, 7), ("w", 2, 9)
+    ]  # fmt: skip
+    assert [(s["adapter"], s["version"], s["end"]) for s in meta["adapter_versions"]] == [
+        ("policy", "a", 5), ("policy", "b", 7), ("policy", "a", 9)
+    ]  # fmt: skip
+    chunk = write(monkeypatch, wire, "all", finished=False, tokens=6)
+    assert [(s["version"], s["end"]) for s in chunk["adapter_versions"]] == [("a", 5), ("b", 6)]
+
+
+def test_the_adapter_of_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapters = AdapterVersions()
+    req = Req("r", "", [1], SamplingParams(), lora_id="one")
+    adapters.remember("one", AdapterLabel("a\0b", "1"))
+    adapters.begin(req)
+    wire = versions.write_spans(
+        upstream.compute_weight_version_spans,
+        req.weight_version_events,
+        current_version="v",
+        num_output_tokens=0,
+    )
+    meta = write(monkeypatch, wire, "all", finished=True, tokens=0)
+    assert meta["adapter_versions"] == [{"adapter": "a\0b", "version": "1", "start": 0, "end": 0}]
+    assert [span["version"] for span in meta["weight_versions"]] == ["v"]

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from sglang.srt.managers.io_struct import (
+    LoRAUpdateOutput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
 )
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
+from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.as_sglang_answers import SuccessAndMessage, as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -40,6 +42,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method, manager_of
+from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
@@ -48,6 +51,7 @@ from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
+    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
 
 Outcome = Receipt | StagedSoFar | Begun | Deferred | SuccessAndMessage | tuple[bool, str, int]
 
@@ -109,8 +113,9 @@ async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> Status:
 
 
 def _say_where(engine: AdoptedEngine, given: Given) -> Given:
-    if isinstance(given["model_path"], os.PathLike):
-        given["model_path"] = os.fspath(given["model_path"])
+    for name in ("model_path", "lora_path"):
+        if isinstance(given.get(name), os.PathLike):
+            given[name] = os.fspath(given[name])
     return given
 
 
@@ -263,6 +268,55 @@ async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndM
     return await updating if non_blocking else await as_sglang_answers(updating)
 
 
+# ---- adapters ----------------------------------------------------------------------
+
+
+@engine_method(LoadFolderBody, "lora_name", "lora_path", "pinned", prepare=_say_where)
+async def load_lora_adapter(engine: AdoptedEngine, body: LoadFolderBody) -> AdapterAnswer:
+    """Load an adapter from a folder.
+
+    With ``replace=True`` it may take the name from the adapter that has it. ``running`` says
+    what becomes of requests of that one: they "finish" with it, or "move" to the new one at a
+    step boundary; ``kv_cache`` of those that move is "recompute" (if left out) or "fence".
+    """
+    return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.load(body))
+
+
+def _serialize_adapter(engine: AdoptedEngine, given: Given) -> Given:
+    tensors = given.pop("tensors")
+    payloads = engine._serialize_tensors_per_rank(tensors, given.get("load_format"))
+    return {**given, "serialized_named_tensors": payloads}
+
+
+@engine_method(
+    LoadTensorsBody,
+    "lora_name",
+    "tensors",
+    "config_dict",
+    "load_format",
+    prepare=_serialize_adapter,
+)
+async def load_lora_adapter_from_tensors(
+    engine: AdoptedEngine, body: LoadTensorsBody
+) -> AdapterAnswer:
+    """Load an adapter from its tensors, by name. The other fields are as of a folder."""
+    return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.load(body))
+
+
+@engine_method(UnloadAdapterBody, "lora_name")
+async def unload_lora_adapter(engine: AdoptedEngine, body: UnloadAdapterBody) -> AdapterAnswer:
+    """Unload an adapter when its last request has ended; ``non_blocking`` waits for none."""
+    return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.unload(body))
+
+
+async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> AdapterAnswer:
+    """It raises nothing that is an answer."""
+    try:
+        return await doing
+    except InflightError as error:
+        return LoRAUpdateOutput(success=False, error_message=str(error))
+
+
 # ---- what is upstream's own --------------------------------------------------------
 
 
@@ -302,6 +356,9 @@ METHODS: tuple[EngineMethod[Any], ...] = (
     rollback_weights,
     init_weights_update_group,
     destroy_weights_update_group,
+    load_lora_adapter,
+    load_lora_adapter_from_tensors,
+    unload_lora_adapter,
     flush_cache,
     release_memory_occupation,
     resume_memory_occupation,

@@ -26,6 +26,7 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
 )
 from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
+from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.status import Inactive
 
 Message = MutableMapping[str, Any]
@@ -51,6 +52,9 @@ BODIES: dict[str, type[Body]] = {
     "/update_weights_from_ipc": IPCBody,
     "/begin_weight_update": BeginBody,
     "/end_weight_update": EndBody,
+    "/load_lora_adapter": LoadFolderBody,
+    "/load_lora_adapter_from_tensors": LoadTensorsBody,
+    "/unload_lora_adapter": UnloadAdapterBody,
 }
 
 

@@ -35,6 +35,7 @@ from sglang_inflight.frontend.bodies import (
     group_named_in,
 )
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.adapters import with_adapter
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     guarded,
@@ -44,6 +45,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_payloads,
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
+from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -93,6 +95,19 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     post("/init_weights_update_group", JoinGroupBody, routes.join_group)
     post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
     post("/update_weight_version", NameBody, routes.rename)
+    adapters = frontend.adapters
+    adapter_routes: list[tuple[str, type[Body], Callable[..., Awaitable[Any]]]] = [
+        ("/load_lora_adapter", LoadFolderBody, adapters.load),
+        ("/load_lora_adapter_from_tensors", LoadTensorsBody, adapters.load),
+        ("/unload_lora_adapter", UnloadAdapterBody, adapters.unload),
+    ]
+    for path, shape, handler in adapter_routes:
+        router.add_api_route(
+            path,
+            with_adapter(shape, handler),
+            methods=["POST"],
+            openapi_extra=_describe(shape),
+        )
     post("/inflight/rollback", RollbackBody, routes.roll_back)
     # SGLang had it until 0.5.22, and trainers ask for it
     router.add_api_route("/get_weight_version", guarded(routes.weight_version), methods=["GET"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from typing import Any, Protocol
 
 from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 from sglang_inflight.upstream.describes import describes
@@ -12,6 +12,8 @@ from sglang_inflight.upstream.describes import describes
 @describes("sglang.srt.entrypoints.engine.Engine")
 class Engine(Protocol):
     loop: asyncio.AbstractEventLoop
+
+    def _serialize_tensors_per_rank(self, tensors: Any, load_format: str | None) -> list[bytes]: ...
 
     # None on every node but the first
     @property

@@ -20,6 +20,8 @@ class RWLock(Protocol):
 @describes("sglang.srt.utils.common.ConcurrentCounter")
 class ConcurrentCounter(Protocol):
     def value(self) -> int: ...
+    async def increment(self, n: int = 1, notify_all: bool = True) -> None: ...
+    async def decrement(self, n: int = 1, notify_all: bool = True) -> None: ...
     async def wait_for_zero(self) -> None: ...
 
 
@@ -30,6 +32,15 @@ class LoRARef(Protocol):
     lora_path: str | None
 
 
+@describes("sglang.srt.managers.io_struct.LoRAUpdateOutput")
+class AdapterAnswer(Protocol):
+    """To loading and unloading."""
+
+    success: bool
+    error_message: str | None
+    loaded_adapters: dict[str, Any] | None
+
+
 @describes("sglang.srt.lora.lora_registry.LoRARegistry")
 class LoRARegistry(Protocol):
     # by the id of the adapter
@@ -38,4 +49,6 @@ class LoRARegistry(Protocol):
     _registry: OrderedDict[str, Any]
     _registry_lock: RWLock
 
+    async def lru_lora_name(self, exclude_pinned: bool = False) -> str | None: ...
+    async def unregister(self, lora_name: str) -> str: ...
     def get_all_adapters(self) -> dict[str, LoRARef]: ...

@@ -136,8 +136,9 @@ def _failure(request: Any, message: str) -> Any:
     # its caller makes an HTTP 500 without a word of it
     if isinstance(request, ProfileReq):
         return None
-    name = type(request).__name__.removesuffix("Input") + "Output"
-    shape = getattr(io_struct, name, None)
+    # a message of ours may be one of SGLang's own kind
+    names = [kind.__name__.removesuffix("Input") + "Output" for kind in type(request).__mro__]
+    shape = next((found for name in names if (found := getattr(io_struct, name, None))), None)
     if shape is None:
         return None
     fields = {field.name: field for field in msgspec.structs.fields(shape)}

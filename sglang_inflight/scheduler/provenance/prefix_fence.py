@@ -33,21 +33,25 @@ class PrefixFence:
         """No request that starts its prefill from now on reuses an older prefix."""
         self._epoch = epoch
         for req in self._boundary.running_requests():
-            if not req.skip_radix_cache_insert:
-                req.skip_radix_cache_insert = True
-                record_of(req).is_fenced_off = True
+            self.keep_out(req)
         forget_embeddings()
         for req in self._boundary.waiting_requests():
             self.admit(req)
 
+    def keep_out(self, req: Req) -> None:
+        """What ``req`` holds now is put into no cache."""
+        if not req.skip_radix_cache_insert:
+            req.skip_radix_cache_insert = True
+            record_of(req).is_fenced_off = True
+
     def admit(self, req: Req) -> None:
         """Called for each request that enters the waiting queue, new or retracted."""
-        if self._epoch == 0:
-            return
         record = record_of(req)
         if record.is_fenced_off:
             # retracted: it holds nothing of the old weights
             req.skip_radix_cache_insert = False
             record.is_fenced_off = False
+        if self._epoch == 0:
+            return
         own_key = (req.extra_key or "").partition(_MARK)[0]
         req.extra_key = f"{own_key}{_MARK}{self._epoch}"

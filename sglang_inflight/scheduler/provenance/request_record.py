@@ -25,7 +25,7 @@ class RequestRecord:
     first_epoch: int | None = None
     # of a request that has ended: by what weights the KV was computed that it used
     kv_versions: Spans | None = None
-    # it ran across a fence, so its KV is nobody else's
+    # it ran across a fence, or moved with its KV: that KV is nobody else's
     is_fenced_off: bool = False
 
 

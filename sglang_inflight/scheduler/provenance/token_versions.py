@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.utils.weight_versions import record_weight_version_events
 
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.provenance.adapter_versions import cut, split_marks
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.upstream.runtime_context import get_context, get_serving
 from sglang_inflight.version_label import VersionLabel
@@ -38,7 +39,9 @@ def write_spans(
 ) -> Any:
     """Around upstream's function: the last span is of this epoch, as each event is of its own."""
     label = VersionLabel(_epoch, current_version)
-    return compute(events, current_version=label.pack(), num_output_tokens=num_output_tokens)
+    changes, marks = split_marks(events)
+    spans = compute(changes, current_version=label.pack(), num_output_tokens=num_output_tokens)
+    return cut(spans, marks) if marks else spans
 
 
 class Versions:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
+from sglang_inflight.scheduler.upstream.lora import LoRAManager
 from sglang_inflight.upstream.describes import describes
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class ModelRunner(Protocol):
     weight_updater: WeightUpdater
     # GiB that were free then
     pre_model_load_memory: float
+    # None without --enable-lora
+    lora_manager: LoRAManager | None
 
     def update_model_fields(
         self,

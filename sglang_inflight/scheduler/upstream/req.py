@@ -30,7 +30,9 @@ class SchedulerReqTimeStats(Protocol):
 @describes("sglang.srt.managers.schedule_batch.Req")
 class Req(Protocol):
     rid: str
+    # has the adapter's id in it
     extra_key: str | None
+    lora_id: str | None
     is_retracted: bool
     kv: ReqKvInfo
     origin_input_ids: Sequence[int]
@@ -39,6 +41,7 @@ class Req(Protocol):
     sampling_params: SamplingParams
     skip_radix_cache_insert: bool
     time_stats: SchedulerReqTimeStats
+    weight_version_events: list[Any]
     # the reason for which it ends with its next result
     to_finish: Any | None
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from sglang_inflight.scheduler.upstream.ipc_channels import SchedulerIpcChannels
 from sglang_inflight.scheduler.upstream.load import SchedulerLoadInquirer, SchedulerLoadPublisher
+from sglang_inflight.scheduler.upstream.lora import LoRANameTable
 from sglang_inflight.scheduler.upstream.model_runner import (
     DraftWorker,
     SchedulerWeightUpdaterManager,
@@ -95,6 +96,7 @@ class Scheduler(Protocol):
     tp_worker: TpModelWorker
     draft_worker: DraftWorker | None
     weight_updater: SchedulerWeightUpdaterManager
+    kv_event_lora_names: LoRANameTable
 
     # ---- messages and outputs ------------------------------------------------------
     ipc_channels: SchedulerIpcChannels

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from sglang_inflight.messages import ADAPTER_VERSIONS
+
 # vLLM's floor: JSON has no infinity
 LOWEST = -9999.0
 
@@ -18,9 +20,11 @@ def describe_choice(
 ) -> dict[str, Any]:
     """Of the output's ``tokens``, whose first is its ``since``-th.
 
-    ``weight_versions`` are the spans of the whole output up to here.
+    ``weight_versions``, and of an adapter's ``adapter_versions``, are the spans of the whole
+    output up to here.
     """
     reason = meta["finish_reason"]
+    adapters = meta.get(ADAPTER_VERSIONS)
     return {
         "index": index,
         "token_ids": tokens,
@@ -29,6 +33,7 @@ def describe_choice(
         else {"content": _content(meta, logprobs, since, since + len(tokens))},
         "finish_reason": reason["type"] if reason else None,
         "weight_versions": meta.get("weight_versions"),
+        **({} if adapters is None else {ADAPTER_VERSIONS: adapters}),
     }
 
 

@@ -11,7 +11,12 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import ORJSONResponse
 
 from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
-from sglang_inflight.frontend.bodies import ContinueBody, PauseBody, decode, read_query
+from sglang_inflight.frontend.bodies import (
+    ContinueBody,
+    PauseBody,
+    decode,
+    read_query,
+)
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
@@ -22,7 +27,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_body,
     with_query,
 )
-from sglang_inflight.frontend.http.vllm.adapters import Adapters, LoadBody, UnloadBody
+from sglang_inflight.frontend.http.vllm.adapters import LoadBody, VLLMAdapters
 from sglang_inflight.frontend.http.vllm.bodies import (
     AbortBody,
     CheckBody,
@@ -43,6 +48,7 @@ from sglang_inflight.frontend.http.vllm.detokenize import detokenize
 from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
+from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
 from sglang_inflight.frontend.updates.naming import name_version
 from sglang_inflight.upstream.runtime_context import get_device, get_parallel
 
@@ -86,10 +92,10 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/is_sleeping", guarded(routes.is_sleeping), "GET")
     add("/release_kv_cache_memory", guarded(routes.release_kv_cache))
     add("/collective_rpc", guarded(routes.collective_rpc, takes_request=True))
-    adapters = Adapters(frontend, tokenizer_manager)
+    adapters = VLLMAdapters(frontend.adapters)
     for prefix in ("", "/v1", "/skyrl/v1"):
         add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
-    add("/v1/unload_lora_adapter", with_body(UnloadBody, adapters.unload))
+    add("/v1/unload_lora_adapter", with_body(UnloadAdapterBody, adapters.unload))
     # for whoever may generate, as /generate is
     add("/inference/v1/generate", Generate(tokenizer_manager).answer)
     add("/detokenize", detokenize)

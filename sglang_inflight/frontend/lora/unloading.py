@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import Conflict
+from sglang_inflight.upstream.runtime_context import get_lora
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
@@ -58,6 +59,23 @@ async def stop_unloading_in_a_pause(
     finally:
         unloading.cancel()
         await asyncio.wait({unloading})
+
+
+async def why_no_room_in_a_pause(tm: AdoptedTokenizerManager) -> str | None:
+    """Why one more adapter cannot be loaded now, or None where it can.
+
+    Upstream loads it, and unloads the one that was used least recently, whose name requests do
+    not find from then on, whatever comes of the unloading.
+    """
+    most = get_lora().max_loaded_loras
+    if most is None or len(tm.lora_registry.get_all_adapters()) < most:
+        return None
+    oldest = await tm.lora_registry.lru_lora_name(exclude_pinned=True)
+    if oldest is None:
+        return f"--max-loaded-loras is {most}, and all of them are pinned"
+    if tm.is_pause and (users := _users(tm, oldest)):
+        return f"--max-loaded-loras is {most}, and {_say(oldest, users)}"
+    return None
 
 
 def _users(tm: AdoptedTokenizerManager, name: str) -> int:

@@ -1,0 +1,38 @@
+"""SGLang's routes for adapters, with fields of ours, and answers that its clients know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import ORJSONResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
+
+from sglang_inflight.errors import InflightError
+from sglang_inflight.frontend.bodies import Body, decode
+from sglang_inflight.frontend.http.endpoints import Endpoint, describe_refusal
+from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+
+def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[AdapterAnswer]]) -> Endpoint:
+    """What was begun is carried through, also where the caller leaves, as SGLang has it."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            result = await handler(decode(await request.body(), shape))
+        except InflightError as error:
+            logger.warning("%s refused: %s", request.url.path, error)
+            content = {**describe_refusal(error), "error_message": str(error)}
+            return ORJSONResponse(content, status_code=error.status)
+        return ORJSONResponse(msgspec_to_builtins(result))
+
+    endpoint: Endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(answer)
+    endpoint.__name__ = handler.__name__
+    return endpoint
