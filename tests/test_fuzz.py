@@ -214,7 +214,7 @@ def expect_old_weights(generation: Generation) -> None:
 def expect_answer(body: bytes, answer: httpx.Response) -> None:
     content = answer.json()
     if answer.status_code != 200:
-        assert answer.status_code in (400, 409), (body[:500], answer.status_code, answer.text)
+        assert answer.status_code in (400, 404, 409), (body[:500], answer.status_code, answer.text)
         assert content["success"] is False
         assert content["message"], body[:500]
 
