@@ -35,6 +35,11 @@ from sglang_inflight.frontend.lora import (
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
+from sglang_inflight.frontend.request_checks import (
+    check_samples,
+    check_sampling,
+    create_tokenized,
+)
 from sglang_inflight.frontend.spans import write_spans
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
@@ -199,6 +204,17 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
         check_max_version_lag,
         HookType.BEFORE,
+    ),
+    (f"{_TOKENIZER_MANAGER}._create_tokenized_object", create_tokenized, HookType.AROUND),
+    (
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+        check_sampling,
+        HookType.BEFORE,
+    ),
+    (
+        "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling",
+        check_samples,
+        HookType.AFTER,
     ),
     *(
         (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", replacement, HookType.REPLACE)
