@@ -40,6 +40,8 @@ else:
 
 KVPolicy = Literal["recompute", "fence", "keep"]
 Selector = Literal["target", "draft", "all"]
+# how a trainer is met: through torch.distributed, or by vLLM's StatelessProcessGroup
+MeetBy = Literal["torch", "stateless"]
 
 # what a request's answer, and a request's custom_params, call these
 KV_VERSIONS = "kv_versions"
@@ -320,6 +322,7 @@ class JoinGroupCall(Call, kw_only=True):
     world_size: int
     group_name: str
     backend: str
+    rendezvous: MeetBy = "torch"
 
 
 class LeaveGroupCall(Call, kw_only=True):
