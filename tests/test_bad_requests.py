@@ -60,6 +60,8 @@ def expect_refusal(server: Server, path: str, body: dict[str, Any], *words: str)
         (generate(return_logprob=True, top_logprobs_num=[3]), ("top_logprobs_num", "[3]")),
         (complete([5], logprobs=VOCAB + 1), ("top_logprobs_num",)),
         (generate(return_logprob=True, logprob_start_len=-2), ("logprob_start_len", "-2")),
+        (generate(input_ids=None, text=""), ("no tokens",)),
+        (generate(positional_embed_overrides={"a": 1}), ("positional_embed_overrides",)),
         (generate(drawn=True, sampling={"top_k": 1 << 31}), ("top_k", f"{1 << 31}")),
         (
             generate(drawn=True, sampling={"repetition_penalty": SMALL}),
@@ -85,6 +87,8 @@ def expect_refusal(server: Server, path: str, body: dict[str, Any], *words: str)
         "logprobs of a list",
         "logprobs of completions",
         "logprobs from before the prompt",
+        "empty prompt",
+        "embeddings of no kind",
         "top k",
         "repetition penalty",
         "bias for one",

@@ -165,7 +165,7 @@ class TestEngine:
             "sampling_params.custom_params",
             "token_ids_logprob",
             "session_params.id",
-            "priority",
+            "return_logprob",
         )
         for said, field in zip(answers["refused"], fields, strict=True):
             assert field in said, answers["refused"]

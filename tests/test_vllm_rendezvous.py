@@ -43,7 +43,7 @@ def test_through_torch(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) 
     """For a trainer that was written for this server's own groups."""
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
     vllm.init_weight_transfer_engine(trainer, packed=True, through_torch=True)
-    vllm.send_weights(trainer, 1, packed=True)
+    vllm.send_weights(trainer, 1, packed=True, name="v1")
     expect_to_run_on(vllm_server, generations, [0, 1])
     vllm.shutdown_weight_transfer_engine(trainer)
 

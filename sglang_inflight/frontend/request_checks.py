@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
@@ -48,6 +50,9 @@ def create_tokenized(
     config = tokenizer_manager.model_config
     # an encoder's placeholders are no tokens, and models look up none of them
     if input_ids is not None and not obj.contains_mm_input():
+        # a session may have all of the prompt
+        if not input_ids and not getattr(obj, "session_params", None):
+            raise ValueError("the prompt has no tokens")
         _require_tokens(input_ids, _embedded(config))
     if isinstance(obj, GenerateReqInput):
         _require_count("top_logprobs_num", obj.top_logprobs_num, config.vocab_size)
@@ -59,6 +64,7 @@ def create_tokenized(
     if obj.lora_id is not None and not obj.lora_path:
         raise ValueError("lora_id is the server's own: lora_path names the adapter")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
+    _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
     _require_types(tokenized)
     return tokenized
 
@@ -134,6 +140,20 @@ def _require_positions(name: str, positions: Any, tokens: int) -> None:
     for position in positions or ():
         if not isinstance(position, int) or not 0 <= position < tokens:
             raise ValueError(f"{name} has {position!r}, and the prompt has {tokens} tokens")
+
+
+def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None:
+    """HTTP takes anything for them, and has no way to bring any."""
+    if overrides is None:
+        return
+    if not isinstance(overrides, PositionalEmbeds):
+        raise ValueError("positional_embed_overrides must be PositionalEmbeds, from Python alone")
+    _require_positions("positional_embed_overrides", overrides.positions, tokens)
+    width = overrides.embeds.shape[-1] if isinstance(overrides.embeds, torch.Tensor) else None
+    if width not in (None, config.hidden_size):
+        raise ValueError(
+            f"positional_embed_overrides are {width} wide, and the model {config.hidden_size}"
+        )
 
 
 def _require_processor(processor: Any) -> None:

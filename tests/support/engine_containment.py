@@ -29,7 +29,7 @@ BAD: list[dict[str, Any]] = [
     {"sampling_params": {"custom_params": {"a": {"b": {"c": 1}}}}},
     {"return_logprob": True, "token_ids_logprob": [[5], [6, 7]]},
     {"session_params": {"id": 5}},
-    {"priority": "high"},
+    {"return_logprob": "yes"},
 ]
 
 
