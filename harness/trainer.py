@@ -3,8 +3,8 @@
 ``python -m harness.trainer`` reads one order a line on stdin and answers each with
 one line on stdout, both JSON. ``Trainer`` is the test's end of it.
 
-It forms its groups and fills its buckets as SGLang's own clients do, and not as our ``Sender``
-does: it stands for the trainers that know nothing of this package.
+It forms its groups and fills its buckets as SGLang's own clients do, or vLLM's, and not as our
+``Sender`` does: it stands for the trainers that know nothing of this package.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
+import socket
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -78,11 +81,16 @@ class Trainer:
         assert answered["status_code"] == 200, answered
         assert self.answer() == "joined"
 
-    def listen(self, *, ranks: int = 1, group: str = "weight_update_group") -> int:
-        """Begin to form ``group`` with ``ranks`` ranks, which are to join at this port."""
+    def listen(
+        self, *, ranks: int = 1, group: str = "weight_update_group", as_vllm: bool = False
+    ) -> int:
+        """Begin to form ``group`` with ``ranks`` ranks, which are to join at this port.
+
+        ``as_vllm``: by a store, and an id in it, in place of ``torch.distributed``.
+        """
         self._wait_until_up()
         port = free_port()
-        self.order("join", port=port, world_size=1 + ranks, group=group)
+        self.order("join", port=port, world_size=1 + ranks, group=group, as_vllm=as_vllm)
         return port
 
     def leave(self, server: Server, *, group: str = "weight_update_group") -> None:
@@ -180,6 +188,39 @@ def split(weights: Named, most: int | None) -> Iterator[Named]:
         yield part
 
 
+def meet_as_vllm(port: int, *, world_size: int, group: str) -> torch.distributed.ProcessGroup:
+    """vLLM's ``StatelessProcessGroup``, and the first thing that ``PyNcclCommunicator`` does.
+
+    It listens itself, keeps the store that is not libuv's, waits in it until all ranks have
+    come, and leaves NCCL's id there. What follows is NCCL's; here it is gloo's, in that store.
+    """
+    from sglang.srt.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+    from sglang.srt.utils import init_custom_process_group
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    here = "127.0.0.1"
+    listening = socket.create_server((here, port))
+    store = TCPStore(
+        here,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timedelta(seconds=300),
+        use_libuv=False,
+        master_listen_fd=listening.detach(),
+    )
+    # a structure of ctypes, which is pickled by the name of its class
+    store.set("broadcast_from/0/0", pickle.dumps(ncclUniqueId()))  # type: ignore[arg-type]
+    formed: torch.distributed.ProcessGroup = init_custom_process_group(
+        backend="gloo",
+        store=PrefixStore(f"tcp://{here}:{port}", store),
+        world_size=world_size,
+        rank=0,
+        group_name=group,
+    )
+    return formed
+
+
 def main() -> None:
     import torch.distributed as dist
     from sglang.srt.utils import init_custom_process_group
@@ -203,6 +244,11 @@ def main() -> None:
         return "sent"
 
     def act(order: dict[str, Any]) -> str:
+        if order["do"] == "join" and order["as_vllm"]:
+            groups[order["group"]] = meet_as_vllm(
+                order["port"], world_size=order["world_size"], group=order["group"]
+            )
+            return "joined"
         if order["do"] == "join":
             groups[order["group"]] = init_custom_process_group(
                 backend="gloo",

@@ -60,6 +60,8 @@ KVPolicy = Literal["recompute", "fence", "keep"]
 # of requests that go on with another adapter: prefixes of one are never another's
 AdapterKVPolicy = Literal["recompute", "fence"]
 Selector = Literal["target", "draft", "all"]
+# how a trainer is met: through torch.distributed, or by vLLM's StatelessProcessGroup
+MeetBy = Literal["torch", "stateless"]
 
 # what a request's answer, and a request's custom_params, call these
 KV_VERSIONS = "kv_versions"
@@ -382,6 +384,7 @@ class JoinGroupCall(Call, kw_only=True):
     world_size: int
     group_name: str
     backend: str
+    rendezvous: MeetBy = "torch"
 
 
 class LeaveGroupCall(Call, kw_only=True):

@@ -156,3 +156,17 @@ class TestEngine:
         assert kind == "Conflict"
         assert "1 requests run" in message
         assert answers["tokens"] == [marker.token(0)] * 400
+
+    @pytest.mark.skipif(UPSTREAM, reason="its scheduler would end, and the other tests with it")
+    def test_a_request_is_refused(self, answers: dict[str, Any]) -> None:
+        fields = (
+            "position 1",
+            "sampling_params.ignore_eos",
+            "sampling_params.custom_params",
+            "token_ids_logprob",
+            "session_params.id",
+            "return_logprob",
+        )
+        for said, field in zip(answers["refused"], fields, strict=True):
+            assert field in said, answers["refused"]
+        assert answers["tokens"] == [marker.token(0)] * 400

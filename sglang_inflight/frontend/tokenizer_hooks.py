@@ -36,6 +36,11 @@ from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
+from sglang_inflight.frontend.request_checks import (
+    check_samples,
+    check_sampling,
+    create_tokenized,
+)
 from sglang_inflight.frontend.spans import write_spans
 from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
@@ -199,7 +204,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_COMMUNICATOR}.queueing_call", *instead(control_calls.call)),
     (f"{_COMMUNICATOR}.handle_recv", *instead(control_calls.hear)),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *around(take_kv_versions)),
-    # these two belong to no manager, and ask for the process's server
+    # these belong to no manager, and ask for the process's server
     (
         "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",
         write_spans,
@@ -209,6 +214,17 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
         check_max_version_lag,
         HookType.BEFORE,
+    ),
+    (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *around(create_tokenized)),
+    (
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+        check_sampling,
+        HookType.BEFORE,
+    ),
+    (
+        "sglang.srt.managers.io_struct.GenerateReqInput._handle_parallel_sampling",
+        check_samples,
+        HookType.AFTER,
     ),
     *(
         (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", *instead(replacement))

@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
+from sglang_inflight.scheduler.guard.sampling import leave_a_token
 from sglang_inflight.scheduler.nodes.meeting import meet
 from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
@@ -172,6 +173,7 @@ _PROCESSOR = (
 )
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 _SPANS = "sglang.srt.utils.weight_versions"
+_SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     # right after the ranks have met, and before what takes longer on one node than on another
@@ -202,4 +204,6 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         read_before_release,
         HookType.BEFORE,
     ),
+    (f"{_SAMPLING}.apply_logits_bias", leave_a_token, HookType.AFTER),
+    (f"{_SAMPLING}.apply_logits_bias_with_observer", leave_a_token, HookType.AFTER),
 ]

@@ -11,3 +11,8 @@ from sglang_inflight.upstream.describes import describes
 class SamplingParams(Protocol):
     # upstream's place for what it does not know; a dict, unless a client sent something else
     custom_params: Any
+    stop_token_ids: set[int] | None
+    min_new_tokens: int
+    top_k: int
+    repetition_penalty: float
+    logit_bias: dict[str, float] | None

@@ -19,7 +19,18 @@ from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
 )
 
+from harness.starting import UPSTREAM
+
 SAMPLING = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+# each would end the scheduler
+BAD: list[dict[str, Any]] = [
+    {"input_ids": [5, -7]},
+    {"sampling_params": {"ignore_eos": "yes"}},
+    {"sampling_params": {"custom_params": {"a": {"b": {"c": 1}}}}},
+    {"return_logprob": True, "token_ids_logprob": [[5], [6, 7]]},
+    {"session_params": {"id": 5}},
+    {"return_logprob": "yes"},
+]
 
 
 def play(engine: Any) -> dict[str, Any]:
@@ -58,9 +69,20 @@ async def use(engine: Any) -> dict[str, Any]:
         await manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
     except Exception as error:
         answers["release"] = [type(error).__name__, str(error)]
+    if not UPSTREAM:
+        answers["refused"] = [await refusal(engine, request) for request in BAD]
     async for chunk in stream:
         answers["tokens"] = chunk["output_ids"]
     return answers
+
+
+async def refusal(engine: Any, request: dict[str, Any]) -> str:
+    """HTTP looks at the types of most fields itself, and nobody does here."""
+    try:
+        await engine.async_generate(**{"input_ids": [5], **request})
+    except ValueError as error:
+        return str(error)
+    return "accepted"
 
 
 def main() -> None:

@@ -66,12 +66,19 @@ class VLLMClient:
         for word in words:
             assert word in response.json()["message"], response.text
 
-    def init_weight_transfer_engine(self, trainer: Trainer, *, packed: bool) -> None:
-        """Both sides meet: the server inside the call, the trainer beside it."""
+    def init_weight_transfer_engine(
+        self, trainer: Trainer, *, packed: bool, through_torch: bool = False
+    ) -> None:
+        """Both sides meet: the server inside the call, the trainer beside it.
+
+        As vLLM's do, or through ``torch.distributed``, which the server is told then.
+        """
         world_size = 1 + self.get("/get_world_size")["world_size"]
+        ours = {"rendezvous": "torch"} if through_torch else {}
         init_info = {
+            **ours,
             "master_address": "127.0.0.1",
-            "master_port": trainer.listen(ranks=world_size - 1),
+            "master_port": trainer.listen(ranks=world_size - 1, as_vllm=not through_torch),
             "rank_offset": 1,
             "world_size": world_size,
             "packed": packed,

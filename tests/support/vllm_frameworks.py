@@ -113,7 +113,7 @@ class Client:
         ranks = answer.json()["world_size"]
         init_info = {
             "master_address": "127.0.0.1",
-            "master_port": self._trainer.listen(ranks=ranks),
+            "master_port": self._trainer.listen(ranks=ranks, as_vllm=True),
             "rank_offset": 1,
             "world_size": 1 + ranks,
         }

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from sglang.srt.utils.network import get_free_port
+from torch._C._distributed_c10d import HashStore
 
 from sglang_inflight.client.trainer_group import TrainerGroup
 from sglang_inflight.errors import Dropped, Refused
 from sglang_inflight.nccl_errors import NEVER
 from sglang_inflight.scheduler.update.sources import groups, process_group
 from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import form_group
+from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RENDEZVOUS = datetime.timedelta(seconds=5)
@@ -97,13 +98,13 @@ def test_other_groups_keep_their_watchdogs(
 
 def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
     address = f"tcp://127.0.0.1:{get_free_port()}"
-    group = form_group("gloo", address, name="one", rank=0, world_size=1, timeout=RENDEZVOUS)
+    formed = form_group("gloo", address, name="one", rank=0, world_size=1, timeout=RENDEZVOUS)
     try:
         tensor = torch.ones(3)
-        Group("one", group).receive(tensor, check=lambda: None)
+        Group("one", formed).receive(tensor, check=lambda: None)
         assert tensor.tolist() == [1, 1, 1]
     finally:
-        dist.destroy_process_group(group)
+        dist.destroy_process_group(formed.group)
 
 
 class Broadcast:
@@ -149,7 +150,7 @@ def test_a_broadcast_that_is_given_up_is_ended(
     monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
 ) -> None:
     pg: Any = object()
-    group = Group("g", pg)
+    group = Group("g", Formed(pg, HashStore()))
     broadcast(monkeypatch, Broadcast())
     with pytest.raises(Dropped, match="time ran out"):
         group.receive(torch.empty(1), out_of_time())
@@ -168,5 +169,5 @@ def test_a_broadcast_that_failed_is_not_taken_for_one_that_came(
     pg: Any = object()
     broadcast(monkeypatch, Broadcast(RuntimeError("remote process exited\nmore")))
     with pytest.raises(Refused, match=r"'g' failed: remote process exited$"):
-        Group("g", pg).receive(torch.empty(1), check=lambda: None)
+        Group("g", Formed(pg, HashStore())).receive(torch.empty(1), check=lambda: None)
     assert aborted == [pg]

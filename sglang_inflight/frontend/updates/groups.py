@@ -16,6 +16,7 @@ from sglang_inflight.messages import (
     GiveUpTransferCall,
     JoinGroupCall,
     LeaveGroupCall,
+    MeetBy,
     Source,
 )
 from sglang_inflight.settings import Settings
@@ -36,7 +37,7 @@ class Groups:
         self._ranks = ranks
         self._settings = settings
 
-    async def join(self, body: JoinGroupBody) -> None:
+    async def join(self, body: JoinGroupBody, rendezvous: MeetBy = "torch") -> None:
         """Meet a trainer, on every rank. A caller that leaves gives the rendezvous up.
 
         Raises ``Refused`` where the group was not formed, ``OutcomeUnknown`` where a rank
@@ -49,6 +50,7 @@ class Groups:
             world_size=body.world_size,
             group_name=body.group_name,
             backend=body.backend,
+            rendezvous=rendezvous,
         )
         patience = self._settings.group_timeout_s + GRACE_S
         try:

@@ -20,6 +20,9 @@ class MultimodalProcessor(Protocol):
 @describes("sglang.srt.configs.model_config.ModelConfig")
 class ModelConfig(Protocol):
     vocab_size: int
+    hidden_size: int
+    # transformers' own, of the part that takes text
+    hf_text_config: Any
 
 
 @describes("sglang.srt.managers.tokenizer_manager.TokenizerManager")

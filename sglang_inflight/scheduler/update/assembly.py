@@ -66,7 +66,7 @@ def make_staging(
         streams = functools.partial(streams_of, scheduler)
         worker = StagingWorker(answers, device, settings.stage_nice, streams)
         rate_limit = RateLimit(choose_rate(settings.pace_bytes_per_s, device), is_busy)
-    groups = Groups(settings.group_timeout_s)
+    groups = Groups(settings.group_timeout_s, device)
     jobs = Jobs(
         models,
         Shadows(models, parameters),

@@ -16,7 +16,7 @@ from sglang_inflight.frontend.bodies import (
     Version,
     check_version,
 )
-from sglang_inflight.messages import DistributedSource, PauseMode
+from sglang_inflight.messages import DistributedSource, MeetBy, PauseMode
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -64,6 +64,8 @@ class InitInfo(Rendezvous, kw_only=True):
     packed_buffer_size_bytes: Positive = PACKED_BYTES
     # how many buckets vLLM's receiver has in flight: ours has one
     packed_num_buffers: Positive = 2
+    # ours, for trainers that meet through torch.distributed; vLLM's clients say nothing
+    rendezvous: MeetBy = "stateless"
 
 
 class StartBody(Body, kw_only=True):

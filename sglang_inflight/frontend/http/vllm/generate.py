@@ -100,10 +100,6 @@ class Generate:
             raise NotOffered("output_mode has 'tokens' only; SGLang's /generate answers text")
         if body.priority:
             raise NotOffered("priority is not offered here; SGLang's /generate takes its own")
-        vocab_size = self._tokenizer_manager.model_config.vocab_size
-        # SGLang looks it up as it is, and ends with all its requests
-        if (largest := max(body.token_ids)) >= vocab_size:
-            raise Refused(f"token_ids has {largest}, and the vocabulary has {vocab_size} tokens")
         sampling = body.sampling_params
         scores_prompt = sampling.prompt_logprobs is not None
         if scores_prompt and body.stream:

@@ -74,7 +74,8 @@ class Transfer:
                 rank_offset=info.rank_offset,
                 world_size=info.world_size,
                 backend=self._backend,
-            )
+            ),
+            info.rendezvous,
         )
         self._link = _Link(info.packed_buffer_size_bytes if info.packed else None)
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _abort_process_group, _world
+from torch.distributed.distributed_c10d import _abort_process_group
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import Done, GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.sources.process_group import is_nccl
+from sglang_inflight.scheduler.update.sources.process_group import Formed, is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.upstream.runtime_context import get_parallel
 
@@ -41,9 +41,9 @@ class Group:
     be the next update's. It is broken then, and every later use is refused.
     """
 
-    def __init__(self, name: str, group: dist.ProcessGroup) -> None:
+    def __init__(self, name: str, formed: Formed) -> None:
         self._name = name
-        self._group = group
+        self._group, self._store = formed
         self._broken: str | None = None
         self._is_retired = False
         # held while a broadcast is awaited, and while it is left
@@ -73,12 +73,11 @@ class Group:
         Asked on a thread that is left behind where no answer comes: the store's socket can be
         given no time limit, and a process that was stopped does not answer either.
         """
-        store = _world.pg_map[self._group][1]
         answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
         def ask() -> None:
             try:
-                store.check(["inflight"])
+                self._store.check(["inflight"])
             except RuntimeError:
                 answers.put(False)
             else:
@@ -177,8 +176,10 @@ class Groups:
     (``Rendezvous``), and leave one whose name they take. ``_lock`` guards the tables.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, device: torch.device) -> None:
+        """``timeout_s`` is that of a rendezvous; ``device`` is what is received on."""
         self._timeout_s = timeout_s
+        self._device = device
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._joining: dict[str, Rendezvous] = {}
@@ -211,7 +212,7 @@ class Groups:
                 f"place for rank {rank}"
             )
 
-        def end(outcome: dist.ProcessGroup | Exception) -> None:
+        def end(outcome: Formed | Exception) -> None:
             with self._lock:
                 if self._joining.get(name) is meeting:
                     del self._joining[name]
@@ -227,9 +228,10 @@ class Groups:
             call,
             rank,
             self._timeout_s,
+            self._device,
             make_way=lambda: self._make_way(name),
             on_end=end,
-            discard=_abort_process_group,
+            discard=lambda formed: _abort_process_group(formed.group),
         )
         self.stop_joining(name, "a newer call joins under this name")
         with self._lock:

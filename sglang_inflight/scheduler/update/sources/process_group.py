@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import datetime
+from typing import NamedTuple
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
+
+
+class Formed(NamedTuple):
+    """A group, and the store in which it was formed: the trainer keeps it, and it ends with
+    the trainer."""
+
+    group: dist.ProcessGroup
+    store: Store
 
 
 def is_nccl(backend: str) -> bool:
@@ -25,25 +34,47 @@ def form_group(
     rank: int,
     world_size: int,
     timeout: datetime.timedelta,
-) -> dist.ProcessGroup:
-    """As SGLang and its trainers form it. ``timeout`` is that of the rendezvous.
-
-    A watchdog of NCCL's ends a process in which a broadcast failed or took longer than its
-    group's timeout. Here that is the trainer's failure: it may cost its update, and not the
-    requests. So the group gets a watchdog that ends the communicator only, and so much time
-    that its watchdog never ends a broadcast: whoever waits for one sets the limit.
-    """
+) -> Formed:
+    """As SGLang and its trainers form it. ``timeout`` is that of the rendezvous."""
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
+    group = construct(
+        backend,
+        PrefixStore(name, store),
+        name=name,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    if is_nccl(backend):
+        last_for_ever(group)
+    return Formed(group, store)
+
+
+def construct(
+    backend: str,
+    store: Store,
+    *,
+    name: str,
+    rank: int,
+    world_size: int,
+    timeout: datetime.timedelta,
+) -> dist.ProcessGroup:
+    """A watchdog of NCCL's ends a process in which a broadcast failed or took longer than its
+    group's timeout. Here that is the trainer's failure: it may cost its update, and not the
+    requests. So the group gets a watchdog that ends the communicator only.
+    """
     with errors_cost_the_group_only():
-        group = init_custom_process_group(
+        return init_custom_process_group(
             backend=backend,
-            store=PrefixStore(name, store),
+            store=store,
             timeout=timeout,
             world_size=world_size,
             rank=rank,
             group_name=name,
         )
-    if is_nccl(backend):
-        dist.set_timeout(NEVER, group)
-    return group
+
+
+def last_for_ever(group: dist.ProcessGroup) -> None:
+    """So that NCCL's watchdog never ends a broadcast: whoever waits for one sets the limit."""
+    dist.set_timeout(NEVER, group)

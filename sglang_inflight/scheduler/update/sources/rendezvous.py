@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch.distributed as dist
+import torch
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import JoinGroupCall
-from sglang_inflight.scheduler.update.sources.process_group import form_group
+from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
+from sglang_inflight.scheduler.update.sources.stateless_group import StatelessRendezvous
 
 # between two looks whether the trainer listens
 LOOK_S = 0.05
@@ -38,21 +39,25 @@ class Rendezvous:
         call: JoinGroupCall,
         rank: int,
         timeout_s: float,
+        device: torch.device,
         *,
         make_way: Callable[[], None],
-        on_end: Callable[[dist.ProcessGroup | Exception], None],
-        discard: Callable[[dist.ProcessGroup], None],
+        on_end: Callable[[Formed | Exception], None],
+        discard: Callable[[Formed], None],
     ) -> None:
         """``make_way`` is called first, on the thread; what it raises ends the rendezvous."""
         self._call = call
         self._rank = rank
         self._timeout_s = timeout_s
+        self._device = device
         self._make_way = make_way
         self._on_end = on_end
         self._discard = discard
         self._address = NetworkAddress(call.master_address, call.master_port)
         self._lock = threading.Lock()
         self._has_ended = False
+        # what has not happened yet
+        self._lacks = "nobody came"
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="inflight-rendezvous", daemon=True).start()
@@ -61,9 +66,7 @@ class Rendezvous:
         self._end(self._refusal(reason))
 
     def _run(self) -> None:
-        timer = threading.Timer(
-            self._timeout_s, self.give_up, [f"nobody came within {self._timeout_s:g} s"]
-        )
+        timer = threading.Timer(self._timeout_s, self._give_up_waiting)
         timer.daemon = True
         timer.start()
         try:
@@ -71,14 +74,14 @@ class Rendezvous:
             self._wait_until_the_trainer_listens()
             if self._has_ended:
                 return
-            group = self._form()
+            formed = self._form()
         except Refused as refused:
             self._end(refused)
         except Exception as error:
             self._end(self._refusal(f"{error}"))
         else:
-            if not self._end(group):
-                self._discard(group)
+            if not self._end(formed):
+                self._discard(formed)
         finally:
             timer.cancel()
 
@@ -93,7 +96,9 @@ class Rendezvous:
             except OSError:
                 time.sleep(LOOK_S)
 
-    def _form(self) -> dist.ProcessGroup:
+    def _form(self) -> Formed:
+        if self._call.rendezvous == "stateless":
+            return self._form_stateless()
         return form_group(
             self._call.backend,
             self._address.to_tcp(),
@@ -103,7 +108,26 @@ class Rendezvous:
             timeout=datetime.timedelta(seconds=self._timeout_s),
         )
 
-    def _end(self, outcome: dist.ProcessGroup | Exception) -> bool:
+    def _form_stateless(self) -> Formed:
+        self._lacks = (
+            "somebody listens there and left no NCCL id, as vLLM's trainers do when all ranks have "
+            "come (one that meets through torch.distributed says so: rendezvous 'torch')"
+        )
+        met = StatelessRendezvous(
+            self._call.master_address,
+            self._call.master_port,
+            rank=self._rank,
+            world_size=self._call.world_size,
+            timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+        unique_id = met.read_unique_id()
+        self._lacks = "not every rank formed it"
+        return met.form(self._call.backend, self._call.group_name, unique_id, self._device)
+
+    def _give_up_waiting(self) -> None:
+        self.give_up(f"{self._lacks} within {self._timeout_s:g} s")
+
+    def _end(self, outcome: Formed | Exception) -> bool:
         """Whether this is how it ended."""
         with self._lock:
             if self._has_ended:

@@ -1,0 +1,204 @@
+"""What of a request would end the schedulers, refused before it is sent to them.
+
+A scheduler that raises on a request ends, and every request in it: there is one loop, and on
+CUDA an index that is out of bounds ends the process whatever it catches. So the front end looks,
+where every request comes by on its way from any door, alone or in a batch, with text or tokens.
+Each check raises ``ValueError``, which SGLang answers with a 400 and ``Engine`` raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from sglang.srt.managers.embed_types import PositionalEmbeds
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
+
+from sglang_inflight.inactive import why_inactive
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.tokenizer_manager import ModelConfig, TokenizerManager
+    from sglang_inflight.upstream.sampling_params import SamplingParams
+
+# outputs of one prompt: the front end keeps some KB for each from the start
+MOST_SAMPLES = 16384
+# Logits are float32. A bias is added to them and a penalty divides them, and then so does a
+# temperature, of 1e-6 at least: beyond these, infinity would come of it, and no probability.
+MOST_BIAS = 1e30
+LEAST_PENALTY = 1e-20
+# schedulers keep it in 32 bits
+MOST_TOP_K = (1 << 31) - 1
+
+# large, and looked at in their own way, or made by the front end itself
+_NOT_LOOKED_AT = frozenset(
+    {"input_ids", "input_embeds", "mm_inputs", "positional_embed_overrides", "time_stats"}
+)
+
+
+def create_tokenized(
+    create: Callable[..., Any],
+    tokenizer_manager: TokenizerManager,
+    obj: Any,
+    input_text: Any,
+    input_ids: Sequence[int] | None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Around the last step before a request is sent."""
+    config = tokenizer_manager.model_config
+    # an encoder's placeholders are no tokens, and models look up none of them
+    if input_ids is not None and not obj.contains_mm_input():
+        # a session may have all of the prompt
+        if not input_ids and not getattr(obj, "session_params", None):
+            raise ValueError("the prompt has no tokens")
+        _require_tokens(input_ids, _embedded(config))
+    if isinstance(obj, GenerateReqInput):
+        _require_count("top_logprobs_num", obj.top_logprobs_num, config.vocab_size)
+        _require_start(obj.logprob_start_len)
+        _require_embeddings(obj.input_embeds, config.hidden_size)
+        _require_processor(obj.custom_logit_processor)
+    for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
+        _require_positions(name, getattr(obj, name, None), len(input_ids or ()))
+    if obj.lora_id is not None and not obj.lora_path:
+        raise ValueError("lora_id is the server's own: lora_path names the adapter")
+    tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
+    _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
+    _require_types(tokenized)
+    return tokenized
+
+
+def check_sampling(params: SamplingParams, vocab_size: int) -> None:
+    """Before SGLang's own checks, which these add to where the server runs with us."""
+    if why_inactive() is not None:
+        return
+    if params.top_k > MOST_TOP_K:
+        raise ValueError(f"top_k is {params.top_k}, and at most {MOST_TOP_K}; -1 takes all tokens")
+    if 0 < params.repetition_penalty < LEAST_PENALTY:
+        raise ValueError(
+            f"repetition_penalty is {params.repetition_penalty}, and at least {LEAST_PENALTY}"
+        )
+    for token_id, bias in (params.logit_bias or {}).items():
+        if not bias <= MOST_BIAS:
+            raise ValueError(f"logit_bias of {token_id} is {bias}, and at most {MOST_BIAS}")
+    if sum(bias < -MOST_BIAS for bias in (params.logit_bias or {}).values()) >= vocab_size:
+        raise ValueError("logit_bias leaves no token of the vocabulary")
+    # No such token comes, so clients may name those of another model; but where any request of
+    # the batch has min_new_tokens, a scheduler looks all of them up.
+    if params.stop_token_ids:
+        known = {token for token in params.stop_token_ids if 0 <= token < vocab_size}
+        params.stop_token_ids = known or None
+        if params.min_new_tokens and len(known) >= vocab_size:
+            raise ValueError("stop_token_ids leaves no token of the vocabulary to min_new_tokens")
+
+
+def check_samples(_: None, obj: Any) -> None:
+    """Before anything is made for each of them."""
+    if why_inactive() is not None:
+        return
+    count = obj.parallel_sample_num
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_SAMPLES:
+        raise ValueError(f"n must be a whole number from 1 to {MOST_SAMPLES}; got {count!r}")
+
+
+def _embedded(config: ModelConfig) -> int:
+    """How many tokens have an embedding: of some models more than those that can come out."""
+    return max(config.vocab_size, config.hf_text_config.vocab_size)
+
+
+def _require_tokens(input_ids: Sequence[int], vocab_size: int) -> None:
+    if not input_ids or (min(input_ids) >= 0 and max(input_ids) < vocab_size):
+        return
+    position, token = next(
+        (position, token) for position, token in enumerate(input_ids) if not 0 <= token < vocab_size
+    )
+    raise ValueError(
+        f"the prompt's token at position {position} is {token}, and the vocabulary has "
+        f"{vocab_size} tokens"
+    )
+
+
+def _require_count(name: str, count: Any, most: int) -> None:
+    if not isinstance(count, int) or not 0 <= count <= most:
+        raise ValueError(f"{name} is {count!r}, and must be from 0 to {most}, the vocabulary")
+
+
+def _require_start(start: Any) -> None:
+    if not isinstance(start, int) or start < -1:
+        raise ValueError(
+            f"logprob_start_len is {start!r}, and must be -1 (the output's tokens alone) or more"
+        )
+
+
+def _require_embeddings(embeddings: Any, hidden_size: int) -> None:
+    for position, embedding in enumerate(embeddings or ()):
+        if not isinstance(embedding, list) or len(embedding) != hidden_size:
+            raise ValueError(
+                f"input_embeds must be lists of {hidden_size} numbers; at position {position} "
+                "is another"
+            )
+
+
+def _require_positions(name: str, positions: Any, tokens: int) -> None:
+    for position in positions or ():
+        if not isinstance(position, int) or not 0 <= position < tokens:
+            raise ValueError(f"{name} has {position!r}, and the prompt has {tokens} tokens")
+
+
+def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None:
+    """HTTP takes anything for them, and has no way to bring any."""
+    if overrides is None:
+        return
+    if not isinstance(overrides, PositionalEmbeds):
+        raise ValueError("positional_embed_overrides must be PositionalEmbeds, from Python alone")
+    _require_positions("positional_embed_overrides", overrides.positions, tokens)
+    width = overrides.embeds.shape[-1] if isinstance(overrides.embeds, torch.Tensor) else None
+    if width not in (None, config.hidden_size):
+        raise ValueError(
+            f"positional_embed_overrides are {width} wide, and the model {config.hidden_size}"
+        )
+
+
+def _require_processor(processor: Any) -> None:
+    """As far as that can be seen without running it, which is for the schedulers to do."""
+    if not processor:
+        return
+    try:
+        bytes.fromhex(msgspec.json.decode(processor, type=_Processor).callable)
+    except (msgspec.MsgspecError, TypeError, ValueError) as error:
+        raise ValueError(f"custom_logit_processor is not what to_str() gives: {error}") from error
+
+
+class _Processor(msgspec.Struct):
+    callable: str
+
+
+def _require_types(message: msgspec.Struct, within: str = "") -> None:
+    """A scheduler takes a message by its type, and ends with one that is not of it."""
+    for name, decoder in _decoders(type(message)):
+        value = getattr(message, name)
+        try:
+            decoder.decode(_encoder.encode(value))
+        except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+            if isinstance(value, msgspec.Struct):
+                # the error counts its fields, and does not name them
+                _require_types(value, f"{within}{name}.")
+            raise ValueError(f"{within}{name}: {error}") from error
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+
+
+@functools.cache
+def _decoders(kind: type[msgspec.Struct]) -> list[tuple[str, msgspec.msgpack.Decoder[Any]]]:
+    return [
+        (
+            field.name,
+            msgspec.msgpack.Decoder(field.type, dec_hook=dec_hook, ext_hook=ext_hook),
+        )
+        for field in msgspec.structs.fields(kind)
+        if field.name not in _NOT_LOOKED_AT
+    ]
