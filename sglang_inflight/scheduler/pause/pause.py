@@ -34,6 +34,8 @@ from sglang_inflight.scheduler.pause.machine import (
     Grant,
     HeldPauses,
     LetGo,
+    MemoryAway,
+    MemoryBack,
     Move,
     PauseState,
     Refuse,
@@ -97,6 +99,16 @@ class Pause:
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
         self._go_through(Continued(call))
+
+    # ---- memory that is away -------------------------------------------------------
+
+    def hold_for_memory(self, why: str) -> None:
+        """Make no step until ``memory_is_back``, whatever becomes of other pauses."""
+        self._go_through(MemoryAway(why))
+
+    def memory_is_back(self) -> None:
+        """Run on, unless somebody else holds a pause."""
+        self._go_through(MemoryBack())
 
     # ---- the event loop ----------------------------------------------------------
 
