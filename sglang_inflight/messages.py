@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 from sglang.srt.managers import io_struct
 
+from sglang_inflight.status import MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 from sglang_inflight.status import PauseMode as PauseMode
-from sglang_inflight.status import PauseStatus, StagingStatus, WeightsStatus
 
 if TYPE_CHECKING:
 
@@ -39,6 +39,8 @@ else:
     )
 
 KVPolicy = Literal["recompute", "fence", "keep"]
+# what becomes of weights whose memory is released
+KeepWeights = Literal["host", "discard"]
 Selector = Literal["target", "draft", "all"]
 
 # what a request's answer, and a request's custom_params, call these
@@ -160,6 +162,19 @@ class Committed(RankAnswer, kw_only=True):
     # requests that went back to the queue
     retracted: int
     digest: str
+    # why they are not served yet: parts of hollow weights are still to be sent
+    hollow: str | None = None
+
+
+class Moved(RankAnswer, kw_only=True):
+    """Memory was given back, or is here again."""
+
+    # by kind of memory, and what its shadow had
+    bytes: dict[str, int]
+    seconds: float
+    # whether generation stands still after it
+    paused: bool
+    hollow: str | None
 
 
 class TransferGivenUp(RankAnswer, kw_only=True):
@@ -171,6 +186,7 @@ class Described(RankAnswer, kw_only=True):
     pause: PauseStatus
     weights: WeightsStatus
     staging: StagingStatus
+    memory: MemoryStatus
 
 
 ANSWERS: tuple[type[RankAnswer], ...] = (
@@ -181,6 +197,7 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Staged,
     Voted,
     Committed,
+    Moved,
     TransferGivenUp,
     Described,
 )
@@ -298,6 +315,49 @@ class RollbackCall(Call, kw_only=True):
     kv_cache: KVPolicy
 
 
+class MayReleaseCall(Call, kw_only=True):
+    """Phase one of a release: may it be, and copy what is to be kept.
+
+    The rank makes no step from its vote on, until the memory is back or ``StayCall`` comes.
+    """
+
+    answer = Done
+
+    tags: list[str]
+    # None: as the server was started
+    keep_weights: KeepWeights | None
+
+
+class ReleaseCall(Call, kw_only=True):
+    """Phase two: give back what all ranks have voted for."""
+
+    answer = Moved
+
+
+class StayCall(Call, kw_only=True):
+    """Instead of phase two: not all have voted for it."""
+
+    answer = Done
+
+
+class MayResumeCall(Call, kw_only=True):
+    """Phase one of the return: was it released, and is there room for it?"""
+
+    answer = Done
+
+    tags: list[str]
+
+
+class ResumeCall(Call, kw_only=True):
+    """Phase two of the return. Generation goes on when all is back."""
+
+    answer = Moved
+
+    tags: list[str]
+    # go on holding requests back, rather than end them, while weights are hollow
+    until_filled: bool = False
+
+
 class FlushCall(Call, kw_only=True):
     """Forget every cached prefix."""
 
@@ -356,6 +416,11 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     CommitCall,
     DropCall,
     RollbackCall,
+    MayReleaseCall,
+    ReleaseCall,
+    StayCall,
+    MayResumeCall,
+    ResumeCall,
     FlushCall,
     ForgetEmbeddingsCall,
     JoinGroupCall,

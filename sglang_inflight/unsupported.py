@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
 
+from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.runtime_context import get_disagg, get_exec, get_model, get_parallel
 
 if TYPE_CHECKING:
@@ -23,8 +24,12 @@ NO_LOCAL_BROADCAST = (
     "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
     "DWDP switch on: control messages then reach ranks in different steps"
 )
+NO_FIRST_UPDATE = (
+    "SGLANG_INFLIGHT_REQUIRE_UPDATE needs --pp-size 1, no --disaggregation-mode and no "
+    "--enable-pdmux: other loops cannot hold requests back"
+)
 # for whoever asks before a start
-AT_START = (ONE_TOKENIZER, ONE_NODE, NO_RUST_SERVER, NO_LOCAL_BROADCAST)
+AT_START = (ONE_TOKENIZER, ONE_NODE, NO_RUST_SERVER, NO_LOCAL_BROADCAST, NO_FIRST_UPDATE)
 
 
 class Unsupported(SystemExit):
@@ -39,9 +44,16 @@ def refuse_at_start(engine_class: type, server_args: ServerArgs, *args: Any, **k
         raise Unsupported(ONE_NODE)
     if envs.SGLANG_RUST_SERVER.get():
         raise Unsupported(NO_RUST_SERVER)
+    requires_update = Settings.from_environment().require_update
+    if requires_update:
+        # it would be made of noise
+        server_args.skip_server_warmup = True
     # as upstream does next; some of its features switch this one on
     server_args.resolve_once()
     resolved: ServerArgs = resolved_view(server_args)
+    other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
+    if requires_update and (resolved.pp_size > 1 or other_loop):
+        raise Unsupported(NO_FIRST_UPDATE)
     if resolved.enable_dp_attention_local_control_broadcast:
         raise Unsupported(NO_LOCAL_BROADCAST)
 

@@ -26,6 +26,8 @@ from sglang_inflight.frontend.bodies import (
     JoinGroupBody,
     LeaveGroupBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     TensorBody,
     convert,
 )
@@ -38,6 +40,7 @@ from sglang_inflight.frontend.lora import (
 from sglang_inflight.frontend.spans import write_spans
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
@@ -131,11 +134,32 @@ async def flush_cache(
 async def release_memory_occupation(
     release: Callable[..., Awaitable[None]],
     tm: AdoptedTokenizerManager,
+    obj: Request,
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    await tm.inflight.calls.stand_still()
-    await release(tm, *args, **kwargs)
+    if why_no_pause() is not None:
+        await release(tm, obj, *args, **kwargs)
+    else:
+        await tm.inflight.calls.release_memory(_convert(obj, ReleaseMemoryBody))
+
+
+async def resume_memory_occupation(
+    resume: Callable[..., Awaitable[None]],
+    tm: AdoptedTokenizerManager,
+    obj: Request,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if why_no_pause() is not None:
+        await resume(tm, obj, *args, **kwargs)
+    else:
+        await tm.inflight.calls.resume_memory(_convert(obj, ResumeMemoryBody))
+
+
+def is_ready(ready: Callable[[Any], bool], tm: AdoptedTokenizerManager) -> bool:
+    """Not while weights are hollow: each request would end with 503."""
+    return ready(tm) and not tm.inflight.is_hollow
 
 
 def _convert(obj: Any, body: type[Any]) -> Any:
@@ -185,7 +209,12 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}._init_req_state", refuse_when_over, HookType.BEFORE),
     *(
         (f"{_TOKENIZER_MANAGER}.{surround.__name__}", surround, HookType.AROUND)
-        for surround in (flush_cache, release_memory_occupation)
+        for surround in (
+            flush_cache,
+            is_ready,
+            release_memory_occupation,
+            resume_memory_occupation,
+        )
     ),
     (f"{_COMMUNICATOR}.queueing_call", control_calls.call, HookType.REPLACE),
     (f"{_COMMUNICATOR}.handle_recv", control_calls.hear, HookType.REPLACE),

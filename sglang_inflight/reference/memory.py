@@ -24,7 +24,7 @@ _PROT_NONE = 0
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):  # type: ignore[misc]
+class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):
     """What SGLang asks of a memory saver, for memory of the host.
 
     It does not note what is allocated in a region, but asks for a tag's tensors when they are to
@@ -83,7 +83,7 @@ def save_pages() -> None:
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
         found.setdefault(storage.data_ptr(), storage)

@@ -27,16 +27,22 @@ from sglang_inflight.messages import (
     InflightCall,
     JoinGroupCall,
     LeaveGroupCall,
+    MayReleaseCall,
+    MayResumeCall,
     OpenCall,
     PauseCall,
+    ReleaseCall,
+    ResumeCall,
     RollbackCall,
     SealCall,
     StageCall,
     StatusCall,
+    StayCall,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
+from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
@@ -97,6 +103,15 @@ class Controller:
             self.staleness,
             metrics,
         )
+        self.occupation = Occupation(
+            scheduler,
+            boundary,
+            self.pause,
+            self.staging,
+            self.live,
+            self._answers,
+            require_update=settings.require_update,
+        )
         handlers: dict[type[InflightCall[Any]], Callable[[Any], None]] = {
             PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
@@ -106,6 +121,11 @@ class Controller:
             DropCall: self.staging.drop,
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
+            MayReleaseCall: self.occupation.may_release,
+            ReleaseCall: self.occupation.release,
+            StayCall: self.occupation.stay,
+            MayResumeCall: self.occupation.may_resume,
+            ResumeCall: self.occupation.resume,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
             JoinGroupCall: self.staging.join_group,
@@ -121,7 +141,7 @@ class Controller:
             PauseGenerationReqInput: self._take_upstream_pause,
             ContinueGenerationReqInput: self._take_upstream_continue,
         }
-        containment = Containment(scheduler, boundary, self._answers)
+        containment = Containment(scheduler, boundary, self.occupation, self._answers)
         containment.surround(scheduler._request_dispatcher)
         self._background = containment.background
 
@@ -130,10 +150,12 @@ class Controller:
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
         self._background.answer_for_those_done()
-        if self.live.dirty is None:
+        why_not = self.live.why_not_served
+        if why_not is None:
             return self.pause.holds_the_loop()
-        if self.staging.state is StagingState.EMPTY:
-            self._refuse_to_generate(f"The weights are a mixture: {self.live.dirty}.")
+        # those that a pause holds wait with it, for an update that is to come or goes on
+        if self.staging.state is StagingState.EMPTY and not self.is_frozen:
+            self._refuse_to_generate(why_not)
         if not self.pause.holds_the_loop():
             self.pause.sleep()
         return True
@@ -211,12 +233,20 @@ class Controller:
         self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
     def _open(self, call: OpenCall) -> None:
+        self.occupation.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
 
     def _commit(self, call: CommitCall) -> None:
-        self._answers.succeed(call, self.commits.commit(call))
+        was_hollow = self.live.hollow is not None
+        try:
+            committed = self.commits.commit(call)
+        finally:
+            if was_hollow:
+                self.occupation.after_filling()
+        self._answers.succeed(call, committed)
 
     def _roll_back(self, call: RollbackCall) -> None:
+        self.occupation.require_weights("a rollback")
         self._answers.succeed(call, self.commits.roll_back(call))
 
     def _flush(self, call: FlushCall) -> None:
@@ -239,6 +269,7 @@ class Controller:
                 pause=self.pause.describe(),
                 weights=self.commits.describe(),
                 staging=self.staging.describe(),
+                memory=self.occupation.describe(),
             ),
         )
 

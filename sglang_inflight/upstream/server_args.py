@@ -15,6 +15,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
     f"{_FIELDS}.device.Device",
     f"{_FIELDS}.parallel.Parallel",
     f"{_FIELDS}.serving.Serving",
+    f"{_FIELDS}.disagg.Disagg",
 )
 class ServerArgs(Protocol):
     """SGLang puts its fields together from these classes."""
@@ -32,6 +33,9 @@ class ServerArgs(Protocol):
     enable_dp_attention_local_control_broadcast: bool
     nnodes: int
     tokenizer_worker_num: int
+    skip_server_warmup: bool
+    disaggregation_mode: str
+    enable_pdmux: bool
 
     def resolve_once(self) -> None: ...
 

@@ -27,6 +27,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_inflight.scheduler.boundary import Boundary
+    from sglang_inflight.scheduler.memory.occupation import Occupation
     from sglang_inflight.scheduler.update.jobs import Jobs
 
     for method, hook in (
@@ -34,6 +35,7 @@ def install() -> None:
         (Jobs.take_in, middle),
         (Jobs.seal, vote),
         (Boundary.flush, flush),
+        (Occupation.copy_for, copy),
     ):
         target = f"{method.__module__}.{method.__qualname__}"
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -61,6 +63,11 @@ def vote(seal: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:
 def flush(flush_now: Callable[..., None], boundary: Any, *, empty_cache: bool) -> None:
     fail("flush", None)
     flush_now(boundary, empty_cache=empty_cache)
+
+
+def copy(copy_for: Callable[..., Any], occupation: Any, prepared: Any) -> Any:
+    fail("copy", prepared)
+    return copy_for(occupation, prepared)
 
 
 def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:

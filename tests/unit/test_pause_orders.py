@@ -20,7 +20,6 @@ import pytest
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.scheduler.pause import machine
 from sglang_inflight.scheduler.pause.machine import (
-    MEMORY,
     AbortAll,
     Asked,
     Continued,
@@ -45,6 +44,7 @@ from sglang_inflight.scheduler.pause.machine import (
     WaitOver,
     transition,
 )
+from sglang_inflight.status import MEMORY
 
 RUNNING, DRAINING, FROZEN = PauseState
 LEASE_S, TIMEOUT_S = 30.0, 60.0

@@ -13,10 +13,6 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from sglang.srt.managers.io_struct import (
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-)
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
 from sglang_inflight.frontend.as_sglang_answers import SuccessAndMessage, as_sglang_answers
@@ -32,6 +28,8 @@ from sglang_inflight.frontend.bodies import (
     JoinGroupBody,
     LeaveGroupBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     RollbackBody,
     SealBody,
     TensorBody,
@@ -40,7 +38,14 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
+from sglang_inflight.grants import (
+    Deferred,
+    Grant,
+    MemoryMoved,
+    Release,
+    WindowGrant,
+    WindowRelease,
+)
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
@@ -56,11 +61,6 @@ A = TypeVar("A", bound=Receipt | StagedSoFar | Begun | Deferred)
 
 class NoArguments(Body, kw_only=True):
     pass
-
-
-class MemoryTags(Body, kw_only=True):
-    # kv_cache, weights, cuda_graph; all of them if left out
-    tags: list[str] | None = None
 
 
 def _frontend(engine: AdoptedEngine) -> Frontend:
@@ -258,18 +258,20 @@ async def flush_cache(engine: AdoptedEngine, body: NoArguments) -> Any:
     return await engine.tokenizer_manager.flush_cache()
 
 
-@engine_method(MemoryTags, "tags")
-async def release_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
-    """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph."""
-    request = ReleaseMemoryOccupationReqInput(tags=body.tags)
-    await engine.tokenizer_manager.release_memory_occupation(request, None)
+@engine_method(ReleaseMemoryBody, "tags")
+async def release_memory_occupation(engine: AdoptedEngine, body: ReleaseMemoryBody) -> MemoryMoved:
+    """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph.
+
+    ``keep_weights`` is "host" (they come back as they were) or "discard" (they are to be sent).
+    Raises ``Conflict`` where requests need it: pause with "retract" first.
+    """
+    return await _frontend(engine).calls.release_memory(body)
 
 
-@engine_method(MemoryTags, "tags")
-async def resume_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
-    """Take back the memory of ``tags`` that were released."""
-    request = ResumeMemoryOccupationReqInput(tags=body.tags)
-    await engine.tokenizer_manager.resume_memory_occupation(request, None)
+@engine_method(ResumeMemoryBody, "tags")
+async def resume_memory_occupation(engine: AdoptedEngine, body: ResumeMemoryBody) -> MemoryMoved:
+    """Take back the memory of ``tags`` that were released. Raises ``Conflict`` for others."""
+    return await _frontend(engine).calls.resume_memory(body)
 
 
 METHODS: tuple[EngineMethod[Any], ...] = (

@@ -39,11 +39,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.status import MEMORY
 
 # They let requests run on until none does. The other modes freeze at once.
 _DRAINING_MODES = ("abort", "wait")
-# the pause of memory that is away, which nobody else can have
-MEMORY = "memory"
 
 
 class PauseState(enum.Enum):
