@@ -243,6 +243,7 @@ class Controller:
         finally:
             if was_hollow:
                 self.occupation.after_filling()
+        committed.hollow = self.live.hollow
         self._answers.succeed(call, committed)
 
     def _roll_back(self, call: RollbackCall) -> None:

@@ -136,29 +136,45 @@ class Occupation:
         self._staging.when_idle(call, copy)
 
     def release(self, call: ReleaseCall) -> None:
+        """Raises ``HalfDone`` where it fails on a rank; all of its replica take again then what
+        they gave, because one alone would make a step that the others do not make."""
         prepared = self._take_prepared()
         started = time.perf_counter()
-        moved = {}
+        moved: dict[str, int] = {}
+        failure: Exception | None = None
+        try:
+            self._give_back(prepared, moved)
+        except Exception as error:
+            failure = error
+        if is_true_of_any(failure is not None):
+            self._return([kind for kind in prepared.events if kind in released(self._memory)], {})
+            self._settle()
+            raise HalfDone(
+                "memory was released, on some ranks, and taken again, but for the shadow's: "
+                f"{failure or 'another rank failed'}"
+            )
+        self._settle()
+        self._answer(call, moved, started)
+
+    def _give_back(self, prepared: _Prepared, moved: dict[str, int]) -> None:
         before = bytes_in_use(self._device)
         self._staging.forget_shadows()
         self._empty_cache()
-        after = bytes_in_use(self._device)
-        moved[SHADOW] = max(0, before - after)
+        moved[SHADOW] = max(0, before - bytes_in_use(self._device))
         if KV_CACHE in prepared.events:
             self._boundary.flush(empty_cache=False)
         self._copy = prepared.copy or self._copy
         for kind in reversed(KINDS):
-            if kind in prepared.events:
-                before = bytes_in_use(self._device)
-                self._saver.pause(kind)
-                self._scheduler.weight_updater.offload_tags.add(kind)
-                self._synchronize()
-                self._bytes[kind] = moved[kind] = max(0, before - bytes_in_use(self._device))
-        self._memory = prepared.after
-        if prepared.after[WEIGHTS] is Where.LOST:
+            if kind not in prepared.events:
+                continue
+            before = bytes_in_use(self._device)
+            self._saver.pause(kind)
+            self._scheduler.weight_updater.offload_tags.add(kind)
+            self._memory = {**self._memory, kind: prepared.after[kind]}
+            self._synchronize()
+            self._bytes[kind] = moved[kind] = max(0, before - bytes_in_use(self._device))
+        if self._memory[WEIGHTS] is Where.LOST:
             self._live.digest = None
-        self._settle()
-        self._answer(call, moved, started)
 
     def stay(self, call: StayCall) -> None:
         """It is no error if this rank refused."""
@@ -246,20 +262,16 @@ class Occupation:
     def resume(self, call: ResumeCall) -> None:
         """Raises ``HalfDone`` where it fails; all ranks of the replica stay asleep then."""
         started = time.perf_counter()
-        after = self._after_return(call.tags)
-        if after is None:
+        if self._after_return(call.tags) is None:
             raise Conflict(f"memory was not released: {_list(call.tags)}")
         moved: dict[str, int] = {}
         failure: Exception | None = None
         try:
-            self._take_again(call.tags, moved)
+            self._return(call.tags, moved)
         except Exception as error:
             failure = error
         if is_true_of_any(failure is not None):
             raise HalfDone(f"memory did not come back: {failure or 'another rank failed'}")
-        self._memory = after
-        if WEIGHTS in call.tags and after[WEIGHTS] is Where.HOLLOW:
-            self._live.become_hollow("they were released and no copy was kept")
         self._until_filled = call.until_filled
         self._settle()
         self._answer(call, moved, started)
@@ -267,7 +279,7 @@ class Occupation:
     def _after_return(self, tags: list[str]) -> Memory | None:
         return move(self._memory, dict.fromkeys(tags, Event.RESUME))
 
-    def _take_again(self, tags: list[str], moved: dict[str, int]) -> None:
+    def _return(self, tags: list[str], moved: dict[str, int]) -> None:
         for kind in KINDS:
             if kind not in tags:
                 continue
@@ -276,8 +288,13 @@ class Occupation:
             if kind == WEIGHTS and self._copy is not None:
                 self._copy.put_back()
                 self._copy = None
-            self._scheduler.weight_updater.offload_tags.discard(kind)
             self._synchronize()
+            self._scheduler.weight_updater.offload_tags.discard(kind)
+            after = self._after_return([kind])
+            assert after is not None
+            self._memory = after
+            if after[WEIGHTS] is Where.HOLLOW and kind == WEIGHTS:
+                self._live.become_hollow("they were released and no copy was kept")
             moved[kind] = max(0, bytes_in_use(self._device) - before)
 
     def after_filling(self) -> None:

@@ -136,7 +136,6 @@ class Commits:
             stall_ms=stall_ms,
             retracted=retracted,
             digest=digest,
-            hollow=self._live.hollow,
         )
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
