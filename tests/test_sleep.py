@@ -7,6 +7,8 @@ server, as on CUDA. So a server that lives to the end of this file has touched n
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,7 +222,7 @@ def test_calls_while_memory_is_away(server: Server, versions: Path) -> None:
         assert answer["status_code"] == 409, (path, body, answer)
         said = answer.get("message") or answer["error"]["message"]
         assert "release" in said, (path, said)
-    for path, body in (
+    granted: list[tuple[str, Any]] = [
         ("/flush_cache", None),
         ("/reset_prefix_cache?reset_running_requests=true", None),
         ("/update_weight_version", {"new_version": "v0", "abort_all_requests": False}),
@@ -228,7 +230,8 @@ def test_calls_while_memory_is_away(server: Server, versions: Path) -> None:
         ("/pause_generation", {"mode": "wait", "timeout_s": 5}),
         ("/start_profile", {"activities": ["CPU"], "output_dir": str(versions)}),
         ("/stop_profile", None),
-    ):
+    ]
+    for path, body in granted:
         answer = server.post(path, body)
         assert answer["status_code"] == 200, (path, body, answer)
     for path in ("/health", "/health_generate", "/metrics", "/server_info", "/v1/models"):
@@ -393,3 +396,10 @@ def test_a_start_without_weights(
         update(server, versions, 1, **LIVE)
         assert server.get("/ready")["status_code"] == 200
         says(server, 1)
+        # told to go, it takes memory again, so that what waits for it can end
+        release(server, KV, WEIGHTS, keep_weights="host")
+        queued = Generation(server, tokens=3)
+        until("it waits", lambda: status(server)["waiting"] == 1)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert versions_of(expect_whole(queued)) == ["v1"]
+        until("it has gone", lambda: not server.is_alive())

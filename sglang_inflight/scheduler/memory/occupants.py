@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
+# its malloc_trim is GNU's alone
+_LIBC = ctypes.CDLL(None)
 # where SGLang's pools for the reference platform's attention keep keys and values
 _BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 
@@ -74,6 +77,14 @@ class Occupants:
     @property
     def _runners(self) -> Sequence[ModelRunner]:
         return [runner for _, runner in self._scheduler.weight_updater._select_runners("all")]
+
+
+def give_back_freed(device: torch.device) -> None:
+    """Allocators keep what is freed for the next who asks: others are to have it."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    elif hasattr(_LIBC, "malloc_trim"):
+        _LIBC.malloc_trim(0)
 
 
 def bytes_in_use(device: torch.device) -> int:

@@ -46,7 +46,7 @@ from sglang_inflight.scheduler.memory.machine import (
     move,
     released,
 )
-from sglang_inflight.scheduler.memory.occupants import Occupants, bytes_in_use
+from sglang_inflight.scheduler.memory.occupants import Occupants, bytes_in_use, give_back_freed
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -159,7 +159,7 @@ class Occupation:
     def _give_back(self, prepared: _Prepared, moved: dict[str, int]) -> None:
         before = bytes_in_use(self._device)
         self._staging.forget_shadows()
-        self._empty_cache()
+        give_back_freed(self._device)
         moved[SHADOW] = max(0, before - bytes_in_use(self._device))
         if KV_CACHE in prepared.events:
             self._boundary.flush(empty_cache=False)
@@ -343,10 +343,6 @@ class Occupation:
         self._answers.succeed(
             call, Moved(bytes=moved, seconds=seconds, paused=paused, hollow=hollow)
         )
-
-    def _empty_cache(self) -> None:
-        if self._device.type != "cpu":
-            torch.get_device_module(self._device).empty_cache()
 
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
