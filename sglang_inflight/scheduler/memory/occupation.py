@@ -126,6 +126,8 @@ class Occupation:
         if is_true_of_any(refusal is not None) or after is None:
             raise Conflict(refusal or "memory is not released: another rank refuses it")
         self._pause.hold_for_memory(f"{_list(call.tags)} are being released")
+        # a commit since the loop froze may still be swapping, on a stream that copying is not on
+        self._boundary.drain()
         prepared = self._prepared = _Prepared(events, after)
 
         def copy() -> Done:

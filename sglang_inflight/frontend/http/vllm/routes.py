@@ -245,16 +245,19 @@ class _Routes:
 
     async def sleep(self, query: SleepQuery) -> Content:
         """Level 0 pauses; 1 keeps a copy of the weights on the host, and 2 keeps none."""
+        released = await self._memory.released()
+        if query.level > 0 and set(SLEEP_TAGS) <= set(released):
+            message = f"{', '.join(released)} are asleep already."
+            return {"status": "sleeping", "message": message, "paused": True, "level": query.level}
         # what is to give its KV back cannot be kept where it is
         mode = choose_pause_mode(query.mode, clears_cache=query.level > 0)
         answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.level == 0:
             return {**answer, "status": "sleeping", "level": 0}
-        released = await self._memory.released()
         try:
             moved = await self._memory.release(
                 ReleaseMemoryBody(
-                    tags=[tag for tag in SLEEP_TAGS if tag not in released] or list(SLEEP_TAGS),
+                    tags=[tag for tag in SLEEP_TAGS if tag not in released],
                     keep_weights="host" if query.level == 1 else "discard",
                 )
             )
