@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from harness.server import Server, serve
+from sglang_inflight.client import Client
 from tests.support import away
 from tests.support.away import bytes_of, release, resident, take_back
 from tests.support.faults import Faults
@@ -273,11 +274,15 @@ def test_a_lease_that_runs_out_wakes_nobody(server: Server) -> None:
 
 
 def test_an_idle_server_sleeps_and_queues(server: Server) -> None:
-    release(server, keep_weights="host")
+    with Client(server.url) as client:
+        released = client.release_memory(keep_weights="host")
+        assert released.ranks[0].bytes.keys() == {"shadow", KV, WEIGHTS, "cuda_graph"}
     queued = Generation(server, tokens=5)
     until("it waits", lambda: status(server)["waiting"] == 1)
     refuse(server.post("/continue_generation", {}), "are released", "resume", status_code=409)
-    assert take_back(server)["paused"] is False
+    with Client(server.url) as client:
+        assert client.status().memory.weights == "away"
+        assert client.resume_memory().paused is False
     assert versions_of(expect_whole(queued)) == ["v0"]
 
 
