@@ -45,9 +45,6 @@ def refuse_at_start(engine_class: type, server_args: ServerArgs, *args: Any, **k
     if envs.SGLANG_RUST_SERVER.get():
         raise Unsupported(NO_RUST_SERVER)
     requires_update = Settings.from_environment().require_update
-    if requires_update:
-        # it would be made of noise
-        server_args.skip_server_warmup = True
     # as upstream does next; some of its features switch this one on
     server_args.resolve_once()
     resolved: ServerArgs = resolved_view(server_args)

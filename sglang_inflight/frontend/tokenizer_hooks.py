@@ -41,6 +41,7 @@ from sglang_inflight.frontend.spans import write_spans
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.upstream.runtime_context import get_context
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
@@ -52,14 +53,16 @@ HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 def create_frontend(
     _: None, tokenizer_manager: AdoptedTokenizerManager, *args: Any, **kw: Any
 ) -> None:
-    tokenizer_manager.inflight = Frontend(tokenizer_manager)
+    frontend = tokenizer_manager.inflight = Frontend(tokenizer_manager)
+    if frontend.settings.require_update:
+        # it would be made of noise, and be refused
+        get_context().override("inflight.require_update", skip_server_warmup=True)
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
     if http_server is not None:
         from sglang_inflight.frontend.http import routes
         from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
-        frontend = tokenizer_manager.inflight
         routes.mount(http_server.app, frontend, tokenizer_manager)
         if frontend.settings.vllm_routes:
             vllm_routes.mount(http_server.app, frontend, tokenizer_manager)

@@ -33,7 +33,6 @@ class ServerArgs(Protocol):
     enable_dp_attention_local_control_broadcast: bool
     nnodes: int
     tokenizer_worker_num: int
-    skip_server_warmup: bool
     disaggregation_mode: str
     enable_pdmux: bool
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_inflight.errors import Conflict, Dropped, HalfDone
+from sglang_inflight.errors import BadSetting, Conflict, Dropped, HalfDone
 from sglang_inflight.messages import (
     Done,
     MayReleaseCall,
@@ -113,6 +113,8 @@ class Occupation:
         if look_in is not None:
             look_in(self._occupants.of)
         if require_update:
+            if staging.refusal is not None:
+                raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {staging.refusal}")
             self._memory = {**PRESENT, WEIGHTS: Where.HOLLOW}
             live.become_hollow("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)")
 
@@ -122,7 +124,7 @@ class Occupation:
         """Vote. All ranks of a replica hold still from here on, or none does."""
         events = self._events_of(call)
         after = move(self._memory, events)
-        refusal = self._why_not(call.tags, after)
+        refusal = self._why_not(call, after)
         if is_true_of_any(refusal is not None) or after is None:
             raise Conflict(refusal or "memory is not released: another rank refuses it")
         self._pause.hold_for_memory(f"{_list(call.tags)} are being released")
@@ -194,8 +196,11 @@ class Occupation:
 
     def _events_of(self, call: MayReleaseCall) -> dict[str, Event]:
         events = dict.fromkeys(call.tags, Event.KEEP)
-        # where nothing goes, or SGLang's own saver copies it, nothing can be lost
-        can_be_lost = self._saver.enabled and not self._saver_copies
+        # where nothing goes, or SGLang's own saver copies it, nothing can be lost; and what no
+        # update can bring must not be
+        can_be_lost = (
+            self._saver.enabled and not self._saver_copies and self._staging.refusal is None
+        )
         if WEIGHTS in events and can_be_lost and call.keep_weights != "host":
             events[WEIGHTS] = Event.DISCARD
         return events
@@ -204,8 +209,11 @@ class Occupation:
     def _saver_copies(self) -> bool:
         return get_exec().features.enable_weights_cpu_backup
 
-    def _why_not(self, tags: list[str], after: Memory | None) -> str | None:
-        """Why memory of ``tags`` cannot be released now, or None where it can."""
+    def _why_not(self, call: MayReleaseCall, after: Memory | None) -> str | None:
+        """Why memory cannot be released now, or None where it can."""
+        tags = call.tags
+        if call.keep_weights == "discard" and self._staging.refusal is not None:
+            return f"weights are not discarded, which cannot be sent: {self._staging.refusal}"
         if self._prepared is not None:
             return "memory is being released already"
         if after is None:

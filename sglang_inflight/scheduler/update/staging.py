@@ -66,7 +66,7 @@ class Staging:
         self._live = live
         self._answers = answers
         self.mode = mode
-        self._refusal = refusal
+        self.refusal = refusal
         self._update: Update | None = None
 
     @property
@@ -78,8 +78,8 @@ class Staging:
     # ---- calls -------------------------------------------------------------------
 
     def open(self, call: OpenCall, *, current_version: str) -> None:
-        if self._refusal is not None:
-            raise Refused(self._refusal)
+        if self.refusal is not None:
+            raise Refused(self.refusal)
         if self.state not in states_for(Step.OPEN):
             raise Conflict("another weight update is open: end or abort it first")
         if call.expected_version is not None and call.expected_version != current_version:
@@ -178,7 +178,7 @@ class Staging:
             bytes=update.bytes if update else 0,
             can_roll_back=self.why_no_rollback() is None,
             dirty=self._live.dirty,
-            refusal=self._refusal,
+            refusal=self.refusal,
             groups=self._groups.describe(),
         )
 
