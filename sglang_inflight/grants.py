@@ -39,6 +39,31 @@ class Release(Answer, frozen=True, kw_only=True):
     paused: bool
 
 
+class RankMemory(Answer, frozen=True, kw_only=True):
+    """What one rank gave back, or took again."""
+
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    # by kind of memory; "shadow" is the second copy of the weights
+    bytes: dict[str, int]
+    seconds: float
+
+
+class MemoryMoved(Answer, frozen=True, kw_only=True):
+    """Memory was given back by every rank, or taken again.
+
+    ``paused`` where generation stands still after it, ``hollow`` where the weights are to be sent.
+    """
+
+    status: str = "ok"
+    success: bool = True
+    message: str
+    paused: bool
+    hollow: str | None = None
+    ranks: tuple[RankMemory, ...] = ()
+
+
 class WindowGrant(Answer, frozen=True, kw_only=True):
     """Nothing stands still, see ``frontend/transparent.py``: what is sent now goes live in flight.
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 from sglang.srt.managers import io_struct
 
+from sglang_inflight.status import MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 from sglang_inflight.status import PauseMode as PauseMode
-from sglang_inflight.status import PauseStatus, StagingStatus, WeightsStatus
 
 if TYPE_CHECKING:
 
@@ -59,6 +59,8 @@ else:
 KVPolicy = Literal["recompute", "fence", "keep"]
 # of requests that go on with another adapter: prefixes of one are never another's
 AdapterKVPolicy = Literal["recompute", "fence"]
+# what becomes of weights whose memory is released
+KeepWeights = Literal["host", "discard"]
 Selector = Literal["target", "draft", "all"]
 # how a trainer is met: through torch.distributed, or by vLLM's StatelessProcessGroup
 MeetBy = Literal["torch", "stateless"]
@@ -183,9 +185,22 @@ class Committed(RankAnswer, kw_only=True):
     # requests that went back to the queue
     retracted: int
     digest: str
+    # why they are not served yet: parts of hollow weights are still to be sent
+    hollow: str | None = None
 
 
 class Moved(RankAnswer, kw_only=True):
+    """Memory was given back, or is here again."""
+
+    # by kind of memory, and what its shadow had
+    bytes: dict[str, int]
+    seconds: float
+    # whether generation stands still after it
+    paused: bool
+    hollow: str | None
+
+
+class RequestsMoved(RankAnswer, kw_only=True):
     # of the requests that go on with the other adapter
     rids: list[str]
     # requests that went back to the queue
@@ -201,6 +216,7 @@ class Described(RankAnswer, kw_only=True):
     pause: PauseStatus
     weights: WeightsStatus
     staging: StagingStatus
+    memory: MemoryStatus
 
 
 ANSWERS: tuple[type[RankAnswer], ...] = (
@@ -212,6 +228,7 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Voted,
     Committed,
     Moved,
+    RequestsMoved,
     TransferGivenUp,
     Described,
 )
@@ -343,6 +360,49 @@ class RollbackCall(Call, kw_only=True):
     kv_cache: KVPolicy
 
 
+class MayReleaseCall(Call, kw_only=True):
+    """Phase one of a release: may it be, and copy what is to be kept.
+
+    The rank makes no step from its vote on, until the memory is back or ``StayCall`` comes.
+    """
+
+    answer = Done
+
+    tags: list[str]
+    # None: as the server was started
+    keep_weights: KeepWeights | None
+
+
+class ReleaseCall(Call, kw_only=True):
+    """Phase two: give back what all ranks have voted for."""
+
+    answer = Moved
+
+
+class StayCall(Call, kw_only=True):
+    """Instead of phase two: not all have voted for it."""
+
+    answer = Done
+
+
+class MayResumeCall(Call, kw_only=True):
+    """Phase one of the return: was it released, and is there room for it?"""
+
+    answer = Done
+
+    tags: list[str]
+
+
+class ResumeCall(Call, kw_only=True):
+    """Phase two of the return. Generation goes on when all is back."""
+
+    answer = Moved
+
+    tags: list[str]
+    # go on holding requests back, rather than end them, while weights are hollow
+    until_filled: bool = False
+
+
 class FlushCall(Call, kw_only=True):
     """Forget every cached prefix."""
 
@@ -368,7 +428,7 @@ class NameAdaptersCall(Call, kw_only=True):
 class MoveRequestsCall(Call, kw_only=True):
     """Requests of one adapter go on with another, from this step boundary on."""
 
-    answer = Moved
+    answer = RequestsMoved
 
     from_id: str
     to_id: str
@@ -450,6 +510,11 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     CommitCall,
     DropCall,
     RollbackCall,
+    MayReleaseCall,
+    ReleaseCall,
+    StayCall,
+    MayResumeCall,
+    ResumeCall,
     FlushCall,
     ForgetEmbeddingsCall,
     NameAdaptersCall,

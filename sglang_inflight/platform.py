@@ -67,6 +67,10 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def init_backend(self) -> None:
+        """Called in each process that runs a model, before it makes one."""
+        _save_pages()
+
     def post_load_model(self, model: torch.nn.Module) -> None:
         serve_adapters_without_pinning()
 
@@ -80,6 +84,8 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         core 1. A kernel of up to a MiB is kept for each shape of a matmul, by default 1024
         of them, and nearly every prefill has a shape of its own.
         """
+        # here, too: processes are started by way of a memory saver
+        _save_pages()
         for cache in KERNEL_CACHES:
             os.environ.setdefault(cache, str(KERNELS))
         config = _read_config(server_args)
@@ -125,6 +131,13 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         if os.environ.get(THREADS) == _own.get(THREADS):
             _own[THREADS] = os.environ[THREADS] = str(threads)
             logger.info("The reference platform computes with %s of %s cores", threads, cores)
+
+
+def _save_pages() -> None:
+    # it imports what asks for the platform
+    from sglang_inflight.reference.memory import save_pages
+
+    save_pages()
 
 
 def describe_threads() -> str:

@@ -111,6 +111,12 @@ class Settings:
         _positive,
         "how long such a pause may go without an update before it becomes a real one, in seconds",
     )
+    require_update: bool = _setting(
+        False,
+        _boolean,
+        "serve nothing before a whole update has come: the weights of the start are noise, as "
+        "--load-format dummy makes them",
+    )
     vllm_routes: bool = _setting(
         False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
     )

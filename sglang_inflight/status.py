@@ -10,6 +10,9 @@ from sglang_inflight.answer import Answer
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
 
+# the pause_id under which memory that is released holds generation back
+MEMORY = "memory"
+
 
 class Holder(Answer, frozen=True, kw_only=True):
     """Whoever keeps generation paused."""
@@ -63,14 +66,27 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     groups: dict[str, str]
 
 
+class MemoryStatus(Answer, frozen=True, kw_only=True):
+    """Each kind of memory: "present", "away" (and will be as it was), "lost" (and will be
+    hollow), or "hollow" (its contents are to be sent)."""
+
+    weights: str = "present"
+    kv_cache: str = "present"
+    cuda_graph: str = "present"
+    # why no request is served until updates have brought all weights
+    hollow: str | None = None
+
+
 class State(PauseStatus, frozen=True, kw_only=True):
-    """All three, side by side. A struct has one parent: the fields of weights are repeated."""
+    """All of these, side by side. A struct has one parent: the fields of weights are repeated."""
 
     weight_version: str
     epoch: int
     digest: str | None
     previous_version: str | None
     staging: StagingStatus
+    # a server without it has no memory saver that we know of
+    memory: MemoryStatus = MemoryStatus()
 
 
 class RankStatus(State, frozen=True, kw_only=True):

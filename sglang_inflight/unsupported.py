@@ -40,8 +40,12 @@ NO_LOCAL_BROADCAST = (
     "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
     "DWDP switch on: control messages then reach ranks in different steps"
 )
+NO_FIRST_UPDATE = (
+    "SGLANG_INFLIGHT_REQUIRE_UPDATE needs --pp-size 1, no --disaggregation-mode and no "
+    "--enable-pdmux: other loops cannot hold requests back"
+)
 # for whoever asks before a start
-AT_START = (ONE_TOKENIZER, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST)
+AT_START = (ONE_TOKENIZER, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST, NO_FIRST_UPDATE)
 
 # where SGLang's own launchers in Ray's actors are
 _RAY = "sglang.srt.ray."
@@ -84,6 +88,9 @@ def why_not(engine_class: type, server_args: ServerArgs) -> str | None:
     resolved: ServerArgs = resolved_view(server_args)
     if resolved.use_ray or engine_class.__module__.startswith(_RAY):
         return NO_RAY
+    other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
+    if Settings.from_environment().require_update and (resolved.pp_size > 1 or other_loop):
+        return NO_FIRST_UPDATE
     if resolved.enable_dp_attention_local_control_broadcast:
         return NO_LOCAL_BROADCAST
     return None

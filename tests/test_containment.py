@@ -70,8 +70,7 @@ def test_release_and_resume(server: Server) -> None:
     """The right order is let through, also for requests that a pause sent back."""
     with requests_run_on(server):
         pause(server, "retract")
-        # without a GPU its last step fails, which waits for one
-        assert server.post(RELEASE, {})["status_code"] in (200, 500)
+        assert server.post(RELEASE, {})["status_code"] == 200
         refuse(server.post(RELEASE, {"tags": ["weights"]}), 409, "already", "weights")
         assert server.post(RESUME, {})["status_code"] == 200
         refuse(server.post(RESUME, {}), 409, "not released")

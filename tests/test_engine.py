@@ -73,6 +73,11 @@ def test_a_refused_update_raises(answers: dict[str, Any]) -> None:
 def test_async_methods(answers: dict[str, Any]) -> None:
     output = answers["async"]
     assert output["receipt"]["retracted"] == 1
+    for released, returned in (answers["moved"], output["moved"]):
+        assert (released["paused"], released["hollow"]) == (True, None)
+        assert returned["ranks"][0]["bytes"].keys() < released["ranks"][0]["bytes"].keys()
+    # a pause of the caller's own holds on
+    assert (output["moved"][1]["paused"], answers["moved"][1]["paused"]) == (True, False)
     (rank,) = output["paused"]["ranks"]
     assert rank["retracted"] == 1
     assert expect_spans(output["tokens"], output["spans"])[-1] == "v4"

@@ -236,14 +236,16 @@ def test_memory_is_released_in_a_real_pause(transparent_server: Server, checkpoi
     server = transparent_server
     running = start_running(server, 2, tokens=ENDLESS)
     pause(server, "retract")
-    # without a memory saver it cannot be, and says so
-    server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    released = server.post("/release_memory_occupation", {"tags": ["kv_cache"]})
+    assert released["status_code"] == 200, released
     assert status(server)["state"] == "frozen"
     body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1"}
     assert server.post("/update_weights_from_disk", body)["success"] is True
     assert status(server)["weight_version"] == "v0"
     answer: dict[str, Any] = resume(server)
     assert answer["receipt"]["weight_version"] == "v1"
+    assert answer["paused"] is True
+    assert server.post("/resume_memory_occupation", {"tags": ["kv_cache"]})["paused"] is False
     new = marker.token(1)
     for generation in running:
         until("new tokens", lambda g=generation: g.tokens[-2:] == [new] * 2)  # type: ignore[misc]

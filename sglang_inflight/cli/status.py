@@ -64,6 +64,9 @@ def _draw(answer: Status) -> Table:
     facts = start_table("fact", "value")
     for name in ("state", "mode", "weight_version", "epoch", "previous_version", "digest"):
         facts.add_row(name, str(answer[name]))
+    where = {kind: answer.memory[kind] for kind in ("weights", "kv_cache", "cuda_graph")}
+    if set(where.values()) != {"present"}:
+        facts.add_row("memory", ", ".join(f"{kind} {is_}" for kind, is_ in where.items()))
     for holder in answer.holders:
         left = holder.lease_left_s
         lease = "for ever" if left is None else f"for {left:.0f} s more"

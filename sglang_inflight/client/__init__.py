@@ -23,7 +23,7 @@ from sglang_inflight.client.spans import (
     version_per_token,
 )
 from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
-from sglang_inflight.grants import Grant, Release
+from sglang_inflight.grants import Grant, MemoryMoved, Release
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
 
@@ -37,6 +37,7 @@ __all__ = [
     "FleetSplit",
     "Grant",
     "GroupFailed",
+    "MemoryMoved",
     "NoAnswer",
     "PauseLost",
     "Progress",

@@ -19,7 +19,7 @@ from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session
 from sglang_inflight.client.unheard import NoAnswer
 from sglang_inflight.errors import InflightError
-from sglang_inflight.grants import Grant, Release
+from sglang_inflight.grants import Grant, MemoryMoved, Release
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
 
@@ -331,6 +331,29 @@ class AsyncClient:
             expected_version=expected_version,
         )
         return self._read(Receipt, receipt)
+
+    async def release_memory(
+        self, *tags: str, keep_weights: Literal["host", "discard"] | None = None
+    ) -> MemoryMoved:
+        """Give memory back while requests wait: pause with ``retract`` first.
+
+        ``tags`` are of ``kv_cache``, ``weights`` and ``cuda_graph``; none are all of them.
+        Weights come back as they were (``host``), or have to be sent again (``discard``).
+        """
+        moved = await self._post(
+            "/release_memory_occupation",
+            patience_s=self.timeout_s + UPDATE_S,
+            tags=list(tags),
+            keep_weights=keep_weights,
+        )
+        return self._read(MemoryMoved, moved)
+
+    async def resume_memory(self, *tags: str) -> MemoryMoved:
+        """Take memory of ``tags`` again, or all of it. With the last generation goes on."""
+        moved = await self._post(
+            "/resume_memory_occupation", patience_s=self.timeout_s + UPDATE_S, tags=list(tags)
+        )
+        return self._read(MemoryMoved, moved)
 
     # ---- how -------------------------------------------------------------------------
 

@@ -26,4 +26,6 @@ class Client(Blocking[AsyncClient]):
     update = waiting(AsyncClient.update)
     update_from_disk = waiting(AsyncClient.update_from_disk)
     session = waiting_block(AsyncClient.session)
+    release_memory = waiting(AsyncClient.release_memory)
+    resume_memory = waiting(AsyncClient.resume_memory)
     roll_back = waiting(AsyncClient.roll_back)

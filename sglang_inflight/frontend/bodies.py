@@ -17,6 +17,8 @@ from sglang.srt.managers.io_struct import (
     EndWeightUpdateReqInput,
     InitWeightsUpdateGroupReqInput,
     PauseGenerationReqInput,
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -30,6 +32,7 @@ from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
     IPCSource,
+    KeepWeights,
     KVPolicy,
     PauseMode,
     Selector,
@@ -73,6 +76,21 @@ class ContinueBody(Body, kw_only=True):
 
     torch_empty_cache: bool = True
     pause_id: Name | None = None
+
+
+class ReleaseMemoryBody(Body, kw_only=True):
+    sglang = ReleaseMemoryOccupationReqInput
+
+    # None, and none, are all kinds of memory, as upstream has it
+    tags: list[str] | None = None
+    # None: "discard", or "host" with --enable-weights-cpu-backup
+    keep_weights: KeepWeights | None = None
+
+
+class ResumeMemoryBody(Body, kw_only=True):
+    sglang = ResumeMemoryOccupationReqInput
+
+    tags: list[str] | None = None
 
 
 class UpdateBody(Body, kw_only=True):

@@ -13,13 +13,23 @@ from sglang_inflight.frontend.bodies import (
     EndBody,
     NameBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     SealBody,
     UpdateBody,
 )
+from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.naming import name_version
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
+from sglang_inflight.grants import (
+    Deferred,
+    Grant,
+    MemoryMoved,
+    Release,
+    WindowGrant,
+    WindowRelease,
+)
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 
 if TYPE_CHECKING:
@@ -32,11 +42,16 @@ class Calls:
     """Each call does what it says. ``TransparentCalls`` is the other way to take them."""
 
     def __init__(
-        self, tokenizer_manager: TokenizerManager, pauses: Pauses, updates: Updates
+        self,
+        tokenizer_manager: TokenizerManager,
+        pauses: Pauses,
+        updates: Updates,
+        memory: Memory,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._pauses = pauses
         self._updates = updates
+        self._memory = memory
 
     async def pause(self, body: PauseBody) -> Grant | WindowGrant:
         return await self._pauses.pause(body)
@@ -74,5 +89,8 @@ class Calls:
         """Around SGLang's own flush of the prefix cache."""
         return await flush()
 
-    async def stand_still(self) -> None:
-        """Before what needs generation to stand still, where it was asked to."""
+    async def release_memory(self, body: ReleaseMemoryBody) -> MemoryMoved:
+        return await self._memory.release(body)
+
+    async def resume_memory(self, body: ResumeMemoryBody) -> MemoryMoved:
+        return await self._memory.resume(body)

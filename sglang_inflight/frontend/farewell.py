@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.frontend.bodies import ContinueBody
+from sglang_inflight.errors import InflightError
+from sglang_inflight.frontend.bodies import ContinueBody, ResumeMemoryBody
+from sglang_inflight.frontend.frontend import Frontend
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedSignalHandler
@@ -22,4 +24,14 @@ def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
     if tokenizer_manager.is_pause:
         logger.warning("The server is told to go: its pauses end, so that its requests can.")
     frontend = tokenizer_manager.inflight
-    frontend.in_background(frontend.pauses.resume(ContinueBody(torch_empty_cache=False)))
+    frontend.in_background(_let_go(frontend))
+
+
+async def _let_go(frontend: Frontend) -> None:
+    """Requests that wait for memory can end when it is back; with 503 where that is hollow."""
+    try:
+        if released := await frontend.memory.released():
+            await frontend.memory.resume(ResumeMemoryBody(tags=released))
+    except InflightError as error:
+        logger.warning("%s", error)
+    await frontend.pauses.resume(ContinueBody(torch_empty_cache=False))

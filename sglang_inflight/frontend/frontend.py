@@ -14,6 +14,7 @@ from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.engine.lifetime import Lifetime
 from sglang_inflight.frontend.lora.adapters import Adapters
+from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
@@ -24,7 +25,15 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import ANSWERS, GenerationContinues, RankAnswer, RankIsSilent
+from sglang_inflight.messages import (
+    ANSWERS,
+    Committed,
+    Described,
+    GenerationContinues,
+    Moved,
+    RankAnswer,
+    RankIsSilent,
+)
 from sglang_inflight.settings import Settings
 from sglang_inflight.status import Status
 
@@ -51,17 +60,21 @@ class Frontend:
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
         two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)
+        self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase)
+        # as was heard last; ``/ready`` asks
+        self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
         self.calls = (
             TransparentCalls(
                 tokenizer_manager,
                 self.pauses,
                 self.updates,
+                self.memory,
                 settings,
                 in_background=self.in_background,
             )
             if settings.transparent
-            else Calls(tokenizer_manager, self.pauses, self.updates)
+            else Calls(tokenizer_manager, self.pauses, self.updates, self.memory)
         )
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
@@ -73,6 +86,11 @@ class Frontend:
 
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""
+        match answer:
+            case Committed(hollow=hollow) | Moved(hollow=hollow):
+                self.is_hollow = hollow is not None
+            case Described(memory=memory):
+                self.is_hollow = memory.hollow is not None
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
 

@@ -25,6 +25,7 @@ from sglang_inflight.messages import (
     Paused,
     StatusCall,
 )
+from sglang_inflight.status import MEMORY
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
@@ -75,6 +76,8 @@ class Pauses:
             raise Conflict("the server is told to go: it ends its requests, and pauses no more")
         if body.pause_id is not None and body.new_id is not None:
             raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
+        if MEMORY in (body.pause_id, body.new_id):
+            raise Refused(f"a pause cannot be called {MEMORY!r}: that of released memory is")
         mode, new_id = body.mode or None, body.new_id
         call = PauseCall(
             mode=mode if body.pause_id is not None else mode or "abort",

@@ -27,4 +27,4 @@ def write_status(ranks: list[Described]) -> Status:
 
 def _side_by_side(rank: Described) -> dict[str, Any]:
     """The fields of ``State``."""
-    return {**rank.pause, **rank.weights, "staging": rank.staging}
+    return {**rank.pause, **rank.weights, "staging": rank.staging, "memory": rank.memory}

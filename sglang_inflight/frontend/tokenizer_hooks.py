@@ -26,6 +26,8 @@ from sglang_inflight.frontend.bodies import (
     JoinGroupBody,
     LeaveGroupBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     TensorBody,
     convert,
 )
@@ -46,6 +48,8 @@ from sglang_inflight.frontend.standing_aside import after, around, before, inste
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.upstream.runtime_context import get_context
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
@@ -66,12 +70,14 @@ def create_frontend(
 
             inactive.mount(http_server.app, why)
         return
-    tokenizer_manager.inflight = Frontend(tokenizer_manager)
+    frontend = tokenizer_manager.inflight = Frontend(tokenizer_manager)
+    if frontend.settings.require_update:
+        # it would be made of noise, and be refused
+        get_context().override("inflight.require_update", skip_server_warmup=True)
     if http_server is not None:
         from sglang_inflight.frontend.http import routes
         from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
-        frontend = tokenizer_manager.inflight
         routes.mount(http_server.app, frontend, tokenizer_manager)
         if frontend.settings.vllm_routes:
             vllm_routes.mount(http_server.app, frontend, tokenizer_manager)
@@ -146,11 +152,32 @@ async def flush_cache(
 async def release_memory_occupation(
     release: Callable[..., Awaitable[None]],
     tm: AdoptedTokenizerManager,
+    obj: Request,
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    await tm.inflight.calls.stand_still()
-    await release(tm, *args, **kwargs)
+    if why_no_pause() is not None:
+        await release(tm, obj, *args, **kwargs)
+    else:
+        await tm.inflight.calls.release_memory(_convert(obj, ReleaseMemoryBody))
+
+
+async def resume_memory_occupation(
+    resume: Callable[..., Awaitable[None]],
+    tm: AdoptedTokenizerManager,
+    obj: Request,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if why_no_pause() is not None:
+        await resume(tm, obj, *args, **kwargs)
+    else:
+        await tm.inflight.calls.resume_memory(_convert(obj, ResumeMemoryBody))
+
+
+def is_ready(ready: Callable[[Any], bool], tm: AdoptedTokenizerManager) -> bool:
+    """Not while weights are hollow: each request would end with 503."""
+    return ready(tm) and not tm.inflight.is_hollow
 
 
 def _convert(obj: Any, body: type[Any]) -> Any:
@@ -199,7 +226,12 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}._init_req_state", *before(refuse_when_over)),
     *(
         (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *around(surround))
-        for surround in (flush_cache, release_memory_occupation)
+        for surround in (
+            flush_cache,
+            is_ready,
+            release_memory_occupation,
+            resume_memory_occupation,
+        )
     ),
     (f"{_COMMUNICATOR}.queueing_call", *instead(control_calls.call)),
     (f"{_COMMUNICATOR}.handle_recv", *instead(control_calls.hear)),

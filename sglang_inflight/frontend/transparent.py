@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
 
-from sglang_inflight.errors import Dropped, InflightError, Refused
+from sglang_inflight.errors import Conflict, Dropped, InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -41,14 +41,23 @@ from sglang_inflight.frontend.bodies import (
     EndBody,
     NameBody,
     PauseBody,
+    ReleaseMemoryBody,
     SealBody,
     UpdateBody,
 )
 from sglang_inflight.frontend.calls import Calls
+from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
+from sglang_inflight.grants import (
+    Deferred,
+    Grant,
+    MemoryMoved,
+    Release,
+    WindowGrant,
+    WindowRelease,
+)
 from sglang_inflight.messages import KVPolicy, PauseMode
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
@@ -113,12 +122,13 @@ class TransparentCalls(Calls):
         tokenizer_manager: TokenizerManager,
         pauses: Pauses,
         updates: Updates,
+        memory: Memory,
         settings: Settings,
         *,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         """``in_background`` does what nobody waits for, and logs what comes of it."""
-        super().__init__(tokenizer_manager, pauses, updates)
+        super().__init__(tokenizer_manager, pauses, updates, memory)
         self._settings = settings
         self._in_background = in_background
         self._window: Window | None = None
@@ -156,7 +166,7 @@ class TransparentCalls(Calls):
             receipt = await self._end_window(window)
         finally:
             # whatever became of the update, generation goes on
-            resumed = await asyncio.shield(asyncio.ensure_future(super().resume(body)))
+            resumed = await asyncio.shield(asyncio.ensure_future(self._go_on(body, window)))
         return WindowRelease(message=resumed.message, paused=resumed.paused, receipt=receipt)
 
     async def is_paused(self) -> bool:
@@ -237,9 +247,10 @@ class TransparentCalls(Calls):
             return await flush()
         return cast(T, FlushCacheReqOutput(success=True))
 
-    async def stand_still(self) -> None:
+    async def release_memory(self, body: ReleaseMemoryBody) -> MemoryMoved:
         if self._window is not None:
             await self._pause_really(self._window)
+        return await super().release_memory(body)
 
     # ---- the window ------------------------------------------------------------------
 
@@ -257,6 +268,17 @@ class TransparentCalls(Calls):
         assert isinstance(begun, Begun)
         window.session_id = begun.session_id
         return begun.session_id
+
+    async def _go_on(self, body: ContinueBody, window: Window) -> Release:
+        try:
+            resumed = await super().resume(body)
+            assert isinstance(resumed, Release)
+            return resumed
+        except Conflict as error:
+            # memory is away: its return lets generation go on
+            if window.pause_id is not None:
+                await self._pauses.resume(ContinueBody(pause_id=window.pause_id))
+            return Release(message=str(error), paused=True)
 
     async def _end_window(self, window: Window) -> Receipt | None:
         """The receipt; None where no weights were sent."""

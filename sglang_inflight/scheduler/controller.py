@@ -27,20 +27,26 @@ from sglang_inflight.messages import (
     InflightCall,
     JoinGroupCall,
     LeaveGroupCall,
+    MayReleaseCall,
+    MayResumeCall,
     MoveRequestsCall,
     NameAdaptersCall,
     OpenCall,
     PauseCall,
+    ReleaseCall,
+    ResumeCall,
     RollbackCall,
     SealCall,
     StageCall,
     StatusCall,
+    StayCall,
     TimesOver,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.lora.adapters import Adapters
+from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.nodes.way import find_way
 from sglang_inflight.scheduler.pause.machine import PauseState
@@ -106,6 +112,15 @@ class Controller:
             self.staleness,
             metrics,
         )
+        self.occupation = Occupation(
+            scheduler,
+            boundary,
+            self.pause,
+            self.staging,
+            self.live,
+            self._answers,
+            require_update=settings.require_update,
+        )
         handlers: dict[type[InflightCall[Any]], Callable[[Any], None]] = {
             PauseCall: self.pause.ask,
             ContinueCall: self.pause.resume,
@@ -115,6 +130,11 @@ class Controller:
             DropCall: self.staging.drop,
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
+            MayReleaseCall: self.occupation.may_release,
+            ReleaseCall: self.occupation.release,
+            StayCall: self.occupation.stay,
+            MayResumeCall: self.occupation.may_resume,
+            ResumeCall: self.occupation.resume,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
             NameAdaptersCall: self._name_adapters,
@@ -128,6 +148,11 @@ class Controller:
             PauseCall: _always,
             ContinueCall: _always,
             FlushCall: _always,
+            MayReleaseCall: _always,
+            ReleaseCall: _always,
+            StayCall: _always,
+            MayResumeCall: _always,
+            ResumeCall: _always,
             CommitCall: _retracts,
             RollbackCall: _retracts,
         }
@@ -146,7 +171,7 @@ class Controller:
             PauseGenerationReqInput: self._still.wait_for(self._take_upstream_pause),
             ContinueGenerationReqInput: self._still.wait_for(self._take_upstream_continue),
         }
-        containment = Containment(scheduler, boundary, self._answers)
+        containment = Containment(scheduler, boundary, self.occupation, self._answers)
         containment.surround(scheduler._request_dispatcher)
         self._background = containment.background
 
@@ -155,10 +180,12 @@ class Controller:
     def holds_the_loop(self) -> bool:
         """At every step boundary, after the messages: is the engine paused?"""
         self._background.answer_for_those_done()
-        if self.live.dirty is None:
+        why_not = self.live.why_not_served
+        if why_not is None:
             return self.pause.holds_the_loop()
-        if self.staging.state is StagingState.EMPTY:
-            self._refuse_to_generate(f"The weights are a mixture: {self.live.dirty}.")
+        # those that a pause holds wait with it, for an update that is to come or goes on
+        if self.staging.state is StagingState.EMPTY and not self.is_frozen:
+            self._refuse_to_generate(why_not)
         if not self.pause.holds_the_loop():
             self.pause.sleep()
         return True
@@ -167,14 +194,15 @@ class Controller:
         """In each turn of a pipeline, after the messages: must it launch nothing?"""
         if self._still.settle():
             return True
-        if self.live.dirty is not None and self._boundary.pending_batches:
+        if self.live.why_not_served is not None and self._boundary.pending_batches:
             return True
         return self.holds_the_loop()
 
     @property
     def holds_back(self) -> bool:
         """Is there something that makes no step, and would make one otherwise?"""
-        return self.is_frozen or self._still.is_waited_for or self.live.dirty is not None
+        is_waited_for = self._still.is_waited_for
+        return self.is_frozen or is_waited_for or self.live.why_not_served is not None
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Around the choice of requests to prefill: show it only those that may run now."""
@@ -250,12 +278,21 @@ class Controller:
         self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
     def _open(self, call: OpenCall) -> None:
+        self.occupation.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
 
     def _commit(self, call: CommitCall) -> None:
-        self._answers.succeed(call, self.commits.commit(call))
+        was_hollow = self.live.hollow is not None
+        try:
+            committed = self.commits.commit(call)
+        finally:
+            if was_hollow:
+                self.occupation.after_filling()
+        committed.hollow = self.live.hollow
+        self._answers.succeed(call, committed)
 
     def _roll_back(self, call: RollbackCall) -> None:
+        self.occupation.require_weights("a rollback")
         self._answers.succeed(call, self.commits.roll_back(call))
 
     def _flush(self, call: FlushCall) -> None:
@@ -285,6 +322,7 @@ class Controller:
                 pause=self.pause.describe(),
                 weights=self.commits.describe(),
                 staging=self.staging.describe(),
+                memory=self.occupation.describe(),
             ),
         )
 

@@ -82,9 +82,17 @@ class Experts(Protocol):
     def elastic_ep_backend(self) -> str | None: ...
 
 
+@describes(f"{_FIELDS}.exec_.ExecFeatures")
+class Features(Protocol):
+    @property
+    def enable_weights_cpu_backup(self) -> bool: ...
+
+
 class Execution(Protocol):
     """A bag of bags, which SGLang makes at run time: no class of it has members."""
 
+    @property
+    def features(self) -> Features: ...
     @property
     def moe(self) -> Experts: ...
 

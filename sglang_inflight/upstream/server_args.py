@@ -16,6 +16,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
     f"{_FIELDS}.device.Device",
     f"{_FIELDS}.parallel.Parallel",
     f"{_FIELDS}.serving.Serving",
+    f"{_FIELDS}.disagg.Disagg",
 )
 class ServerArgs(Protocol):
     """SGLang puts its fields together from these classes."""
@@ -33,6 +34,8 @@ class ServerArgs(Protocol):
     enable_dp_attention_local_control_broadcast: bool
     tokenizer_worker_num: int
     use_ray: bool
+    disaggregation_mode: str
+    enable_pdmux: bool
 
     def resolve_once(self) -> None: ...
 

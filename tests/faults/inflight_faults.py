@@ -28,6 +28,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_inflight.scheduler.boundary import Boundary
+    from sglang_inflight.scheduler.memory.occupation import Occupation
     from sglang_inflight.scheduler.nodes import meeting, relay
     from sglang_inflight.scheduler.update.jobs import Jobs
 
@@ -38,6 +39,7 @@ def install() -> None:
         (Jobs.take_in, middle),
         (Jobs.seal, vote),
         (Boundary.flush, flush),
+        (Occupation.copy_for, copy),
     ):
         target = f"{method.__module__}.{method.__qualname__}"
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -65,6 +67,11 @@ def vote(seal: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:
 def flush(flush_now: Callable[..., None], boundary: Any, *, empty_cache: bool) -> None:
     fail("flush", None)
     flush_now(boundary, empty_cache=empty_cache)
+
+
+def copy(copy_for: Callable[..., Any], occupation: Any, prepared: Any) -> Any:
+    fail("copy", prepared)
+    return copy_for(occupation, prepared)
 
 
 def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:

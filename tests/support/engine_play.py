@@ -111,6 +111,10 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
 
     answers["async"] = engine.loop.run_until_complete(use_async(engine, checkpoints))
 
+    answers["moved"] = [
+        engine.release_memory_occupation(tags=["weights"], keep_weights="host"),
+        engine.resume_memory_occupation(tags=["weights"]),
+    ]
     answers["blocking disk"] = engine.update_weights_from_disk(str(checkpoints / "v5"))
     engine.begin_weight_update()
     engine.update_weights_from_tensor(list(marker.tensors(1).items()))
@@ -162,6 +166,10 @@ async def use_async(engine: Any, checkpoints: Path) -> dict[str, Any]:
         str(checkpoints / "v4"), non_blocking=True, flush_cache=True, weight_version="v4"
     )
     paused = await engine.async_pause_generation("retract")
+    moved = [
+        await engine.async_release_memory_occupation(["kv_cache"]),
+        await engine.async_resume_memory_occupation(["kv_cache"]),
+    ]
     await engine.async_continue_generation()
     output = await generating
     return {
@@ -170,6 +178,7 @@ async def use_async(engine: Any, checkpoints: Path) -> dict[str, Any]:
         "flushed": flushed.success,
         "receipt": receipt,
         "paused": paused,
+        "moved": moved,
         "tokens": output["output_ids"],
         "spans": output["meta_info"]["weight_versions"],
     }

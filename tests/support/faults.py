@@ -10,9 +10,9 @@ from typing import Literal
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
 
-# the last two can only raise: a commit's flush, when the weights are swapped, and SGLang's
-# handler of /slow_down, which is no phase of an update
-Phase = Literal["first", "middle", "vote", "flush", "handler"]
+# the last three can only raise: a commit's flush, when the weights are swapped, and, which are
+# no phases of an update, SGLang's handler of /slow_down, and the copy of memory that is to go
+Phase = Literal["first", "middle", "vote", "flush", "handler", "copy"]
 # "hang" looks whether its update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 
@@ -22,17 +22,17 @@ _FILE = Path(tempfile.mkdtemp(prefix="inflight-faults-")) / "fault.json"
 # longer than busy cores take for a broadcast, as short as a test can wait for one that fails
 GROUP_TIMEOUT_S = 10
 
-_ENV = with_plugin("faults") | {
+ENV = with_plugin("faults") | {
     "INFLIGHT_TEST_FAULT": str(_FILE),
     "SGLANG_INFLIGHT_GROUP_TIMEOUT_S": str(GROUP_TIMEOUT_S),
 }
 _FLAGS = ("--weight-version", "v0")
 
-FLAVOURS["faulty_server"] = Flavour(_FLAGS, _ENV)
-FLAVOURS["tp2_server"] = Flavour((*_FLAGS, "--tp-size", "2"), _ENV)
-FLAVOURS["dp2_server"] = Flavour((*_FLAGS, "--dp-size", "2"), _ENV)
+FLAVOURS["faulty_server"] = Flavour(_FLAGS, ENV)
+FLAVOURS["tp2_server"] = Flavour((*_FLAGS, "--tp-size", "2"), ENV)
+FLAVOURS["dp2_server"] = Flavour((*_FLAGS, "--dp-size", "2"), ENV)
 FLAVOURS["tp2_off_server"] = Flavour(
-    (*_FLAGS, "--tp-size", "2"), _ENV | {"SGLANG_INFLIGHT_STAGING": "off"}
+    (*_FLAGS, "--tp-size", "2"), ENV | {"SGLANG_INFLIGHT_STAGING": "off"}
 )
 
 

@@ -9,7 +9,7 @@ from sglang.srt.managers import io_struct
 
 from sglang_inflight.answer import Answer
 from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
-from sglang_inflight.status import Holder, PauseStatus, StagingStatus, WeightsStatus
+from sglang_inflight.status import Holder, MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 
 DESCRIBED = Described(
     call_id="c",
@@ -34,6 +34,7 @@ DESCRIBED = Described(
         refusal=None,
         groups={"g": "in step"},
     ),
+    memory=MemoryStatus(weights="lost"),
 )
 
 

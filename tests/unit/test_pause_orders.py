@@ -31,6 +31,8 @@ from sglang_inflight.scheduler.pause.machine import (
     HeldPauses,
     LeaseOver,
     LetGo,
+    MemoryAway,
+    MemoryBack,
     Move,
     PauseState,
     Refuse,
@@ -42,10 +44,11 @@ from sglang_inflight.scheduler.pause.machine import (
     WaitOver,
     transition,
 )
+from sglang_inflight.status import MEMORY
 
 RUNNING, DRAINING, FROZEN = PauseState
 LEASE_S, TIMEOUT_S = 30.0, 60.0
-# there are 3715
+# there are some 6300
 MOST_STATES = 10_000
 Make = Callable[[float], Event]
 
@@ -97,6 +100,8 @@ EVENTS: dict[str, Make] = {
     "a has waited too long": itself(WaitOver("a")),
     "b has waited too long": itself(WaitOver("b")),
     "drained": itself(Drained()),
+    "memory away": itself(MemoryAway("weights are released")),
+    "memory back": itself(MemoryBack()),
 }
 
 
@@ -136,16 +141,23 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
             assert saying.call.yields or saying.call.pause_id in held
         elif isinstance(saying, LetGo):
             assert saying.call.pause_id not in held
-            assert saying.call.pause_id is not None or not held
+            assert saying.call.pause_id is not None or held in ([], [MEMORY])
         elif isinstance(saying, Refuse):
             assert saying.why
             # but by a later call
             assert saying.call.pause_id not in held or isinstance(event, Asked)
+            # nobody is told that memory holds generation back but when it does
+            assert (MEMORY in held) or "cannot go on" not in saying.why
     continues = any(isinstance(saying, SayThatGenerationContinues) for saying in done.sayings)
     ended = before.state is not RUNNING and pauses.state is RUNNING
     assert continues == (ended and isinstance(event, LeaseOver))
     lease_over = any(isinstance(saying, SayThatLeaseIsOver) for saying in done.sayings)
     assert lease_over == (isinstance(event, LeaseOver) and before.find(event.pause_id) is not None)
+
+    # what is away is touched by no step, and only its return lets generation go on
+    assert MEMORY not in held or pauses.state is FROZEN
+    if before.memory is not None and not isinstance(event, MemoryBack):
+        assert MEMORY in held
 
     # who does nothing, and waits for nothing, keeps what it has
     if not (isinstance(event, Continued) and event.call.pause_id is None):
@@ -162,6 +174,8 @@ def about(event: Event) -> str | None:
             return resumes.pause_id
         case LeaseOver(pause_id) | WaitOver(pause_id):
             return pause_id
+        case MemoryAway() | MemoryBack():
+            return MEMORY
         case Drained():
             return None
 
@@ -217,6 +231,10 @@ def row_of(pauses: HeldPauses, event: Event) -> str:
             return "wait over"
         case Drained():
             return "drained"
+        case MemoryAway():
+            return "memory away"
+        case MemoryBack():
+            return "memory back"
         case Continued(resumes):
             return "continue all" if resumes.pause_id is None else "continue one"
         case Asked(call):
@@ -268,6 +286,14 @@ def after(*names: str) -> HeldPauses:
         (("a in_place", "b wait", "b continues"), [("a", "in_place")]),
         (("a wait", "an update waits", "drained"), [("a", "wait"), ("update", "wait")]),
         (("a in_place", "an update waits"), [("a", "in_place")]),
+        (("a retract", "memory away", "a's lease is over"), [("memory", "retract")]),
+        (("a retract", "memory away", "memory back"), [("a", "retract")]),
+        (("memory away", "b abort"), [("memory", "in_place"), ("b", "abort")]),
+        (("a retract", "memory away", "b abort", "all continue"), [("memory", "retract")]),
+        (
+            ("a retract", "memory away", "all continue"),
+            [("a", "retract"), ("memory", "retract")],
+        ),
     ],
 )
 def test_who_holds_it(names: tuple[str, ...], modes: list[tuple[str, str]]) -> None:

@@ -14,11 +14,7 @@ from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from sglang.srt.managers.io_struct import (
-    LoRAUpdateOutput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-)
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
 from sglang_inflight.errors import InflightError
@@ -35,6 +31,8 @@ from sglang_inflight.frontend.bodies import (
     JoinGroupBody,
     LeaveGroupBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     RollbackBody,
     SealBody,
     TensorBody,
@@ -43,7 +41,14 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method, manager_of
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
-from sglang_inflight.grants import Deferred, Grant, Release, WindowGrant, WindowRelease
+from sglang_inflight.grants import (
+    Deferred,
+    Grant,
+    MemoryMoved,
+    Release,
+    WindowGrant,
+    WindowRelease,
+)
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status, describe_inactive
@@ -61,11 +66,6 @@ A = TypeVar("A", bound=Receipt | StagedSoFar | Begun | Deferred)
 
 class NoArguments(Body, kw_only=True):
     pass
-
-
-class MemoryTags(Body, kw_only=True):
-    # kv_cache, weights, cuda_graph; all of them if left out
-    tags: list[str] | None = None
 
 
 # ---- pauses ------------------------------------------------------------------------
@@ -326,18 +326,20 @@ async def flush_cache(engine: AdoptedEngine, body: NoArguments) -> Any:
     return await manager_of(engine).flush_cache()
 
 
-@engine_method(MemoryTags, "tags")
-async def release_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
-    """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph."""
-    request = ReleaseMemoryOccupationReqInput(tags=body.tags)
-    await manager_of(engine).release_memory_occupation(request, None)
+@engine_method(ReleaseMemoryBody, "tags")
+async def release_memory_occupation(engine: AdoptedEngine, body: ReleaseMemoryBody) -> MemoryMoved:
+    """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph.
+
+    ``keep_weights`` is "host" (they come back as they were) or "discard" (they are to be sent).
+    Raises ``Conflict`` where requests need it: pause with "retract" first.
+    """
+    return await manager_of(engine).inflight.calls.release_memory(body)
 
 
-@engine_method(MemoryTags, "tags")
-async def resume_memory_occupation(engine: AdoptedEngine, body: MemoryTags) -> None:
-    """Take back the memory of ``tags`` that were released."""
-    request = ResumeMemoryOccupationReqInput(tags=body.tags)
-    await manager_of(engine).resume_memory_occupation(request, None)
+@engine_method(ResumeMemoryBody, "tags")
+async def resume_memory_occupation(engine: AdoptedEngine, body: ResumeMemoryBody) -> MemoryMoved:
+    """Take back the memory of ``tags`` that were released. Raises ``Conflict`` for others."""
+    return await manager_of(engine).inflight.calls.resume_memory(body)
 
 
 METHODS: tuple[EngineMethod[Any], ...] = (

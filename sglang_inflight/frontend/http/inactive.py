@@ -23,6 +23,8 @@ from sglang_inflight.frontend.bodies import (
     EndBody,
     IPCBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     TensorBody,
 )
 from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
@@ -52,6 +54,8 @@ BODIES: dict[str, type[Body]] = {
     "/update_weights_from_ipc": IPCBody,
     "/begin_weight_update": BeginBody,
     "/end_weight_update": EndBody,
+    "/release_memory_occupation": ReleaseMemoryBody,
+    "/resume_memory_occupation": ResumeMemoryBody,
     "/load_lora_adapter": LoadFolderBody,
     "/load_lora_adapter_from_tensors": LoadTensorsBody,
     "/unload_lora_adapter": UnloadAdapterBody,

@@ -27,6 +27,8 @@ from sglang_inflight.frontend.bodies import (
     LeaveGroupBody,
     NameBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     RollbackBody,
     SealBody,
     TensorBody,
@@ -95,6 +97,8 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     post("/init_weights_update_group", JoinGroupBody, routes.join_group)
     post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
     post("/update_weight_version", NameBody, routes.rename)
+    post("/release_memory_occupation", ReleaseMemoryBody, routes.release_memory)
+    post("/resume_memory_occupation", ResumeMemoryBody, routes.resume_memory)
     adapters = frontend.adapters
     adapter_routes: list[tuple[str, type[Body], Callable[..., Awaitable[Any]]]] = [
         ("/load_lora_adapter", LoadFolderBody, adapters.load),
@@ -190,6 +194,12 @@ class _Routes:
 
     async def roll_back(self, body: RollbackBody) -> Content:
         return await self._frontend.updates.roll_back(body)
+
+    async def release_memory(self, body: ReleaseMemoryBody) -> Content:
+        return await self._calls.release_memory(body)
+
+    async def resume_memory(self, body: ResumeMemoryBody) -> Content:
+        return await self._calls.resume_memory(body)
 
     async def rename(self, body: NameBody) -> Content:
         return await self._calls.rename(body)

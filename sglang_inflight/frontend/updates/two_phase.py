@@ -81,6 +81,15 @@ class TwoPhase:
         await self._take_turn(on_busy, deadline)
         self.current = update
 
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """No update goes on in the block. Raises ``Conflict`` where one does."""
+        await self._take_turn("refuse", Deadline(COMMIT_TIMEOUT_S))
+        try:
+            yield
+        finally:
+            self._turn.release()
+
     async def _take_turn(self, on_busy: OnBusy, deadline: Deadline) -> None:
         if self._turn.locked():
             if on_busy == "refuse":

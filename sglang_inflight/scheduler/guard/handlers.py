@@ -34,6 +34,7 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.background import BackgroundHandlers
 from sglang_inflight.scheduler.guard.preconditions import Preconditions
+from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
@@ -53,11 +54,17 @@ class Containment:
     Only the scheduler's thread calls it, and the threads of ``background``.
     """
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary, answers: AnswerChannel) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        boundary: Boundary,
+        occupation: Occupation,
+        answers: AnswerChannel,
+    ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
         self._answers = answers
-        self._preconditions = Preconditions(scheduler, boundary)
+        self._preconditions = Preconditions(scheduler, boundary, occupation)
         self.background = BackgroundHandlers(scheduler)
 
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:

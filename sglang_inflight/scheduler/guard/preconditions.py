@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
+    GetWeightsByNameReqInput,
     ReleaseMemoryOccupationReqInput,
     ResumeMemoryOccupationReqInput,
+    RpcReqInput,
+    SendWeightsToRemoteInstanceReqInput,
     SlowDownReqInput,
 )
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.memory.occupation import Occupation
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
@@ -23,17 +28,27 @@ if TYPE_CHECKING:
 
 # Every step sleeps this long: the watchdog takes a longer one for a hang.
 LONGEST_SLOW_DOWN_S = 10.0
+# They read weights; the third saves a model.
+_READS_WEIGHTS = (
+    CheckWeightsReqInput,
+    GetWeightsByNameReqInput,
+    RpcReqInput,
+    SendWeightsToRemoteInstanceReqInput,
+)
 
 
 class Preconditions:
     """Raises ``Refused`` (or a child) before anything is changed."""
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary) -> None:
+    def __init__(self, scheduler: Scheduler, boundary: Boundary, occupation: Occupation) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
+        self._occupation = occupation
 
     def check(self, request: Any) -> None:
-        if isinstance(request, ReleaseMemoryOccupationReqInput):
+        if isinstance(request, _READS_WEIGHTS):
+            self._occupation.require_weights(type(request).__name__)
+        elif isinstance(request, ReleaseMemoryOccupationReqInput):
             self._may_release(_tags(request))
         elif isinstance(request, ResumeMemoryOccupationReqInput):
             self._may_resume(_tags(request))

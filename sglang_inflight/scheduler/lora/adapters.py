@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_inflight.errors import Conflict, NotFound, RankFailed
-from sglang_inflight.messages import Moved, MoveRequestsCall, NameAdaptersCall
+from sglang_inflight.messages import MoveRequestsCall, NameAdaptersCall, RequestsMoved
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.lora.fit import why_it_does_not_fit
 from sglang_inflight.scheduler.provenance.adapter_versions import FIRST_VERSION, AdapterVersions
@@ -88,7 +88,7 @@ class Adapters:
             if lora_id in refs:
                 refs[lora_id] = msgspec.structs.replace(refs[lora_id], lora_name=name)
 
-    def move(self, call: MoveRequestsCall) -> Moved:
+    def move(self, call: MoveRequestsCall) -> RequestsMoved:
         """Every request of one adapter that has not ended goes on with the other.
 
         One that holds KV keeps it (``fence``), and then shares it with nobody, or is sent back to
@@ -98,7 +98,7 @@ class Adapters:
         if call.to_id not in self._manager.loras:
             raise NotFound("the adapter that requests are to go on with is not loaded")
         if not self._requests_of(call.from_id):
-            return Moved(rids=[], retracted=0)
+            return RequestsMoved(rids=[], retracted=0)
         # the forward in flight may end some of them, and its tokens are the old adapter's
         self._boundary.drain()
         if call.kv_cache == "fence":
@@ -116,7 +116,7 @@ class Adapters:
                 req.extra_key = req.extra_key.replace(call.from_id, call.to_id)
             self.versions.move(req)
         logger.info("%d requests go on with another adapter.", len(moved))
-        return Moved(rids=[req.rid for req in moved], retracted=retracted)
+        return RequestsMoved(rids=[req.rid for req in moved], retracted=retracted)
 
     @property
     def _maybe_manager(self) -> LoRAManager | None:

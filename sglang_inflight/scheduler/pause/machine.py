@@ -2,16 +2,18 @@
 
     event                    RUNNING    DRAINING                      FROZEN
     take in_place, retract   FROZEN     FROZEN                        FROZEN
-    take abort, wait         DRAINING   DRAINING                      DRAINING
+    take abort, wait         DRAINING   DRAINING                      DRAINING or FROZEN
     take, unless frozen      DRAINING   DRAINING                      FROZEN
     renew                    RUNNING    DRAINING or FROZEN            FROZEN
     renew in_place, retract  RUNNING    DRAINING or FROZEN            FROZEN
     renew abort, wait        RUNNING    DRAINING                      DRAINING or FROZEN
     continue one             RUNNING    RUNNING, DRAINING or FROZEN   RUNNING or FROZEN
-    continue all             RUNNING    RUNNING                       RUNNING
+    continue all             RUNNING    RUNNING                       RUNNING or FROZEN
     lease over               RUNNING    RUNNING, DRAINING or FROZEN   RUNNING or FROZEN
     wait over                RUNNING    DRAINING or FROZEN            FROZEN
     drained                  RUNNING    FROZEN                        FROZEN
+    memory away              FROZEN     DRAINING                      FROZEN
+    memory back              RUNNING    DRAINING                      RUNNING or FROZEN
 
 The loop runs in RUNNING; in DRAINING, but for what it admits; and in FROZEN not at all. An
 event that is about a pause which is not held changes nothing, and a call is refused then.
@@ -21,6 +23,9 @@ What else decides is who holds pauses and whose call still waits for the drainin
 - A pause that freezes at once ends the draining: the calls that wait for it are refused, and
   hold nothing. Those that drain as well wait together.
 - Who lets go while draining leaves it frozen where the others that hold a pause had frozen it.
+- Memory that is away holds a pause of its own, which only its return ends, and while it does
+  nothing drains: no step can be made. Whoever continues then lets go of the pauses that were
+  taken since, and is refused where there is none.
 
 Every rank of a replica has the same machine and gives it the same events in the same order
 (``pause.py``), so all move at the same boundary.
@@ -34,6 +39,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.status import MEMORY
 
 # They let requests run on until none does. The other modes freeze at once.
 _DRAINING_MODES = ("abort", "wait")
@@ -51,6 +57,8 @@ class Holder:
     mode: PauseMode
     # time.monotonic() when the lease is over; None: never
     expires_at: float | None
+    # what it is held for, where that is memory
+    why: str | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +105,19 @@ class Drained:
     """Nothing runs any more."""
 
 
-Event = Asked | Continued | LeaseOver | WaitOver | Drained
+@dataclass(frozen=True)
+class MemoryAway:
+    """Something of what a step needs goes, or is still away: ``why`` says what."""
+
+    why: str
+
+
+@dataclass(frozen=True)
+class MemoryBack:
+    """All of it is back."""
+
+
+Event = Asked | Continued | LeaseOver | WaitOver | Drained | MemoryAway | MemoryBack
 
 
 # ---- what is to be done on the scheduler -------------------------------------------
@@ -186,6 +206,15 @@ class HeldPauses:
         return tuple(holder for holder in self.holders if holder.pause_id != pause_id)
 
     @property
+    def memory(self) -> Holder | None:
+        """The pause of memory that is away."""
+        return self.find(MEMORY)
+
+    @property
+    def taken_since_memory_went(self) -> bool:
+        return self.memory is not None and self.holders[-1] is not self.memory
+
+    @property
     def mode(self) -> PauseMode | None:
         """The mode asked for last among the pauses held."""
         return self.holders[-1].mode if self.holders else None
@@ -221,6 +250,10 @@ def transition(pauses: HeldPauses, event: Event) -> Transition:
             return _end_wait(pauses, pause_id)
         case Drained():
             return _freeze_drained(pauses) if pauses.waiting else Transition(pauses)
+        case MemoryAway(why):
+            return _fall_asleep(pauses, why)
+        case MemoryBack():
+            return _wake(pauses)
 
 
 def _ask(pauses: HeldPauses, call: PauseCall, now: float) -> Transition:
@@ -247,7 +280,8 @@ def _renew(pauses: HeldPauses, held: Holder | None, call: PauseCall, now: float)
 
 
 def _take(pauses: HeldPauses, call: PauseCall, mode: PauseMode, now: float) -> Transition:
-    drains = mode in _DRAINING_MODES
+    # while memory is away nothing can run to its end
+    drains = mode in _DRAINING_MODES and pauses.memory is None
     pauses, refusals = _withdraw(
         pauses,
         f"a pause of mode {mode} took its place",
@@ -264,11 +298,18 @@ def _take(pauses: HeldPauses, call: PauseCall, mode: PauseMode, now: float) -> T
         waiting = (*pauses.waiting, WaitingCall(call, gives_up_at))
         moves: tuple[Move, ...] = (AbortAll(call), Drain()) if mode == "abort" else (Drain(),)
         return Transition(HeldPauses(PauseState.DRAINING, holders, waiting), moves, refusals)
-    moves = (Retract(), Freeze()) if mode == "retract" else (Freeze(),)
+    first: dict[PauseMode, tuple[Move, ...]] = {"retract": (Retract(),), "abort": (AbortAll(call),)}
+    moves = (*first.get(mode, ()), Freeze())
     return Transition(HeldPauses(PauseState.FROZEN, holders), moves, (*refusals, Grant(call)))
 
 
 def _continue(pauses: HeldPauses, call: ContinueCall) -> Transition:
+    memory = pauses.memory
+    if memory is not None and call.pause_id in (None, MEMORY):
+        if call.pause_id is None and pauses.taken_since_memory_went:
+            return Transition(replace(pauses, holders=(memory,)), sayings=(LetGo(call),))
+        why = f"generation cannot go on: {memory.why}. resume_memory_occupation brings it back"
+        return Transition(pauses, sayings=(Refuse(call, why),))
     if call.pause_id is None:
         _, refusals = _withdraw(pauses, "generation was continued before it was granted")
         moves = _run_on(pauses, torch_empty_cache=call.torch_empty_cache)
@@ -305,6 +346,24 @@ def _end_wait(pauses: HeldPauses, pause_id: str) -> Transition:
 def _freeze_drained(pauses: HeldPauses) -> Transition:
     grants = tuple(Grant(waiting.call) for waiting in pauses.waiting)
     return Transition(HeldPauses(PauseState.FROZEN, pauses.holders), (Freeze(),), grants)
+
+
+def _fall_asleep(pauses: HeldPauses, why: str) -> Transition:
+    if pauses.state is PauseState.DRAINING:
+        return Transition(pauses)
+    held = pauses.memory
+    if held is None:
+        memory = Holder(MEMORY, pauses.mode or "in_place", None, why)
+        holders = (*pauses.holders, memory)
+        return Transition(HeldPauses(PauseState.FROZEN, holders), (Freeze(),))
+    holders = tuple(replace(held, why=why) if each is held else each for each in pauses.holders)
+    return Transition(replace(pauses, holders=holders))
+
+
+def _wake(pauses: HeldPauses) -> Transition:
+    if pauses.memory is None:
+        return Transition(pauses)
+    return _let_go(pauses, MEMORY, torch_empty_cache=False)
 
 
 def _let_go(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> Transition:

@@ -42,6 +42,8 @@ from sglang_inflight.scheduler.pause.machine import (
     HeldPauses,
     LeaseOver,
     LetGo,
+    MemoryAway,
+    MemoryBack,
     Move,
     PauseState,
     Refuse,
@@ -118,6 +120,16 @@ class Pause:
             self._go_through(LeaseOver(pause_id))
         for pause_id in over.waits:
             self._go_through(WaitOver(pause_id))
+
+    # ---- memory that is away -------------------------------------------------------
+
+    def hold_for_memory(self, why: str) -> None:
+        """Make no step until ``memory_is_back``, whatever becomes of other pauses."""
+        self._go_through(MemoryAway(why))
+
+    def memory_is_back(self) -> None:
+        """Run on, unless somebody else holds a pause."""
+        self._go_through(MemoryBack())
 
     # ---- the event loop ----------------------------------------------------------
 

@@ -66,6 +66,7 @@ class Commits:
             call.weight_version,
             call.kv_cache,
             empty_cache=call.torch_empty_cache,
+            missing=sealed.missing,
         )
         _name_checkpoints(sealed)
         return committed
@@ -104,11 +105,14 @@ class Commits:
         kv_cache: KVPolicy,
         *,
         empty_cache: bool,
+        missing: int = 0,
     ) -> Committed:
         started = time.perf_counter()
         base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
-        swapped = self._live.swap_in(digest, swap, base_version=self._versions.current)
+        swapped = self._live.swap_in(
+            digest, swap, base_version=self._versions.current, missing=missing
+        )
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)
         except Exception as error:

@@ -50,7 +50,9 @@ class Jobs:
     committed.
 
     In the mode ``off`` they write the live weights, and so run on the scheduler's thread, at
-    the boundary.
+    the boundary. Hollow weights are written in place, too, but on the staging thread: no step
+    is made before they are whole. What no update has brought bears marks, from the first
+    update on, so that many partial updates make a whole, and it is known when they do.
 
     What a test makes fail, it makes fail in ``fill``, ``take_in`` or ``seal``.
     """
@@ -92,10 +94,16 @@ class Jobs:
         update.roles = {model.role for model in models}
         for model in self._models:
             model.read_served(update.check)
-        self._shadows.build(self._mode, self._device)
+        self._shadows.build(self._mode_of(update), self._device)
         if after is not None:
             after.synchronize()
-        if self._mode is StagingMode.OFF:
+        if update.marks:
+            for _, _, live, _ in self._weights(self._all_roles):
+                update.check()
+                if can_mark(live):
+                    for (piece,) in self._rate_limit.cut(live.data):
+                        mark(piece)
+        if self._mode_of(update) is StagingMode.OFF:
             return Done()
         for model, name, live, shadow in self._weights(update.roles):
             update.check()
@@ -154,10 +162,12 @@ class Jobs:
         started = time.perf_counter()
         if update.tensors == 0:
             raise Refused("the update holds no tensor")
-        if base_digest is None:
+        if base_digest is None and not update.fills_hollow:
             update.base_digest = self._read_through(update, set(), set())
         whole = {m.role for m in self._models if not self._is_partial(update, m)} & update.roles
-        if self._mode is StagingMode.OFF:
+        if update.fills_hollow:
+            pass
+        elif self._mode is StagingMode.OFF:
             self._check_all_sent(update, whole)
             whole = set()
         else:
@@ -165,12 +175,35 @@ class Jobs:
                 if model.role in update.roles:
                     model.refuse_if_derived()
         digest = self._read_through(update, update.roles, whole)
+        missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
-        update.sealed = Sealed(digest, self._prepare_swap(update), self._checkpoints(update))
+        swap, checkpoints = self._prepare_swap(update), self._checkpoints(update)
+        update.sealed = Sealed(digest, swap, checkpoints, missing)
         return Voted(staged_s=time.perf_counter() - started)
 
+    def forget_shadows(self) -> None:
+        """The scheduler's thread calls it, while there is no other job."""
+        self._shadows.forget(self._device)
+
+    def _mode_of(self, update: Update) -> StagingMode:
+        return StagingMode.OFF if update.fills_hollow else self._mode
+
+    @property
+    def _all_roles(self) -> set[str]:
+        return {model.role for model in self._models}
+
+    def _count_unwritten(self, update: Update) -> int:
+        """Elements of hollow weights that still bear their marks."""
+        missing = 0
+        for _, _, live, _ in self._weights(self._all_roles):
+            if can_mark(live):
+                for (piece,) in self._rate_limit.cut(live.data):
+                    update.check()
+                    missing += count_marked(piece)
+        return missing
+
     def _prepare_swap(self, update: Update) -> PreparedSwap:
-        if self._mode is StagingMode.OFF:
+        if self._mode_of(update) is StagingMode.OFF:
             return PreparedSwap()
         pairs = [(live, shadow) for _, _, live, shadow in self._weights(update.roles)]
         return PreparedSwap(self._shadows.swap, tuple(pairs))
@@ -223,8 +256,7 @@ class Jobs:
         In the same reading, all elements of those of ``whole`` must have been written.
         """
         digest = Digest()
-        roles = {model.role for model in self._models}
-        for model, name, live, shadow in self._weights(roles):
+        for model, name, live, shadow in self._weights(self._all_roles):
             tensor = shadow if model.role in shadowed else live
             is_marked = model.role in whole and can_mark(tensor)
             missing = 0

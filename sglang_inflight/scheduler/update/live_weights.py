@@ -29,14 +29,30 @@ class LiveWeights:
         self.digest: str | None = None
         # why they are a mixture; only in the mode "off"
         self.dirty: str | None = None
+        # why nobody knows what is in them, until updates have written all of them
+        self.hollow: str | None = None
+        # whether what was not written since then bears marks
+        self.is_marked = False
         self.previous: Previous | None = None
         # whether the shadow still has what ``previous`` says
         self.holds_previous = False
         # on a device: its event after the last swap. The shadow is not written before.
         self.swapped: Any = None
 
+    @property
+    def why_not_served(self) -> str | None:
+        """None where a forward may use them."""
+        if self.hollow is not None:
+            return f"The weights are hollow: {self.hollow}."
+        return None if self.dirty is None else f"The weights are a mixture: {self.dirty}."
+
+    def become_hollow(self, why: str) -> None:
+        self.hollow, self.dirty, self.digest, self.is_marked = why, None, None, False
+
     def write_in_place(self) -> None:
         """A part of an update is written into them."""
+        if self.hollow is not None:
+            return
         self.dirty = "an update was written in place and not completed"
         self.digest = None
 
@@ -44,18 +60,30 @@ class LiveWeights:
         """An update begins to be staged over it."""
         self.holds_previous = False
 
-    def swap_in(self, digest: str, swap: PreparedSwap, *, base_version: str) -> int:
+    def forget_previous(self) -> None:
+        """Its memory is given back."""
+        self.previous, self.holds_previous = None, False
+
+    def swap_in(
+        self, digest: str, swap: PreparedSwap, *, base_version: str, missing: int = 0
+    ) -> int:
         """Make the weights of ``digest`` live; returns the bytes swapped.
 
-        ``base_version`` is the name of those that are live now.
+        ``base_version`` is the name of those that are live now. ``missing`` elements of hollow
+        weights were sent by no update so far.
         """
-        # known since the update that is swapped in, or the one before, was sealed
-        assert self.digest is not None
         swapped = self._swap(swap)
-        self.previous = Previous(base_version, self.digest, swap)
+        if self.digest is not None:
+            self.previous = Previous(base_version, self.digest, swap)
+        else:
+            # known since the update that is swapped in was sealed, unless there was nothing
+            assert self.hollow is not None
         self.holds_previous = swap.is_possible
+        if missing:
+            self.hollow = f"{missing} elements of them were not sent yet"
+            return swapped
         self.digest = digest
-        self.dirty = None
+        self.dirty = self.hollow = None
         return swapped
 
     def _swap(self, swap: PreparedSwap) -> int:

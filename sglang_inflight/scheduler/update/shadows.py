@@ -16,14 +16,15 @@ from sglang_inflight.scheduler.update.swap import Swap, swap_for
 class Shadows:
     """Built at the first update, together or not at all, so that memory is never left half used.
 
-    Only the staging thread touches it.
+    Only the staging thread touches it, but for ``forget``, which the scheduler's thread calls
+    where the staging thread has nothing to do.
     """
 
     def __init__(self, models: Sequence[ShadowedModel], parameters: ShadowParameters) -> None:
         self._models = models
         self._parameters = parameters
         self._swap: Swap | None = None
-        self._is_built = False
+        self._built_as: StagingMode | None = None
 
     @property
     def swap(self) -> Swap:
@@ -32,14 +33,16 @@ class Shadows:
 
     def build(self, mode: StagingMode, device: torch.device) -> None:
         """Raises ``Refused`` where that fails; the next call tries again."""
-        if self._is_built:
+        if self._built_as is mode:
             return
+        if self._built_as is not None:
+            self.forget(device)
         failure = self._try_to_build(mode, device)
         if failure is not None:
             # here, because what failed holds on to its part until it is handled
-            self._forget(device)
+            self.forget(device)
             raise Refused(f"the weights have no shadow, because building it failed: {failure}")
-        self._is_built = True
+        self._built_as = mode
 
     def _try_to_build(self, mode: StagingMode, device: torch.device) -> str | None:
         try:
@@ -52,7 +55,9 @@ class Shadows:
             return f"{error}".split("\n")[0] or type(error).__name__
         return None
 
-    def _forget(self, device: torch.device) -> None:
+    def forget(self, device: torch.device) -> None:
+        """Give all their memory back; the next update builds them anew."""
+        self._swap = self._built_as = None
         for model in self._models:
             model.forget_shadow()
         self._parameters.forget()

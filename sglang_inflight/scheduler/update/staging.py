@@ -16,6 +16,7 @@ from sglang_inflight.messages import (
     Done,
     DropCall,
     GiveUpTransferCall,
+    InflightCall,
     JoinGroupCall,
     LeaveGroupCall,
     OpenCall,
@@ -65,7 +66,7 @@ class Staging:
         self._live = live
         self._answers = answers
         self.mode = mode
-        self._refusal = refusal
+        self.refusal = refusal
         self._update: Update | None = None
 
     @property
@@ -77,8 +78,8 @@ class Staging:
     # ---- calls -------------------------------------------------------------------
 
     def open(self, call: OpenCall, *, current_version: str) -> None:
-        if self._refusal is not None:
-            raise Refused(self._refusal)
+        if self.refusal is not None:
+            raise Refused(self.refusal)
         if self.state not in states_for(Step.OPEN):
             raise Conflict("another weight update is open: end or abort it first")
         if call.expected_version is not None and call.expected_version != current_version:
@@ -87,7 +88,10 @@ class Staging:
             )
         if (why := self._live.dirty) is not None and call.partial:
             raise Refused(f"only a whole update (partial=false) can mend the weights: {why}")
-        update = self._update = Update(call)
+        is_hollow = self._live.hollow is not None
+        marks = is_hollow and not self._live.is_marked
+        update = self._update = Update(call, fills_hollow=is_hollow, marks=marks)
+        self._live.is_marked = is_hollow
         self._live.lose_previous()
         swapped = self._live.swapped
         self._submit(update, call, lambda: self._jobs.prepare(update, call.selector, after=swapped))
@@ -111,6 +115,8 @@ class Staging:
         if update is not None and update.id == call.update_id:
             update.dropped = call.reason
             self._forget(update)
+            # what it wrote in place is nobody's: the next one begins anew
+            self._live.is_marked = False
         # answered when the staging thread has let go of the shadow
         self._worker.submit(call, Done)
 
@@ -137,6 +143,18 @@ class Staging:
         # after the job that may still be taking it in
         self._worker.submit(call, job)
 
+    def when_idle(self, call: InflightCall[A], job: Job[A]) -> None:
+        """Do what is no part of an update, after all that is; the staging thread answers."""
+        self._worker.submit(call, job)
+
+    def forget_shadows(self) -> None:
+        """Give their memory back, and the way back with it.
+
+        Only while no update is open, and the staging thread has nothing to do.
+        """
+        self._live.forget_previous()
+        self._jobs.forget_shadows()
+
     def why_no_rollback(self) -> str | None:
         """Why the shadow does not hold the previous version, or None where it does."""
         if self.mode is StagingMode.OFF:
@@ -144,7 +162,10 @@ class Staging:
         if self.state is not StagingState.EMPTY:
             return "an update is being staged over it"
         if not self._live.holds_previous:
-            return "nothing was committed since the start or since the last failed update"
+            return (
+                "nothing was committed since the start, the last failed update, or the last "
+                "release of memory"
+            )
         return None
 
     def describe(self) -> StagingStatus:
@@ -157,7 +178,7 @@ class Staging:
             bytes=update.bytes if update else 0,
             can_roll_back=self.why_no_rollback() is None,
             dirty=self._live.dirty,
-            refusal=self._refusal,
+            refusal=self.refusal,
             groups=self._groups.describe(),
         )
 

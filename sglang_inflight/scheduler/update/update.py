@@ -23,6 +23,8 @@ class Sealed:
     swap: PreparedSwap
     # whose weights were read from disk, and where
     checkpoints: tuple[tuple[ModelRunner, DiskSource], ...]
+    # elements of hollow weights that neither it nor one before has brought
+    missing: int = 0
 
 
 class Update:
@@ -34,9 +36,13 @@ class Update:
     again, so none needs a lock.
     """
 
-    def __init__(self, call: OpenCall) -> None:
+    def __init__(self, call: OpenCall, *, fills_hollow: bool = False, marks: bool = False) -> None:
+        """``fills_hollow``: nothing is served, so it is written where it is to be. ``marks``: it
+        is the first since the weights are hollow, and marks all of them."""
         self.id = call.update_id
         self.partial = call.partial
+        self.fills_hollow = fills_hollow
+        self.marks = marks
         self.roles: set[str] = set()
         self.names: set[str] = set()
         self.tensors = 0

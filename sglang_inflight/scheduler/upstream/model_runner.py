@@ -31,6 +31,15 @@ class WeightUpdater(Protocol):
     custom_weight_loaders: dict[str, Any]
 
 
+@describes("sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter")
+class MemorySaver(Protocol):
+    # false: what is released stays where it is
+    @property
+    def enabled(self) -> bool: ...
+    def pause(self, tag: str) -> None: ...
+    def resume(self, tag: str) -> None: ...
+
+
 @describes("sglang.srt.model_executor.model_runner.ModelRunner")
 class ModelRunner(Protocol):
     device: str
@@ -39,6 +48,8 @@ class ModelRunner(Protocol):
     model_config: ModelConfig
     load_config: LoadConfig
     weight_updater: WeightUpdater
+    # its buffers have other names in each class of pools
+    token_to_kv_pool: Any
     # GiB that were free then
     pre_model_load_memory: float
     # None without --enable-lora
@@ -70,5 +81,6 @@ class DraftWorker(Protocol):
 class SchedulerWeightUpdaterManager(Protocol):
     # the kinds of memory that are released
     offload_tags: set[str]
+    memory_saver_adapter: MemorySaver
 
     def _select_runners(self, selector: str = "all") -> list[tuple[str, ModelRunner]]: ...

@@ -5,6 +5,7 @@ What cannot be done as vLLM does it is refused with a 501 and a sentence.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -14,6 +15,8 @@ from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
     ContinueBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     decode,
     read_query,
 )
@@ -50,6 +53,8 @@ from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
 from sglang_inflight.frontend.updates.naming import name_version
+from sglang_inflight.grants import MemoryMoved
+from sglang_inflight.status import MEMORY
 from sglang_inflight.upstream.runtime_context import get_device, get_parallel
 
 if TYPE_CHECKING:
@@ -57,10 +62,8 @@ if TYPE_CHECKING:
 
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
-_NO_RELEASE = (
-    "memory is not released: SGLang ends the server where a request is left at that moment, "
-    "and so would an update that goes live while the weights' memory is away. "
-)
+# of /sleep; captured graphs stay, as with vLLM
+SLEEP_TAGS = ("kv_cache", "weights")
 
 
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
@@ -110,6 +113,7 @@ class _Routes:
         self._pauses = frontend.pauses
         self._caches = frontend.caches
         self._updates = frontend.updates
+        self._memory = frontend.memory
         self._transfer = Transfer(
             frontend.groups,
             frontend.updates,
@@ -241,27 +245,69 @@ class _Routes:
         return {}
 
     async def sleep(self, query: SleepQuery) -> Content:
-        if query.level > 0:
-            raise NotOffered(f"{_NO_RELEASE}level=0 pauses")
-        answer = await self._pauses.pause(
-            PauseBody(mode=choose_pause_mode(query.mode, clears_cache=False))
-        )
-        return {**answer, "status": "sleeping", "level": query.level}
+        """Level 0 pauses; 1 keeps a copy of the weights on the host, and 2 keeps none."""
+        released = await self._memory.released()
+        if query.level > 0 and set(SLEEP_TAGS) <= set(released):
+            message = f"{', '.join(released)} are asleep already."
+            return {"status": "sleeping", "message": message, "paused": True, "level": query.level}
+        # what is to give its KV back cannot be kept where it is
+        mode = choose_pause_mode(query.mode, clears_cache=query.level > 0)
+        answer = await self._pauses.pause(PauseBody(mode=mode))
+        if query.level == 0:
+            return {**answer, "status": "sleeping", "level": 0}
+        try:
+            moved = await self._memory.release(
+                ReleaseMemoryBody(
+                    tags=[tag for tag in SLEEP_TAGS if tag not in released],
+                    keep_weights="host" if query.level == 1 else "discard",
+                )
+            )
+        except Refused:
+            # a caller that was refused holds no pause
+            await self._pauses.resume(ContinueBody(pause_id=answer.pause_id))
+            raise
+        memory = {"memory": moved.as_json()["ranks"]}
+        return {**answer, **memory, "status": "sleeping", "level": query.level}
 
     async def wake_up(self, request: Request) -> Content:
         tags = request.query_params.getlist("tags")
         for tag in tags:
             if tag not in WAKE_TAGS:
                 raise Refused(f"tags has {tag!r}; there are {', '.join(WAKE_TAGS)}")
-        # no memory sleeps, so whatever the tags say, all of it is awake then
+        released = await self._memory.released()
+        moved = await self._bring_back([tag for tag in released if not tags or tag in tags])
+        missing = [tag for tag in released if tags and tag not in tags]
+        if missing:
+            return {
+                "status": "sleeping",
+                "message": f"{', '.join(missing)} are still asleep.",
+                "paused": True,
+                "tags": tags,
+            }
+        # its requests wait for weights that are hollow, and go on when they have been sent
+        if moved is not None and moved.hollow is not None:
+            await self._let_go_of_pauses()
+            return {"status": "awake", "message": moved.message, "paused": True, "tags": tags}
         return {
             **await self._pauses.resume(ContinueBody()),
             "status": "awake",
             "tags": tags or None,
         }
 
+    async def _bring_back(self, tags: list[str]) -> MemoryMoved | None:
+        if not tags:
+            return None
+        return await self._memory.resume(ResumeMemoryBody(tags=tags), until_filled=True)
+
+    async def _let_go_of_pauses(self) -> None:
+        for holder in (await self._pauses.ask_status())[0].pause.holders:
+            if holder.pause_id != MEMORY:
+                with contextlib.suppress(Conflict):
+                    await self._pauses.resume(ContinueBody(pause_id=holder.pause_id))
+
     async def is_sleeping(self) -> Content:
         return {"is_sleeping": await self._pauses.is_paused()}
 
     async def release_kv_cache(self) -> Content:
-        raise NotOffered(f"{_NO_RELEASE}/release_memory_occupation does it on an idle server")
+        moved = await self._memory.release(ReleaseMemoryBody(tags=["kv_cache"]))
+        return {**moved, "status": "released"}

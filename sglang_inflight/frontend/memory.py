@@ -1,0 +1,163 @@
+"""Memory that is given back on all ranks while requests wait, and taken again.
+
+``scheduler/memory/occupation.py`` says what a rank does. Here each rank is heard before any of
+them acts: one that refuses, or is silent, leaves all of them awake, with their memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, TypeVar
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.managers.io_struct import (
+    ReleaseMemoryOccupationReqInput,
+    ResumeMemoryOccupationReqInput,
+)
+
+from sglang_inflight.errors import HalfDone, RankSilent, Refused
+from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
+from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.grants import MemoryMoved, RankMemory
+from sglang_inflight.messages import (
+    Failed,
+    MayReleaseCall,
+    MayResumeCall,
+    Moved,
+    ReleaseCall,
+    ResumeCall,
+    StayCall,
+)
+from sglang_inflight.unsupported import why_no_pause
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+
+# A copy of the weights may have to be written, or read.
+MOVE_TIMEOUT_S = 600.0
+STAY_TIMEOUT_S = 10.0
+
+KINDS: tuple[str, ...] = tuple(GPU_MEMORY_ALL_TYPES)
+
+M = TypeVar("M", ReleaseCall, ResumeCall)
+
+
+class Memory:
+    """Releases of one server, one at a time, and none beside an update.
+
+    Lives on the front end's event loop. A move that was sent goes on where its caller is gone.
+    Servers that have no pauses do it in SGLang's own way, which wants them idle.
+    """
+
+    def __init__(
+        self,
+        tokenizer_manager: TokenizerManager,
+        ranks: Ranks,
+        pauses: Pauses,
+        two_phase: TwoPhase,
+    ) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._ranks = ranks
+        self._pauses = pauses
+        self._two_phase = two_phase
+        self._moving = asyncio.Lock()
+
+    async def release(self, body: ReleaseMemoryBody) -> MemoryMoved:
+        """Give back the memory of ``tags``; no step is made until it is taken again.
+
+        ``keep_weights`` says whether weights leave a copy on the host; without one they come
+        back hollow. Raises ``Conflict`` where requests need it, an update goes on, or it is
+        released already, and leaves every rank as it was.
+        """
+        tags = read_tags(body.tags)
+        if (reason := why_no_pause()) is not None:
+            if body.keep_weights is not None:
+                raise Refused(f"keep_weights is not offered here: {reason}")
+            await self._tokenizer_manager.release_memory_occupation(
+                ReleaseMemoryOccupationReqInput(tags=tags)
+            )
+            return MemoryMoved(message="Memory is released, as SGLang does it.", paused=False)
+        async with self._moving, self._two_phase.alone():
+            try:
+                vote = MayReleaseCall(tags=tags, keep_weights=body.keep_weights)
+                await self._ranks.call(vote, MOVE_TIMEOUT_S)
+            except BaseException:
+                await asyncio.shield(self._stay())
+                raise
+            return await self._carry_through(
+                ReleaseCall(), f"Memory is released: {', '.join(tags)}."
+            )
+
+    async def resume(self, body: ResumeMemoryBody, *, until_filled: bool = False) -> MemoryMoved:
+        """Take the memory of ``tags`` again. When all is back, generation goes on, unless
+        somebody holds a pause.
+
+        While weights are hollow requests that no pause holds end with 503; with
+        ``until_filled`` they wait. Raises ``Conflict`` where it was not released.
+        """
+        tags = read_tags(body.tags)
+        if why_no_pause() is not None:
+            await self._tokenizer_manager.resume_memory_occupation(
+                ResumeMemoryOccupationReqInput(tags=tags)
+            )
+            return MemoryMoved(message="Memory is back, as SGLang does it.", paused=False)
+        async with self._moving:
+            await self._ranks.call(MayResumeCall(tags=tags), MOVE_TIMEOUT_S)
+            call = ResumeCall(tags=tags, until_filled=until_filled)
+            return await self._carry_through(call, f"Memory is back: {', '.join(tags)}.")
+
+    async def released(self) -> list[str]:
+        """The kinds that are released, on any rank."""
+        said = [rank.memory for rank in await self._pauses.ask_status()]
+        return [kind for kind in KINDS if any(each[kind] in ("away", "lost") for each in said)]
+
+    async def _carry_through(self, call: M, message: str) -> MemoryMoved:
+        moving = keep(self._tokenizer_manager.asyncio_tasks, self._move(call, message))
+        return await asyncio.shield(moving)
+
+    async def _move(self, call: M, message: str) -> MemoryMoved:
+        answers: list[Moved | Failed] = await self._ranks.ask_to_carry_out(call, MOVE_TIMEOUT_S)
+        failed = [answer for answer in answers if isinstance(answer, Failed)]
+        if failed and len(failed) < len(answers):
+            raise HalfDone(f"Memory was moved on some ranks: {say_which(failed)}")
+        moved = require_success(answers)
+        paused = self._tokenizer_manager.is_pause = any(answer.paused for answer in moved)
+        hollow = next((answer.hollow for answer in moved if answer.hollow is not None), None)
+        return MemoryMoved(
+            message=message if hollow is None else f"{message} The weights are hollow: {hollow}.",
+            paused=paused,
+            hollow=hollow,
+            ranks=tuple(
+                RankMemory(
+                    dp_rank=answer.dp_rank,
+                    tp_rank=answer.tp_rank,
+                    pp_rank=answer.pp_rank,
+                    bytes=answer.bytes,
+                    seconds=answer.seconds,
+                )
+                for answer in moved
+            ),
+        )
+
+    async def _stay(self) -> None:
+        try:
+            await self._ranks.ask(StayCall(), STAY_TIMEOUT_S)
+            await self._pauses.ask_status()
+        except RankSilent:
+            # it takes the message in when it comes to it
+            pass
+
+
+def read_tags(tags: list[str] | None) -> list[str]:
+    """Raises ``Refused`` for what is no kind of memory; upstream takes none for all of them."""
+    named = list(tags or KINDS)
+    if unknown := set(named) - set(KINDS):
+        raise Refused(
+            f"unknown memory tags: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}"
+        )
+    if len(set(named)) < len(named):
+        raise Refused(f"a memory tag is named twice: {', '.join(named)}")
+    return named

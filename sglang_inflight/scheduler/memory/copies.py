@@ -1,0 +1,90 @@
+"""Copies of memory that is to go, kept where they do not count: on a host, or on its disk.
+
+A copy is made while its original is still served, by the staging thread, and put back by the
+scheduler's thread when the original's memory is here again, at the same addresses. Who drops
+the copy drops the way back.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import torch
+
+
+class Copy(Protocol):
+    def put_back(self) -> None:
+        """Write into the originals' memory what they held."""
+
+
+class HostCopy:
+    """Of a device's memory, in pinned memory of the host: both ways at the speed of the bus."""
+
+    def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for original in memory:
+            check()
+            copy = torch.empty_like(original, device="cpu", pin_memory=True)
+            copy.copy_(original, non_blocking=True)
+            self._pairs.append((original, copy))
+        self._synchronize()
+
+    def put_back(self) -> None:
+        for original, copy in self._pairs:
+            original.copy_(copy, non_blocking=True)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self._pairs:
+            torch.get_device_module(self._pairs[0][0].device).current_stream().synchronize()
+
+
+class FileCopy:
+    """Of a host's memory, in a file without a name: a copy beside it would free nothing.
+
+    In the directory for temporary files (``TMPDIR``), which should be on a disk.
+    """
+
+    def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
+        self._memory = list(memory)
+        # closed with the last that holds it
+        self._file = tempfile.TemporaryFile(prefix="sglang-inflight-")  # noqa: SIM115
+        for original in self._memory:
+            check()
+            self._file.write(memoryview(original.numpy().data))
+        self._file.flush()
+
+    def put_back(self) -> None:
+        self._file.seek(0)
+        for original in self._memory:
+            self._fill(memoryview(original.numpy().data))
+
+    def _fill(self, memory: memoryview) -> None:
+        while len(memory):
+            read = self._file.readinto(memory)
+            if not read:
+                raise OSError("the copy of the weights is shorter than the weights")
+            memory = memory[read:]
+
+
+def copy_of(
+    tensors: Iterable[torch.Tensor], device: torch.device, check: Callable[[], None]
+) -> Copy:
+    """Of the whole storages of ``tensors``, once each; ``check`` raises to give up."""
+    on_host = device.type == "cpu"
+    memory = [each for each in storages_of(tensors) if (each.device.type == "cpu") == on_host]
+    return FileCopy(memory, check) if on_host else HostCopy(memory, check)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Their distinct storages, as bytes."""
+    found: dict[tuple[torch.device, int], torch.Tensor] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        key = tensor.device, storage.data_ptr()
+        if storage.nbytes() and key not in found:
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            found[key] = whole.set_(storage)
+    return list(found.values())

@@ -1,0 +1,427 @@
+"""Memory that is given back while requests wait, and taken again.
+
+On the reference platform pages that are away are protected: whoever touches them ends the
+server, as on CUDA. So a server that lives to the end of this file has touched none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.server import Server, serve
+from sglang_inflight.client import Client
+from tests.support import away
+from tests.support.away import bytes_of, release, resident, take_back
+from tests.support.faults import Faults
+from tests.support.load import (
+    Generation,
+    expect_all_go_on,
+    expect_whole,
+    pause,
+    prompt,
+    resume,
+    settle,
+    start_running,
+    status,
+    until,
+    update,
+    versions_of,
+)
+from tests.support.pool import ServerPool
+from tests.support.updates import refuse, says, serving, tensor_body
+
+pytest_plugins = ["tests.support.fixtures"]
+
+KV, WEIGHTS = "kv_cache", "weights"
+# tokens of a request that a test ends itself; the cache has room for two of them
+ENDLESS = 5000
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the large markers v0, v1 and v2."""
+    folder = tmp_path_factory.mktemp("large")
+    for version in range(3):
+        away.build(folder / f"v{version}", version)
+    return folder
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
+def one_server(
+    request: pytest.FixtureRequest,
+    pool: ServerPool,
+    versions: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    """It lives through all of it."""
+    pool.discard()  # one server at a time
+    log = tmp_path_factory.mktemp("logs") / "sleep.log"
+    flags = (*away.FLAVOUR.flags, "--tp-size", str(request.param))
+    with serve(versions / "v0", *flags, log=log, env=away.FLAVOUR.env) as server:
+        yield server
+        assert server.is_alive(), server.log_text()[-4000:]
+
+
+@pytest.fixture
+def server(one_server: Server, versions: Path, faults: Faults) -> Iterator[Server]:
+    """Awake, idle, serving version 0."""
+    yield one_server
+    faults.clear()
+    one_server.post("/abort_weight_update", {})
+    if missing := [kind for kind, where in memory(one_server).items() if where in ("away", "lost")]:
+        take_back(one_server, *missing)
+    one_server.post("/continue_generation", {})
+    one_server.post("/abort_request", {"abort_all": True})
+    update(one_server, versions, 0, non_blocking=True, kv_cache="recompute")
+    assert set(memory(one_server).values()) == {"present"}
+    until("nothing runs", lambda: not status(one_server)["running"])
+
+
+def memory(server: Server) -> dict[str, str]:
+    """Where each kind is, on all ranks."""
+    ranks = [dict(rank["memory"]) for rank in status(server)["ranks"]]
+    assert all(rank == ranks[0] for rank in ranks), ranks
+    del ranks[0]["hollow"]
+    return ranks[0]
+
+
+def message_of(answer: dict[str, Any]) -> str:
+    """Wherever a route of SGLang's or of ours has it."""
+    said: str = answer.get("message") or answer["error"]["message"]
+    return said
+
+
+def fill_cache(server: Server) -> int:
+    """Touch KV, which is not resident before; the bytes of it."""
+    length = 3000
+    generations = [Generation(server, tokens=2, input_ids=prompt(length)) for _ in range(3)]
+    for generation in generations:
+        generation.output()
+    return 3 * length * away.TOKEN_BYTES
+
+
+ORDERS = [
+    ((KV,), (KV,)),
+    ((WEIGHTS,), (WEIGHTS,)),
+    *itertools.product(
+        [(KV, WEIGHTS), (WEIGHTS, KV), ("all at once",)],
+        [(KV, WEIGHTS), (WEIGHTS, KV), ("all at once",)],
+    ),
+]
+
+
+@pytest.mark.parametrize("keep", ["host", "discard"])
+@pytest.mark.parametrize(("leave", "come"), ORDERS, ids="-".join)
+def test_all_ways_out_and_in(
+    server: Server, versions: Path, keep: str, leave: tuple[str, ...], come: tuple[str, ...]
+) -> None:
+    """A request that was frozen ends whole, on the version that is served then."""
+    (frozen,) = start_running(server, 1, tokens=40)
+    pause(server, "retract")
+    is_lost = keep == "discard" and leave != (KV,)
+    for kinds in leave:
+        both = kinds == "all at once"
+        release(server, *((KV, WEIGHTS) if both else (kinds,)), keep_weights=keep)
+    settle(server, [frozen])
+    for kinds in come:
+        moved = take_back(server, *((KV, WEIGHTS) if kinds == "all at once" else (kinds,)))
+    assert (moved["hollow"] is not None) == is_lost
+    assert moved["paused"] is True
+    if is_lost:
+        update(server, versions, 1, non_blocking=True, kv_cache="recompute")
+    resume(server)
+    expected = ["v0", "v1"] if is_lost else ["v0"]
+    assert versions_of(expect_whole(frozen)) == expected
+    says(server, 1 if is_lost else 0)
+
+
+@pytest.mark.parametrize("keep", ["host", "discard"])
+def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) -> None:
+    # a shadow too
+    update(server, versions, 0, non_blocking=True, kv_cache="recompute")
+    kv = fill_cache(server)
+    served = serving(server)
+    assert status(server)["staging"]["can_roll_back"] is True
+    before = resident(server)
+    released = release(server, KV, WEIGHTS, keep_weights=keep)
+    asleep = resident(server)
+    fallen = before - asleep
+    assert fallen > 0.9 * (kv + 2 * away.WEIGHTS_BYTES), released
+    assert bytes_of(released, KV) > 0.9 * kv
+    assert bytes_of(released, WEIGHTS) > 0.9 * away.WEIGHTS_BYTES
+    assert bytes_of(released, "shadow") > 0.9 * away.WEIGHTS_BYTES
+    assert all(rank["seconds"] > 0 for rank in released["ranks"])
+    described = status(server)
+    assert described["staging"]["can_roll_back"] is False
+    assert described["previous_version"] is None
+    take_back(server, WEIGHTS, KV)
+    if keep == "discard":
+        assert status(server)["digest"] is None
+        # it has no shadow
+        update(server, versions, 0, **LIVE)
+    says(server, 0)
+    assert resident(server) - asleep > 0.9 * away.WEIGHTS_BYTES
+    if keep == "host":
+        assert serving(server) == served
+
+
+def test_an_update_in_a_sleep(server: Server, versions: Path) -> None:
+    """As trainers that share the device do it: weights first, then the update, then the cache."""
+    frozen = start_running(server, 2, tokens=100)
+    pause(server, "retract")
+    release(server, keep_weights="discard")
+    until("requests are frozen", lambda: status(server)["state"] == "frozen")
+    take_back(server, WEIGHTS)
+    receipt = update(server, versions, 1, flush_cache=False)
+    assert receipt["weight_version"] == "v1"
+    assert memory(server) == {"kv_cache": "away", "weights": "present", "cuda_graph": "away"}
+    late = Generation(server, tokens=5)
+    assert take_back(server, KV, "cuda_graph")["paused"] is True
+    resume(server)
+    for generation in frozen:
+        assert versions_of(expect_whole(generation)) == ["v0", "v1"]
+    assert versions_of(expect_whole(late)) == ["v1"]
+
+
+def test_weights_go_under_requests_that_keep_their_cache(server: Server) -> None:
+    frozen = start_running(server, 2, tokens=100)
+    pause(server, "in_place")
+    for tags in ([KV], [], [KV, WEIGHTS]):
+        answer = server.post("/release_memory_occupation", {"tags": tags})
+        refuse(answer, "2 requests run", "retract", status_code=409)
+    assert set(memory(server).values()) == {"present"}
+    release(server, WEIGHTS, keep_weights="host")
+    # what would end them by a step has to wait, and what would need one is not begun
+    assert pause(server, "wait")["ranks"][0]["running"] == 2
+    take_back(server, WEIGHTS)
+    resume(server)
+    for generation in frozen:
+        assert versions_of(expect_whole(generation)) == ["v0"]
+
+
+def test_calls_while_memory_is_away(server: Server, versions: Path) -> None:
+    """Each is right, or a 409 with a sentence, and none touches what is away."""
+    (frozen,) = start_running(server, 1, tokens=ENDLESS)
+    pause(server, "retract")
+    release(server, KV, WEIGHTS, keep_weights="discard")
+    disk = {"model_path": str(versions / "v1")}
+    ranks = len(status(server)["ranks"])
+    for path, body in (
+        ("/update_weights_from_disk", disk),
+        ("/update_weights_from_disk", {**disk, "non_blocking": True, "flush_cache": False}),
+        ("/update_weights_from_tensor", tensor_body({}, ranks=ranks, non_blocking=True)),
+        ("/begin_weight_update", {"non_blocking": True}),
+        ("/inflight/rollback", {}),
+        ("/weights_checker", {"action": "checksum"}),
+        ("/get_weights_by_name", {"name": "lm_head.weight"}),
+        ("/release_memory_occupation", {"tags": [WEIGHTS]}),
+        ("/release_memory_occupation", {}),
+        ("/resume_memory_occupation", {"tags": ["cuda_graph"]}),
+        ("/resume_memory_occupation", {}),
+        ("/continue_generation", {}),
+        ("/continue_generation", {"pause_id": "memory"}),
+    ):
+        answer = server.post(path, body)
+        assert answer["status_code"] == 409, (path, body, answer)
+        assert "release" in message_of(answer), (path, answer)
+    granted: list[tuple[str, Any]] = [
+        ("/flush_cache", None),
+        ("/reset_prefix_cache?reset_running_requests=true", None),
+        ("/update_weight_version", {"new_version": "v0", "abort_all_requests": False}),
+        ("/pause_generation", {"mode": "in_place", "lease_s": 60}),
+        ("/pause_generation", {"mode": "wait", "timeout_s": 5}),
+    ]
+    for path, body in granted:
+        answer = server.post(path, body)
+        assert answer["status_code"] == 200, (path, body, answer)
+    for path in ("/health", "/health_generate", "/metrics", "/server_info", "/v1/models"):
+        assert server.get(path)["status_code"] == 200, path
+    assert server.get("/ready")["status_code"] == 503
+    adapter = server.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"})
+    assert adapter["status_code"] >= 400
+    holders = {holder["pause_id"] for holder in status(server)["holders"]}
+    assert len(holders) == 4
+    # the pauses that were taken since are let go of; its own and the first one stay
+    answer = resume(server)
+    assert answer["paused"] is True
+    assert not frozen.has_ended
+    frozen.abort()
+    frozen.output()
+    take_back(server, KV, WEIGHTS)
+
+
+def test_a_lease_that_runs_out_wakes_nobody(server: Server) -> None:
+    (frozen,) = start_running(server, 1, tokens=ENDLESS)
+    pause(server, "retract", lease_s=3)
+    release(server, KV)
+    until("the lease ran out", lambda: len(status(server)["holders"]) == 1)
+    [holder] = status(server)["holders"]
+    assert (holder["pause_id"], holder["lease_left_s"]) == ("memory", None)
+    settle(server, [frozen])
+    # nobody holds a pause any more
+    assert take_back(server, KV)["paused"] is False
+    expect_all_go_on([frozen])
+
+
+def test_an_idle_server_sleeps_and_queues(server: Server) -> None:
+    with Client(server.url) as client:
+        released = client.release_memory(keep_weights="host")
+        assert released.ranks[0].bytes.keys() == {"shadow", KV, WEIGHTS, "cuda_graph"}
+    queued = Generation(server, tokens=5)
+    until("it waits", lambda: status(server)["waiting"] == 1)
+    refuse(server.post("/continue_generation", {}), "are released", "resume", status_code=409)
+    with Client(server.url) as client:
+        assert client.status().memory.weights == "away"
+        assert client.resume_memory().paused is False
+    assert versions_of(expect_whole(queued)) == ["v0"]
+
+
+def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Path) -> None:
+    release(server, WEIGHTS, keep_weights="discard")
+    assert memory(server)[WEIGHTS] == "lost"
+    moved = take_back(server, WEIGHTS)
+    assert "no copy" in moved["hollow"]
+    assert memory(server)[WEIGHTS] == "hollow"
+    assert server.get("/ready")["status_code"] == 503
+    assert server.get("/health_generate")["status_code"] == 200
+    answer = server.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})
+    assert answer["status_code"] == 503
+    assert "hollow" in message_of(answer)
+    # and again, without having been whole in between
+    release(server, WEIGHTS, keep_weights="host")
+    assert take_back(server, WEIGHTS)["hollow"] is not None
+    # an update that fails half way makes nothing whole
+    weights = away.tensors(1)
+    ranks = len(status(server)["ranks"])
+    name = "model.norm.weight"
+    bad = {**weights, name: weights[name] * float("nan")}
+    body = {"weight_version": "v1", "non_blocking": True, "partial": False}
+    answer = server.post("/update_weights_from_tensor", tensor_body(bad, ranks=ranks, **body))
+    assert answer["status_code"] == 400, answer
+    # neither do parts of one, until the last of them
+    names = sorted(weights)
+    for part in (names[:5], names[5:-1], names[-1:]):
+        assert memory(server)[WEIGHTS] == "hollow"
+        piece = {name: weights[name] for name in part}
+        sent = tensor_body(piece, ranks=ranks, **{**body, "partial": True})
+        assert server.post("/update_weights_from_tensor", sent)["success"] is True
+    assert memory(server)[WEIGHTS] == "present"
+    assert server.get("/ready")["status_code"] == 200
+    says(server, 1)
+    digests = [rank["digest"] for rank in status(server)["ranks"]]
+    receipt = update(server, versions, 1, **LIVE)
+    assert [rank["digest"] for rank in receipt["ranks"]] == digests
+    assert status(server)["staging"]["can_roll_back"] is True
+
+
+def test_a_rank_that_refuses_leaves_all_awake(server: Server, faults: Faults) -> None:
+    ranks = len(status(server)["ranks"])
+    running = start_running(server, 2, tokens=ENDLESS)
+    served = serving(server)
+    refuse(server.post("/release_memory_occupation", {}), "2 requests run", status_code=409)
+    faults.inject("copy", "raise", rank=ranks - 1)
+    pause(server, "retract")
+    answer = server.post("/release_memory_occupation", {"keep_weights": "host"})
+    refuse(answer, "injected fault")
+    assert set(memory(server).values()) == {"present"}
+    assert [holder["pause_id"] != "memory" for holder in status(server)["holders"]] == [True]
+    assert serving(server) == served
+    # one that fails later than that: what the others gave back is taken again
+    faults.inject("flush", "raise", rank=ranks - 1)
+    answer = server.post(
+        "/release_memory_occupation", {"tags": [KV, WEIGHTS], "keep_weights": "host"}
+    )
+    assert answer["status_code"] == 500, answer
+    assert "taken again" in answer["message"]
+    assert set(memory(server).values()) == {"present"}
+    resume(server)
+    assert serving(server) == served
+    expect_all_go_on(running)
+
+
+def test_a_trainer_that_dies_while_the_server_sleeps(server: Server, versions: Path) -> None:
+    """Its session's lease and its pause's end; the server sleeps on, for the next one."""
+    (frozen,) = start_running(server, 1, tokens=100)
+    pause(server, "retract", lease_s=5)
+    release(server, KV, WEIGHTS, keep_weights="discard")
+    take_back(server, WEIGHTS)
+    session = {"non_blocking": True, "partial": False, "lease_s": 0.5}
+    assert server.post("/begin_weight_update", session)["success"] is True
+    until("its leases are over", lambda: status(server)["staging"]["state"] == "empty")
+    until("its pause is over", lambda: len(status(server)["holders"]) == 1)
+    assert memory(server) == {"kv_cache": "away", "weights": "hollow", "cuda_graph": "present"}
+    settle(server, [frozen])
+    # the next one finds it as it was left
+    update(server, versions, 2, **LIVE)
+    assert take_back(server, KV)["paused"] is False
+    assert versions_of(expect_whole(frozen)) == ["v0", "v2"]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_vllms_sleep(server: Server, versions: Path, level: int) -> None:
+    frozen = start_running(server, 2, tokens=100)
+    slept = server.post(f"/sleep?level={level}&mode=keep")
+    assert (slept["status_code"], slept["status"], slept["level"]) == (200, "sleeping", level)
+    assert memory(server)[KV] == "away"
+    assert memory(server)[WEIGHTS] == ("away" if level == 1 else "lost")
+    assert server.get("/is_sleeping")["is_sleeping"] is True
+    settle(server, frozen)
+    # once more is no more than once, whatever the mode would do
+    assert server.post("/sleep?level=1&mode=abort")["status"] == "sleeping"
+    if level == 1:
+        assert server.post("/wake_up")["status"] == "awake"
+    else:
+        assert server.post("/wake_up?tags=weights")["status"] == "sleeping"
+        update(server, versions, 1, **LIVE)
+        assert server.post("/wake_up?tags=kv_cache")["status"] == "awake"
+    assert server.get("/is_sleeping")["is_sleeping"] is False
+    for generation in frozen:
+        expected = ["v0"] if level == 1 else ["v0", "v1"]
+        assert versions_of(expect_whole(generation)) == expected
+
+
+def test_vllms_wake_before_the_weights(server: Server, versions: Path) -> None:
+    """Requests wait for them, and go on by themselves."""
+    (frozen,) = start_running(server, 1, tokens=100)
+    assert server.post("/sleep?level=2&mode=keep")["status_code"] == 200
+    woken = server.post("/wake_up")
+    assert (woken["status"], woken["paused"]) == ("awake", True)
+    settle(server, [frozen])
+    update(server, versions, 1, **LIVE)
+    assert versions_of(expect_whole(frozen)) == ["v0", "v1"]
+    until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
+
+
+def test_a_start_without_weights(
+    pool: ServerPool, versions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pool.discard()
+    log = tmp_path_factory.mktemp("logs") / "empty.log"
+    env = {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1"}
+    with serve(versions / "v0", "--load-format", "dummy", log=log, env=env) as server:
+        assert server.get("/health_generate")["status_code"] == 200
+        assert server.get("/ready")["status_code"] == 503
+        body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+        answer = server.post("/generate", body)
+        assert answer["status_code"] == 503
+        assert "REQUIRE_UPDATE" in message_of(answer)
+        assert memory(server)[WEIGHTS] == "hollow"
+        assert status(server)["digest"] is None
+        update(server, versions, 1, **LIVE)
+        assert server.get("/ready")["status_code"] == 200
+        says(server, 1)
+        # told to go, it takes memory again, so that what waits for it can end
+        release(server, KV, WEIGHTS, keep_weights="host")
+        queued = Generation(server, tokens=3)
+        until("it waits", lambda: status(server)["waiting"] == 1)
+        os.kill(server.process.pid, signal.SIGTERM)
+        assert versions_of(expect_whole(queued)) == ["v1"]
+        until("it has gone", lambda: not server.is_alive())

@@ -1,0 +1,91 @@
+"""The table of where memory is, and every order of calls through it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from sglang_inflight.scheduler.memory import machine
+from sglang_inflight.scheduler.memory.machine import (
+    GRAPHS,
+    KINDS,
+    KV_CACHE,
+    MOVES,
+    PRESENT,
+    WEIGHTS,
+    Event,
+    Memory,
+    Where,
+    move,
+    released,
+)
+
+
+def test_the_table_is_the_machine() -> None:
+    assert machine.__doc__ is not None
+    rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+) +(\w+)$", machine.__doc__, re.MULTILINE)
+    assert rows[0] == ("event", *(where.name for where in Where))
+    table = {
+        (Event(row), where): Where[cell]
+        for row, *cells in rows[1:]
+        for where, cell in zip(Where, cells, strict=True)
+        if cell != "refused"
+    }
+    assert table == MOVES
+
+
+def after(*events: Event) -> Where | None:
+    memory: Memory | None = PRESENT
+    for event in events:
+        assert memory is not None
+        memory = move(memory, {WEIGHTS: event})
+    return None if memory is None else memory[WEIGHTS]
+
+
+def test_every_order_of_weights() -> None:
+    """What was lost is served by no order of calls but one that fills it."""
+    for events in itertools.product(Event, repeat=6):
+        memory: Memory | None = PRESENT
+        is_lost = is_away = False
+        for event in events:
+            assert memory is not None
+            before, memory = memory, move(memory, {WEIGHTS: event})
+            if memory is None:
+                # refused: a release of what is away, a return or an update of what is not here
+                assert (event is Event.RESUME) != is_away
+                assert released(before) == ([WEIGHTS] if is_away else [])
+                break
+            is_away = {Event.FILLED: False, Event.RESUME: False}.get(event, True)
+            is_lost = (is_lost or event is Event.DISCARD) and event is not Event.FILLED
+            assert (memory[WEIGHTS] is Where.PRESENT) == (not is_lost and not is_away)
+            assert (released(memory) == [WEIGHTS]) == is_away
+
+
+@pytest.mark.parametrize(
+    ("events", "where"),
+    [
+        ((Event.KEEP, Event.RESUME), Where.PRESENT),
+        ((Event.DISCARD, Event.RESUME), Where.HOLLOW),
+        # a copy of what is hollow is hollow
+        ((Event.DISCARD, Event.RESUME, Event.KEEP, Event.RESUME), Where.HOLLOW),
+        ((Event.DISCARD, Event.RESUME, Event.FILLED), Where.PRESENT),
+        ((Event.KEEP, Event.KEEP), None),
+        ((Event.RESUME,), None),
+        ((Event.KEEP, Event.FILLED), None),
+    ],
+)
+def test_some_orders(events: tuple[Event, ...], where: Where | None) -> None:
+    assert after(*events) is where
+
+
+def test_all_kinds_move_or_none() -> None:
+    kv_away = move(PRESENT, {KV_CACHE: Event.KEEP})
+    assert kv_away is not None
+    assert released(kv_away) == [KV_CACHE]
+    assert move(kv_away, dict.fromkeys(KINDS, Event.KEEP)) is None
+    rest_away = move(kv_away, dict.fromkeys((WEIGHTS, GRAPHS), Event.KEEP))
+    assert rest_away is not None
+    assert set(released(rest_away)) == set(KINDS)
+    assert released(PRESENT) == []
