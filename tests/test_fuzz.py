@@ -42,6 +42,7 @@ ACCEPTED = (
 )
 # only what is never to end a request, and what a caller does not wait for
 SHORT_S = st.floats(0.001, 0.05)
+KINDS = ("kv_cache", "weights", "cuda_graph")
 # for an update that nobody has to be waited for, on busy cores too
 AMPLE_S = 20.0
 
@@ -111,6 +112,7 @@ class Bodies:
             "pause_id": st.none() | st.text(max_size=4),
             "expected_version": st.none() | st.sampled_from(["v0", "v1"]),
             "weight_version": st.none() | st.text(max_size=4),
+            "tags": st.none() | st.lists(st.sampled_from(KINDS), max_size=3),
             "group_name": st.sampled_from(["weight_update_group", "other", "\x00"]),
         }
         # never left out where there is one: their defaults are those that are not meant
@@ -256,6 +258,9 @@ def test_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
 
             answered[route.path] = send_bodies(client, route, checkpoints / "v0")
             client.post("/abort_weight_update", content=b"{}")
+            # released where no request ran for a moment
+            for kind in KINDS:
+                client.post("/resume_memory_occupation", json={"tags": [kind]})
             resume(server)
             load.check()
             assert server.is_alive()

@@ -335,7 +335,7 @@ def test_a_rank_that_refuses_leaves_all_awake(server: Server, faults: Faults) ->
     assert [holder["pause_id"] != "memory" for holder in status(server)["holders"]] == [True]
     assert serving(server) == served
     # one that fails later than that: what the others gave back is taken again
-    faults.inject("flush", "raise", rank=ranks - 1)
+    faults.inject("saver", "raise", rank=ranks - 1)
     answer = server.post(
         "/release_memory_occupation", {"tags": [KV, WEIGHTS], "keep_weights": "host"}
     )

@@ -27,6 +27,7 @@ Pairs = Iterator[tuple[str, Any]]
 def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_inflight.reference.memory import PageSaver
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.memory.occupation import Occupation
     from sglang_inflight.scheduler.nodes import meeting, relay
@@ -40,6 +41,7 @@ def install() -> None:
         (Jobs.seal, vote),
         (Boundary.flush, flush),
         (Occupation.copy_for, copy),
+        (PageSaver.pause, saver),
     ):
         target = f"{method.__module__}.{method.__qualname__}"
         HookRegistry.register(target, hook, HookType.AROUND)
@@ -72,6 +74,11 @@ def flush(flush_now: Callable[..., None], boundary: Any, *, empty_cache: bool) -
 def copy(copy_for: Callable[..., Any], occupation: Any, prepared: Any) -> Any:
     fail("copy", prepared)
     return copy_for(occupation, prepared)
+
+
+def saver(pause: Callable[..., Any], pages: Any, tag: str) -> Any:
+    fail("saver", None)
+    return pause(pages, tag)
 
 
 def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:

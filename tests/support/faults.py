@@ -10,9 +10,10 @@ from typing import Literal
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
 
-# the last three can only raise: a commit's flush, when the weights are swapped, and, which are
-# no phases of an update, SGLang's handler of /slow_down, and the copy of memory that is to go
-Phase = Literal["first", "middle", "vote", "flush", "handler", "copy"]
+# the last four can only raise: a commit's flush, when the weights are swapped, and, which are
+# no phases of an update, SGLang's handler of /slow_down, the copy of memory that is to go, and
+# its going
+Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver"]
 # "hang" looks whether its update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 
