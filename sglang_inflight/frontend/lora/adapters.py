@@ -331,6 +331,8 @@ class Adapters:
     def _require_movable(self, body: LoadAdapterBody) -> None:
         if body.running != "move":
             return
+        if get_parallel().pp_size > 1:
+            raise Refused('running="move" needs --pp-size 1: nobody has tried both')
         if (reason := why_no_pause()) is not None:
             raise Refused(f'running="move" is not possible here: {reason}')
         if get_memory().enable_hierarchical_cache:
