@@ -18,6 +18,7 @@ from tests.support.load import (
     expect_all_go_on,
     expect_spans_in_chunks,
     expect_whole,
+    more_tokens,
     pause,
     prompt,
     resume,
@@ -31,6 +32,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import CHUNK
+from tests.support.updates import refuse
 from tests.test_kv_versions import kv_runs, made_as_it_ran
 
 VERSIONS = 4
@@ -193,12 +195,19 @@ def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:
 
 def test_stages_of_two_ranks(folder: Path, tmp_path: Path) -> None:
     flags = ("--pp-size", "2", "--tp-size", "2", "--weight-version", "v0")
+    flags += ("--enable-memory-saver",)
     with serve(folder / "v0", *flags, log=tmp_path / "log") as server:
         generations = start_running(server, 4, tokens=ENDLESS)
         answer = pause(server, "in_place", lease_s=0.5)
         assert [rank["running"] for rank in answer["ranks"]] == [4] * 4
         until("the lease is over", lambda: not status(server)["paused"])
         update(server, folder, 1, non_blocking=True, kv_cache="recompute")
+        more_tokens(generations)
+        pause(server, "retract")
+        ask(server, "POST", "/release_memory_occupation", {"keep_weights": "host"})
+        refuse(server.post("/continue_generation", {}), "released", status_code=409)
+        ask(server, "POST", "/resume_memory_occupation", {})
+        resume(server)
         for output in expect_all_go_on(generations):
             expect_exact(output)
             assert versions_of(output) == ["v0", "v1"]
