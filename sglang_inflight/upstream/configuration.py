@@ -92,6 +92,8 @@ class Lora(Protocol):
 @describes(f"{_FIELDS}.memory.Memory")
 class Memory(Protocol):
     @property
+    def disable_radix_cache(self) -> bool: ...
+    @property
     def enable_hierarchical_cache(self) -> bool: ...
     @property
     def enable_lmcache(self) -> bool: ...
@@ -122,6 +124,8 @@ class Schedule(Protocol):
     # not None any more, when it is read
     @property
     def mem_fraction_static(self) -> float: ...
+    @property
+    def chunked_prefill_size(self) -> int: ...
 
 
 @describes(f"{_FIELDS}.serving.Serving")
