@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight.inactive import why_inactive
+from sglang_inflight.upstream.runtime_context import get_memory, get_schedule
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import ModelConfig, TokenizerManager
@@ -61,8 +62,10 @@ def create_tokenized(
         _require_start(obj.logprob_start_len)
         _require_embeddings(obj.input_embeds, config.hidden_size)
         _require_processor(obj.custom_logit_processor)
+    if obj.token_indices_to_pool is not None:
+        _require_whole_prompts()
     for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
-        _require_positions(name, getattr(obj, name, None), len(input_ids or ()))
+        _require_positions(name, getattr(obj, name), len(input_ids or ()))
     if obj.lora_id is not None and not obj.lora_path:
         raise ValueError("lora_id is the server's own: lora_path names the adapter")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
@@ -146,6 +149,16 @@ def _require_positions(name: str, positions: Any, tokens: int) -> None:
     for position in positions or ():
         if not isinstance(position, int) or not 0 <= position < tokens:
             raise ValueError(f"{name} has {position!r}, and the prompt has {tokens} tokens")
+
+
+def _require_whole_prompts() -> None:
+    """What SGLang asks of its own calls for scores: positions are of the whole prompt, and are
+    looked up in what a step computes of it."""
+    if not get_memory().disable_radix_cache or get_schedule().chunked_prefill_size != -1:
+        raise ValueError(
+            "token_indices_to_pool needs a server with --disable-radix-cache and "
+            "--chunked-prefill-size -1"
+        )
 
 
 def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None:

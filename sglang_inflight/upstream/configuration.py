@@ -108,6 +108,8 @@ class Lora(Protocol):
 @describes(f"{_FIELDS}.memory.Memory")
 class Memory(Protocol):
     @property
+    def disable_radix_cache(self) -> bool: ...
+    @property
     def enable_hierarchical_cache(self) -> bool: ...
     @property
     def enable_lmcache(self) -> bool: ...
@@ -138,6 +140,8 @@ class Schedule(Protocol):
     # not None any more, when it is read
     @property
     def mem_fraction_static(self) -> float: ...
+    @property
+    def chunked_prefill_size(self) -> int: ...
 
 
 @describes(f"{_FIELDS}.serving.Serving")

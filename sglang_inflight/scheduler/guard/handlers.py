@@ -105,10 +105,10 @@ class Containment:
         if isinstance(error, Refused):
             message = str(error)
         if isinstance(request, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
-            self._end([request], message)
+            self._end([request], message, _status_of(error))
         elif isinstance(request, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):
             batched: BatchRequest = request
-            self._end(batched.batch, message)
+            self._end(batched.batch, message, _status_of(error))
         elif self._is_mute:
             self._answers.fail_request(request, error, message)
         elif isinstance(request, RpcReqInput):
@@ -122,15 +122,19 @@ class Containment:
             return output
         return None
 
-    def _end(self, requests: list[Request], message: str) -> None:
+    def _end(self, requests: list[Request], message: str, status: HTTPStatus) -> None:
         """End those that did not come into the scheduler's hands."""
-        status = HTTPStatus.INTERNAL_SERVER_ERROR
         reason: Any = {"type": "abort", "status_code": status, "message": message}
         live = {req.rid for req in self._boundary.live_requests()}
         for request in requests:
             if request.rid not in live:
                 abort = AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
                 self._scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+
+
+def _status_of(error: Exception) -> HTTPStatus:
+    is_refused = isinstance(error, Refused)
+    return HTTPStatus.BAD_REQUEST if is_refused else HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 def _is_control_call(request: Any) -> bool:

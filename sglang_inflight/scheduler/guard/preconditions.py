@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
+    BatchTokenizedGenerateReqInput,
     CheckWeightsReqInput,
     GetWeightsByNameReqInput,
     ReleaseMemoryOccupationReqInput,
@@ -16,7 +17,9 @@ from sglang.srt.managers.io_struct import (
     RpcReqInput,
     SendWeightsToRemoteInstanceReqInput,
     SlowDownReqInput,
+    TokenizedGenerateReqInput,
 )
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
@@ -24,7 +27,7 @@ from sglang_inflight.scheduler.memory.occupation import Occupation
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import MemoryRequest, SlowDownRequest
+    from sglang_inflight.upstream.requests import BatchRequest, MemoryRequest, SlowDownRequest
 
 # Every step sleeps this long: the watchdog takes a longer one for a hang.
 LONGEST_SLOW_DOWN_S = 10.0
@@ -55,6 +58,12 @@ class Preconditions:
         elif isinstance(request, SlowDownReqInput):
             slower: SlowDownRequest = request
             _may_sleep(slower.forward_sleep_time)
+        elif isinstance(request, TokenizedGenerateReqInput):
+            _may_process(request)
+        elif isinstance(request, BatchTokenizedGenerateReqInput):
+            batched: BatchRequest = request
+            for each in batched.batch:
+                _may_process(each)
 
     def _may_release(self, tags: list[str]) -> None:
         if twice := self._released & set(tags):
@@ -97,3 +106,13 @@ def _may_sleep(seconds: float | None) -> None:
         raise Refused(
             f"forward_sleep_time={seconds:g}: a step sleeps {LONGEST_SLOW_DOWN_S:g} s at most"
         )
+
+
+def _may_process(request: Any) -> None:
+    """Its processor is unpickled amid a step otherwise. SGLang keeps what comes of it."""
+    if not request.custom_logit_processor:
+        return
+    try:
+        CustomLogitProcessor.from_str(request.custom_logit_processor)
+    except Exception as error:
+        raise Refused(f"custom_logit_processor cannot be made: {error}") from error
