@@ -63,25 +63,24 @@ def pair(
 
 
 @pytest.fixture
-def server(pair: Nodes, checkpoints: Path) -> Iterator[Server]:
+def first(pair: Nodes, checkpoints: Path) -> Iterator[Server]:
     """Serves v0."""
-    server = pair.first
-    yield server
+    yield (first := pair.first)
     pair.let_second_go_on()
-    until("all ranks answer", lambda: server.get("/inflight/status")["status_code"] == 200)
-    server.post("/abort_weight_update", {})
-    resume(server)
-    server.post("/abort_request", {"abort_all": True})
-    update(server, checkpoints, 0, non_blocking=True, kv_cache="recompute")
+    until("all ranks answer", lambda: first.get("/inflight/status")["status_code"] == 200)
+    first.post("/abort_weight_update", {})
+    resume(first)
+    first.post("/abort_request", {"abort_all": True})
+    update(first, checkpoints, 0, non_blocking=True, kv_cache="recompute")
 
 
 @pytest.fixture
-def streams(server: Server) -> list[Generation]:
-    return start_running(server, STREAMS, tokens=ENDLESS)
+def streams(first: Server) -> list[Generation]:
+    return start_running(first, STREAMS, tokens=ENDLESS)
 
 
-def expect_epochs_alike(server: Server, version: int) -> None:
-    ranks = status(server)["ranks"]
+def expect_epochs_alike(first: Server, version: int) -> None:
+    ranks = status(first)["ranks"]
     assert [rank["tp_rank"] for rank in ranks] == [0, 1]
     assert {rank["weight_version"] for rank in ranks} == {f"v{version}"}
     assert len({rank["epoch"] for rank in ranks}) == 1
@@ -89,68 +88,68 @@ def expect_epochs_alike(server: Server, version: int) -> None:
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "tensor_bucket", "distributed"])
 def test_requests_run_on_through_an_update(
-    server: Server, sender: Sender, streams: list[Generation], source: str
+    first: Server, sender: Sender, streams: list[Generation], source: str
 ) -> None:
-    receipt = succeed(sender.send(server, source, 1, ranks=2, weight_version="v1", **LIVE))
+    receipt = succeed(sender.send(first, source, 1, ranks=2, weight_version="v1", **LIVE))
     assert [(rank["tp_rank"], rank["success"]) for rank in receipt["ranks"]] == [
         (0, True),
         (1, True),
     ]
-    expect_epochs_alike(server, 1)
-    expect_to_run_on(server, streams, [0, 1])
+    expect_epochs_alike(first, 1)
+    expect_to_run_on(first, streams, [0, 1])
 
 
 def test_one_node_lacks_the_checkpoint(
-    server: Server, checkpoints: Path, streams: list[Generation]
+    first: Server, checkpoints: Path, streams: list[Generation]
 ) -> None:
-    before = serving(server)
+    before = serving(first)
     only_here = os.path.relpath(checkpoints / "v1", ROOT)
-    failed = server.post("/update_weights_from_disk", {"model_path": only_here, **LIVE})
+    failed = first.post("/update_weights_from_disk", {"model_path": only_here, **LIVE})
     refuse(failed, SECOND)
     assert FIRST not in failed["message"]
-    assert serving(server) == before
-    expect_to_run_on(server, streams, [0])
+    assert serving(first) == before
+    expect_to_run_on(first, streams, [0])
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
-def test_pause_is_acknowledged_by_both(server: Server, mode: str) -> None:
+def test_pause_is_acknowledged_by_both(first: Server, mode: str) -> None:
     tokens = 30 if mode == "wait" else ENDLESS
-    streams = start_running(server, STREAMS, tokens=tokens)
-    answer = pause(server, mode)
-    settle(server, streams)
+    streams = start_running(first, STREAMS, tokens=tokens)
+    answer = pause(first, mode)
+    settle(first, streams)
     counted = {"in_place": "running", "retract": "retracted", "abort": "aborted"}.get(mode)
     if counted is not None:
         assert [rank[counted] for rank in answer["ranks"]] == [STREAMS, STREAMS]
     else:
         assert [rank["running"] for rank in answer["ranks"]] == [0, 0]
-    assert [rank["state"] for rank in status(server)["ranks"]] == ["frozen", "frozen"]
-    resume(server)
+    assert [rank["state"] for rank in status(first)["ranks"]] == ["frozen", "frozen"]
+    resume(first)
     if counted in ("running", "retracted"):
-        expect_to_run_on(server, streams, [0])
+        expect_to_run_on(first, streams, [0])
 
 
-def test_a_lease_ends_on_both(server: Server, streams: list[Generation]) -> None:
-    pause(server, "in_place", lease_s=0.3)
-    until("the lease runs out", lambda: not status(server)["paused"])
-    assert [rank["state"] for rank in status(server)["ranks"]] == ["running", "running"]
-    expect_to_run_on(server, streams, [0])
+def test_a_lease_ends_on_both(first: Server, streams: list[Generation]) -> None:
+    pause(first, "in_place", lease_s=0.3)
+    until("the lease runs out", lambda: not status(first)["paused"])
+    assert [rank["state"] for rank in status(first)["ranks"]] == ["running", "running"]
+    expect_to_run_on(first, streams, [0])
 
 
 def test_update_in_a_pause_a_blocking_one_and_a_rollback(
-    server: Server, checkpoints: Path, streams: list[Generation]
+    first: Server, checkpoints: Path, streams: list[Generation]
 ) -> None:
-    pause(server, "in_place")
+    pause(first, "in_place")
     # in SGLang's own form, which acts at once in a pause
-    update(server, checkpoints, 1, flush_cache=False)
-    resume(server)
+    update(first, checkpoints, 1, flush_cache=False)
+    resume(first)
     until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
-    succeed(server.post("/inflight/rollback", {}))
-    expect_to_run_on(server, streams, [0, 1, 0])
+    succeed(first.post("/inflight/rollback", {}))
+    expect_to_run_on(first, streams, [0, 1, 0])
     # and this one waits until nothing runs
-    (running,) = start_running(server, 1, tokens=40)
-    update(server, checkpoints, 2)
+    (running,) = start_running(first, 1, tokens=40)
+    update(first, checkpoints, 2)
     assert versions_of(running.output()) == ["v0"]
-    expect_epochs_alike(server, 2)
+    expect_epochs_alike(first, 2)
 
 
 def test_an_engine_on_the_second_node_says_whom_to_ask(pair: Nodes) -> None:
@@ -162,9 +161,9 @@ def test_an_engine_on_the_second_node_says_whom_to_ask(pair: Nodes) -> None:
         assert (error, "node_rank=0" in sentence) == ("NotOffered", True)
 
 
-def test_a_stranger_changes_nothing(server: Server, checkpoints: Path) -> None:
-    before = serving(server)
-    found = re.search(r"other nodes answer at ([\d.]+):(\d+)", server.log_text())
+def test_a_stranger_changes_nothing(first: Server, checkpoints: Path) -> None:
+    before = serving(first)
+    found = re.search(r"other nodes answer at ([\d.]+):(\d+)", first.log_text())
     assert found is not None
     host, port = found[1], int(found[2])
     with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
@@ -174,59 +173,59 @@ def test_a_stranger_changes_nothing(server: Server, checkpoints: Path) -> None:
             stranger.send_multipart(frames)
     with socket.create_connection((host, port)) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(4096))
-    until("it is told", lambda: "without this server's token" in server.log_text())
-    assert serving(server) == before
-    update(server, checkpoints, 1, **LIVE)
-    expect_epochs_alike(server, 1)
+    until("it is told", lambda: "without this server's token" in first.log_text())
+    assert serving(first) == before
+    update(first, checkpoints, 1, **LIVE)
+    expect_epochs_alike(first, 1)
 
 
 # ---- a node that stands still, and goes on later ---------------------------------------------
 
 
 def test_a_node_falls_silent_before_the_commit(
-    pair: Nodes, server: Server, checkpoints: Path, streams: list[Generation]
+    pair: Nodes, first: Server, checkpoints: Path, streams: list[Generation]
 ) -> None:
-    before = serving(server)
+    before = serving(first)
     pair.stop_second()
     v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", **LIVE}
-    refuse(server.post("/update_weights_from_disk", v1), SECOND, status_code=504)
+    refuse(first.post("/update_weights_from_disk", v1), SECOND, status_code=504)
     # whoever asks is told, and so is who reads the log
-    asked = refuse(server.get("/inflight/status"), SECOND, status_code=504)
+    asked = refuse(first.get("/inflight/status"), SECOND, status_code=504)
     assert (asked["error"]["type"], FIRST in asked["message"]) == ("RankSilent", False)
-    assert f"Nothing was heard of {SECOND}" in server.log_text()
+    assert f"Nothing was heard of {SECOND}" in first.log_text()
     pair.let_second_go_on()
-    until("it is heard", lambda: server.get("/inflight/status")["status_code"] == 200)
-    assert serving(server) == before
-    succeed(server.post("/update_weights_from_disk", v1))
-    expect_to_run_on(server, streams, [0, 1])
+    until("it is heard", lambda: first.get("/inflight/status")["status_code"] == 200)
+    assert serving(first) == before
+    succeed(first.post("/update_weights_from_disk", v1))
+    expect_to_run_on(first, streams, [0, 1])
 
 
 def test_a_node_falls_silent_after_the_vote(
-    pair: Nodes, server: Server, streams: list[Generation]
+    pair: Nodes, first: Server, streams: list[Generation]
 ) -> None:
-    begun = succeed(server.post("/begin_weight_update", {"non_blocking": True}))
+    begun = succeed(first.post("/begin_weight_update", {"non_blocking": True}))
     session = {"session_id": begun["session_id"]}
     body = tensor_body(marker.tensors(1), ranks=2, weight_version="v1", **session)
-    succeed(server.post("/update_weights_from_tensor", body))
-    succeed(server.post("/seal_weight_update", session))
+    succeed(first.post("/update_weights_from_tensor", body))
+    succeed(first.post("/seal_weight_update", session))
     pair.stop_second()
-    unknown = server.post("/end_weight_update", {**session, **{"non_blocking": True}})
+    unknown = first.post("/end_weight_update", {**session, **{"non_blocking": True}})
     assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
     assert SECOND in unknown["message"]
     pair.let_second_go_on()
     # both carry it out when they come to it
     until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
-    expect_epochs_alike(server, 1)
-    expect_to_run_on(server, streams, [0, 1])
+    expect_epochs_alike(first, 1)
+    expect_to_run_on(first, streams, [0, 1])
 
 
 def test_a_node_falls_silent_in_a_pause(
-    pair: Nodes, server: Server, streams: list[Generation]
+    pair: Nodes, first: Server, streams: list[Generation]
 ) -> None:
-    pause(server, "in_place")
-    settle(server, streams)
+    pause(first, "in_place")
+    settle(first, streams)
     pair.stop_second()
-    unknown = server.post("/continue_generation", {})
+    unknown = first.post("/continue_generation", {})
     assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
     pair.let_second_go_on()
-    expect_to_run_on(server, streams, [0])
+    expect_to_run_on(first, streams, [0])
