@@ -194,8 +194,7 @@ def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:
 
 
 def test_stages_of_two_ranks(folder: Path, tmp_path: Path) -> None:
-    flags = ("--pp-size", "2", "--tp-size", "2", "--weight-version", "v0")
-    flags += ("--enable-memory-saver",)
+    flags = ("--pp-size", "2", "--tp-size", "2", "--enable-memory-saver", "--weight-version", "v0")
     with serve(folder / "v0", *flags, log=tmp_path / "log") as server:
         generations = start_running(server, 4, tokens=ENDLESS)
         answer = pause(server, "in_place", lease_s=0.5)
