@@ -32,7 +32,7 @@ from tests.support.routes import Route, routes
 from tests.support.updates import by_value
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))
-EXAMPLES = int(os.environ.get("INFLIGHT_TEST_FUZZ_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("INFLIGHT_TEST_FUZZ_EXAMPLES", "150"))
 # of which many bodies are sound
 ACCEPTED = (
     "/pause_generation",
