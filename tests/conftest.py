@@ -24,10 +24,12 @@ def pytest_configure() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long first, then without a server, then flavour by flavour: each starts once.
 
-    Two workers (``make test``) take turns at the parts of the files that need one flavour.
+    Three workers (``make test``) take turns at the parts of the files that need one flavour.
+    First of all plugins, because xdist's reads what this writes.
     """
     items.sort(key=lambda item: (-_limit(item), _turn(item)))
     for item in items:

@@ -88,6 +88,7 @@ def test_a_wrong_shape_in_the_middle(server: Server, sender: ToServer) -> None:
 
 
 def test_a_tensor_that_is_missing(server: Server, sender: ToServer) -> None:
+    sender.send(weights(0), weight_version="v0")
     before = serving(server)
     with pytest.raises(Refused, match=r"model\.norm"):
         sender.send([pair for pair in weights(1) if pair[0] != "model.norm.weight"])
