@@ -13,6 +13,7 @@ from harness.server import Server
 from tests.support.pool import FLAVOURS, ServerPool, server_pool
 
 VERSIONS = 6
+UNIT = Path(__file__).with_name("unit")
 
 
 def pytest_configure() -> None:
@@ -26,12 +27,13 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first, then without a server, then flavour by flavour: each starts once.
+    """What takes long first, then what has servers of its own, then flavour by flavour: each
+    starts once. Unit tests come last, as what is left for workers that would have none.
 
     Three workers (``make test``) take turns at the parts of the files that need one flavour.
     First of all plugins, because xdist's reads what this writes.
     """
-    items.sort(key=lambda item: (-_limit(item), _turn(item)))
+    items.sort(key=lambda item: (-_limit(item), item.path.parent == UNIT, _turn(item)))
     for item in items:
         item.add_marker(pytest.mark.xdist_group(f"{_turn(item)} {item.path.stem}"))
 
