@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from harness.server import IN_A_FORK, Server, free_port, schedulers, serve
-from harness.starting import Process, end, start
-from tests.support.plugins import TESTS
+from harness.starting import ROOT, Process, end, start
+from tests.support.plugins import TESTS, on_path
 
 # in place of a minute, and of a quarter of one
 _SHORT = {"INFLIGHT_TEST_MEETING_S": "8", "INFLIGHT_TEST_SILENCE_S": "2"}
@@ -46,9 +46,9 @@ class Nodes:
 
 def nodes_environment(*plugins: str) -> dict[str, str]:
     """Of servers that load these plugins of the tests, and are as impatient as tests are."""
-    found = os.environ.get("PYTHONPATH")
-    paths = [*(str(TESTS / plugin) for plugin in ("faults", *plugins)), found]
-    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), **_SHORT}
+    folders = [TESTS / plugin for plugin in ("faults", *plugins)]
+    # the second node is a module of ours, and runs in a folder of its own
+    return {**on_path(*folders, ROOT), **_SHORT}
 
 
 @contextlib.contextmanager
@@ -77,6 +77,9 @@ def serve_nodes(
         flags = ("--node-rank", "0", *two, *flags)
         with serve(model, *flags, log=folder / "first.log", env=env) as first:
             yield Nodes(first, process, log)
+    except (RuntimeError, TimeoutError) as error:
+        error.add_note(f"the second node:\n{log.read_text(errors='replace')[-4000:]}")
+        raise
     finally:
         # what is stopped is ended all the same
         end(process)

@@ -20,5 +20,10 @@ stands_in_for_kernels = pytest.mark.skipif(
 
 def with_plugin(folder: str) -> dict[str, str]:
     """The environment of a server that loads the plugin in that folder of ``tests``."""
+    return on_path(TESTS / folder)
+
+
+def on_path(*folders: Path) -> dict[str, str]:
+    """The environment of a process that imports from those folders, too."""
     found = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS / folder), found]))}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), found]))}
