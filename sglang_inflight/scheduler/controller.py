@@ -61,7 +61,6 @@ from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
 
@@ -156,16 +155,13 @@ class Controller:
             CommitCall: _retracts,
             RollbackCall: _retracts,
         }
-        if self.staging.mode is StagingMode.OFF:
-            needs_stillness |= dict.fromkeys((OpenCall, StageCall, SealCall, DropCall), _always)
-        for call_type, handler in handlers.items():
-            handle: Callable[[Any], None] = self._contain(handler)
-            if call_type in needs_stillness:
-                handle = self._still.wait_for(handle, needs_stillness[call_type])
-            scheduler._request_dispatcher += TypeBasedDispatcher([(call_type, handle)])
-        scheduler._request_dispatcher += TypeBasedDispatcher(
-            [(TimesOver, self._still.wait_for(self.pause.end_times))]
-        )
+        dispatched: dict[type, Callable[[Any], None]] = {
+            call_type: self._contain(handler) for call_type, handler in handlers.items()
+        }
+        for call_type, needed in needs_stillness.items():
+            dispatched[call_type] = self._still.wait_for(dispatched[call_type], needed)
+        dispatched[TimesOver] = self._still.wait_for(self.pause.end_times)
+        scheduler._request_dispatcher += TypeBasedDispatcher([*dispatched.items()])
         # a sender that does not know us (a script on the socket) still means our pauses
         scheduler._request_dispatcher._mapping |= {
             PauseGenerationReqInput: self._still.wait_for(self._take_upstream_pause),
@@ -192,17 +188,12 @@ class Controller:
 
     def holds_the_turn(self) -> bool:
         """In each turn of a pipeline, after the messages: must it launch nothing?"""
-        if self._still.settle():
-            return True
-        if self.live.why_not_served is not None and self._boundary.pending_batches:
-            return True
-        return self.holds_the_loop()
+        return self._still.settle() or self.holds_the_loop()
 
     @property
     def holds_back(self) -> bool:
         """Is there something that makes no step, and would make one otherwise?"""
-        is_waited_for = self._still.is_waited_for
-        return self.is_frozen or is_waited_for or self.live.why_not_served is not None
+        return self.is_frozen or self._still.is_waited_for
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Around the choice of requests to prefill: show it only those that may run now."""

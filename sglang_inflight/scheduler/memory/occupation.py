@@ -53,7 +53,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.status import MemoryStatus
-from sglang_inflight.upstream.runtime_context import get_exec, get_model
+from sglang_inflight.upstream.runtime_context import get_exec, get_model, get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
@@ -198,12 +198,20 @@ class Occupation:
         events = dict.fromkeys(call.tags, Event.KEEP)
         # where nothing goes, or SGLang's own saver copies it, nothing can be lost; and what no
         # update can bring must not be
-        can_be_lost = (
-            self._saver.enabled and not self._saver_copies and self._staging.refusal is None
-        )
+        can_be_lost = self._saver.enabled and not self._saver_copies and self._why_kept is None
         if WEIGHTS in events and can_be_lost and call.keep_weights != "host":
             events[WEIGHTS] = Event.DISCARD
         return events
+
+    @property
+    def _why_kept(self) -> str | None:
+        """Why weights are kept whatever the caller says, or None where they may be lost."""
+        if get_parallel().pp_size > 1:
+            # one that is whole again would make a step, and wait for one that is not
+            return "because the stages of a pipeline may be whole again in different turns"
+        if self._staging.refusal is not None:
+            return f"which cannot be sent: {self._staging.refusal}"
+        return None
 
     @property
     def _saver_copies(self) -> bool:
@@ -212,8 +220,8 @@ class Occupation:
     def _why_not(self, call: MayReleaseCall, after: Memory | None) -> str | None:
         """Why memory cannot be released now, or None where it can."""
         tags = call.tags
-        if call.keep_weights == "discard" and self._staging.refusal is not None:
-            return f"weights are not discarded, which cannot be sent: {self._staging.refusal}"
+        if call.keep_weights == "discard" and (why := self._why_kept) is not None:
+            return f"weights are not discarded, {why}"
         if self._prepared is not None:
             return "memory is being released already"
         if after is None:

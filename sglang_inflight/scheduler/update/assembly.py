@@ -27,6 +27,7 @@ from sglang_inflight.scheduler.update.worker import (
 )
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_no_pause, why_no_update
+from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.adopted import ReservingScheduler
@@ -85,4 +86,7 @@ def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
     """Why no update can be taken in, or None where it can."""
     if in_place and (reason := why_no_pause()) is not None:
         return f"weights cannot be written in place, between two steps: {reason}"
+    if in_place and get_parallel().pp_size > 1:
+        # a stage that a piece is for would stand still, and the others would wait for it
+        return "weights cannot be written in place, between two steps, with --pp-size above 1"
     return why_no_update(in_place=in_place) or why_not_staged(models)
