@@ -66,6 +66,10 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     groups: dict[str, str]
 
 
+# what is given back, of the kinds of memory in ``MemoryStatus``
+GONE = ("away", "lost")
+
+
 class MemoryStatus(Answer, frozen=True, kw_only=True):
     """Each kind of memory: "present", "away" (and will be as it was), "lost" (and will be
     hollow), or "hollow" (its contents are to be sent)."""

@@ -58,6 +58,12 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # SGLang's own type of it; None where the route is ours
     sglang: ClassVar[type[msgspec.Struct] | None] = None
 
+    @classmethod
+    def our_fields(cls) -> dict[str, Any]:
+        """Those that SGLang's own type does not have, with their defaults."""
+        known = cls.sglang.__struct_fields__ if cls.sglang is not None else ()
+        return {f.name: f.default for f in msgspec.structs.fields(cls) if f.name not in known}
+
 
 class PauseBody(Body, kw_only=True):
     sglang = PauseGenerationReqInput

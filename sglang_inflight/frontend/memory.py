@@ -19,7 +19,7 @@ from sglang_inflight.errors import HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
-from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.grants import MemoryMoved, RankMemory
 from sglang_inflight.messages import (
@@ -31,6 +31,7 @@ from sglang_inflight.messages import (
     ResumeCall,
     StayCall,
 )
+from sglang_inflight.status import GONE
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Memory:
         two_phase: TwoPhase,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
         self._pauses = pauses
         self._two_phase = two_phase
@@ -87,9 +89,8 @@ class Memory:
             except BaseException:
                 await asyncio.shield(self._stay())
                 raise
-            return await self._carry_through(
-                ReleaseCall(), f"Memory is released: {', '.join(tags)}."
-            )
+            moving = self._move(ReleaseCall(), f"Memory is released: {', '.join(tags)}.")
+            return await carry_through(self._tasks, moving)
 
     async def resume(self, body: ResumeMemoryBody, *, until_filled: bool = False) -> MemoryMoved:
         """Take the memory of ``tags`` again. When all is back, generation goes on, unless
@@ -107,16 +108,13 @@ class Memory:
         async with self._moving:
             await self._ranks.call(MayResumeCall(tags=tags), MOVE_TIMEOUT_S)
             call = ResumeCall(tags=tags, until_filled=until_filled)
-            return await self._carry_through(call, f"Memory is back: {', '.join(tags)}.")
+            moving = self._move(call, f"Memory is back: {', '.join(tags)}.")
+            return await carry_through(self._tasks, moving)
 
     async def released(self) -> list[str]:
         """The kinds that are released, on any rank."""
         said = [rank.memory for rank in await self._pauses.ask_status()]
-        return [kind for kind in KINDS if any(each[kind] in ("away", "lost") for each in said)]
-
-    async def _carry_through(self, call: M, message: str) -> MemoryMoved:
-        moving = keep(self._tokenizer_manager.asyncio_tasks, self._move(call, message))
-        return await asyncio.shield(moving)
+        return [kind for kind in KINDS if any(each[kind] in GONE for each in said)]
 
     async def _move(self, call: M, message: str) -> MemoryMoved:
         answers: list[Moved | Failed] = await self._ranks.ask_to_carry_out(call, MOVE_TIMEOUT_S)

@@ -17,3 +17,8 @@ def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyn
     tasks.add(task)
     task.add_done_callback(tasks.discard)
     return task
+
+
+async def carry_through(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> T:
+    """Its outcome. It goes on where the caller is gone: it cannot be called back."""
+    return await asyncio.shield(keep(tasks, doing))

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from sglang.srt.utils import torch_memory_saver_adapter
 
+from sglang_inflight.storages import distinct_storages
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 # of <sys/mman.h>; the module ``mmap`` has no name for it
 _PROT_NONE = 0
@@ -80,14 +82,6 @@ def save_pages() -> None:
     torch_memory_saver_adapter._TorchMemorySaverAdapterReal = PageSaver
     # where torch_memory_saver is not installed nobody misses it
     torch_memory_saver_adapter.import_error = None
-
-
-def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    found: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        found.setdefault(storage.data_ptr(), storage)
-    return list(found.values())
 
 
 def _nothing(tag: str) -> Iterable[torch.Tensor]:

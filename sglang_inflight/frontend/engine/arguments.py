@@ -37,9 +37,7 @@ class Arguments(Generic[B]):
         self._name = name
         self._shape = shape
         self._prepare = prepare
-        sglangs = shape.sglang.__struct_fields__ if shape.sglang is not None else ()
-        # those that SGLang does not know
-        self.ours = frozenset(shape.__struct_fields__).difference(sglangs, positional)
+        self.ours = frozenset(shape.our_fields()).difference(positional)
         self.signature = inspect.Signature(
             [
                 inspect.Parameter("engine", inspect.Parameter.POSITIONAL_OR_KEYWORD),

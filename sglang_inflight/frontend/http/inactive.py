@@ -108,12 +108,7 @@ class RefuseOurFields:
 
 def find_our_fields(content: bytes, shape: type[Body]) -> list[str]:
     """Those that are not SGLang's, and are given another value than the one they have anyway."""
-    assert shape.sglang is not None
-    defaults = {
-        field.name: field.default
-        for field in msgspec.structs.fields(shape)
-        if field.name not in shape.sglang.__struct_fields__
-    }
+    defaults = shape.our_fields()
     # all else, which may be whole tensors, is passed over
     ours = msgspec.defstruct("_Ours", [(name, Any, msgspec.UNSET) for name in defaults])
     try:

@@ -33,7 +33,7 @@ from sglang_inflight.frontend.lora.answers import AdapterLoaded
 from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from sglang_inflight.frontend.lora.loading import new_name, unload_unused
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.messages import (
     AdapterKVPolicy,
     LoadAdapterFromTensors,
@@ -72,6 +72,7 @@ class Adapters:
         in_background: Callable[[Coroutine[Any, Any, Any]], None],
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
         self._in_background = in_background
         # of all adapters
@@ -102,7 +103,7 @@ class Adapters:
         What was loaded stays then. A load that was begun is carried through, whoever leaves.
         """
         _require_one_replica()
-        return await self._carry_through(self._load(body))
+        return await carry_through(self._tasks, self._load(body))
 
     async def unload(self, body: UnloadAdapterBody, *, forget: bool = False) -> AdapterAnswer:
         """Raises ``NotFound``, ``RankFailed``, or ``Conflict`` where paused requests use it.
@@ -111,9 +112,9 @@ class Adapters:
         """
         _require_one_replica()
         if body.non_blocking:
-            await self._carry_through(self._take_name(body.lora_name))
+            await carry_through(self._tasks, self._take_name(body.lora_name))
         else:
-            await self._carry_through(self._unload(body.lora_name))
+            await carry_through(self._tasks, self._unload(body.lora_name))
         if forget:
             self._tokenizer_manager.lora_ref_cache.pop(body.lora_name, None)
         return LoRAUpdateOutput(success=True, error_message="", loaded_adapters=self.loaded())
@@ -337,9 +338,6 @@ class Adapters:
             raise Refused(f'running="move" is not possible here: {reason}')
         if get_memory().enable_hierarchical_cache:
             raise Refused('running="move" is not possible with --enable-hierarchical-cache')
-
-    async def _carry_through(self, doing: Coroutine[Any, Any, Any]) -> Any:
-        return await asyncio.shield(keep(self._tokenizer_manager.asyncio_tasks, doing))
 
 
 def _require_one_replica() -> None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from sglang_inflight.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.bodies import OnBusy
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
-from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.tasks import carry_through, keep
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event
@@ -65,6 +65,7 @@ class TwoPhase:
 
     def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
         self._metrics = metrics
         self._turn = asyncio.Lock()
@@ -156,7 +157,7 @@ class TwoPhase:
         """
         # no await before it is sent: what is not dropped by now is committed
         update.move(Event.COMMIT)
-        return await self._carry_through(self._commit(update))
+        return await carry_through(self._tasks, self._commit(update))
 
     async def _commit(self, update: OpenUpdate) -> Receipt:
         call = CommitCall(
@@ -183,7 +184,7 @@ class TwoPhase:
     async def roll_back(self, call: RollbackCall, deadline: Deadline) -> Receipt:
         """In a turn of its own. Raises as ``commit`` does."""
         await self._take_turn("wait", deadline)
-        return await self._carry_through(self._roll_back(call))
+        return await carry_through(self._tasks, self._roll_back(call))
 
     async def _roll_back(self, call: RollbackCall) -> Receipt:
         try:
@@ -208,10 +209,6 @@ class TwoPhase:
             raise HalfDone(f"The {what} is not whole: {say_which(failed)}")
         return require_success(answers)
 
-    async def _carry_through(self, doing: Coroutine[Any, Any, T]) -> T:
-        """Its outcome. It goes on where the caller is gone: it cannot be called back."""
-        return await asyncio.shield(keep(self._tokenizer_manager.asyncio_tasks, doing))
-
     # ---- drop ----------------------------------------------------------------------
 
     async def drop(self, update: OpenUpdate, reason: str) -> None:
@@ -231,7 +228,7 @@ class TwoPhase:
         """Its lease has run out."""
         if update.allows(Event.DROP):
             logger.warning("The lease of a weight-update session ran out: it is dropped.")
-            keep(self._tokenizer_manager.asyncio_tasks, self.drop(update, "its lease ran out"))
+            keep(self._tasks, self.drop(update, "its lease ran out"))
 
     @asynccontextmanager
     async def dropped_on_failure(self, update: OpenUpdate) -> AsyncIterator[None]:

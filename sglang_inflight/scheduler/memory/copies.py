@@ -13,6 +13,8 @@ from typing import Protocol
 
 import torch
 
+from sglang_inflight.storages import distinct_storages
+
 
 class Copy(Protocol):
     def put_back(self) -> None:
@@ -80,11 +82,8 @@ def copy_of(
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Their distinct storages, as bytes."""
-    found: dict[tuple[torch.device, int], torch.Tensor] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        key = tensor.device, storage.data_ptr()
-        if storage.nbytes() and key not in found:
-            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            found[key] = whole.set_(storage)
-    return list(found.values())
+    return [
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        for storage in distinct_storages(tensors)
+        if storage.nbytes()
+    ]

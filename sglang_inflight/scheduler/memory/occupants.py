@@ -13,6 +13,7 @@ from sglang_inflight.scheduler.memory.machine import KV_CACHE, WEIGHTS
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.coverage import can_mark
 from sglang_inflight.scheduler.update.shadow import weights_of
+from sglang_inflight.storages import memory_of
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
@@ -63,15 +64,13 @@ class Occupants:
 
     def _beside_weights(self) -> Iterator[torch.Tensor]:
         weights = {
-            weight.untyped_storage().data_ptr()
-            for runner in self._runners
-            for _, weight in weights_of(runner.model)
+            memory_of(weight) for runner in self._runners for _, weight in weights_of(runner.model)
         }
         for runner in self._runners:
             for module in runner.model.modules():
                 for _, value in attributes_of(module):
                     for tensor in tensors_in(value):
-                        if tensor.untyped_storage().data_ptr() not in weights:
+                        if memory_of(tensor) not in weights:
                             yield tensor
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.storages import memory_of
 
 # a parameter's name, its shadow, and what a loader writes to it
 Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
@@ -120,9 +121,9 @@ class Shadow:
     @property
     def shows_weights_elsewhere(self) -> bool:
         """Whether an attribute of the model lies in the memory of a weight."""
-        memory = {_memory(weight) for weight in self._parameters.weights() if weight.numel()}
+        memory = {memory_of(weight) for weight in self._parameters.weights() if weight.numel()}
         return any(
-            tensor.numel() and _memory(tensor) in memory
+            tensor.numel() and memory_of(tensor) in memory
             for module in self._live.modules()
             for _, value in attributes_of(module)
             for tensor in self._no_weights_in(value)
@@ -251,10 +252,6 @@ class Shadow:
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _memory(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def _checksum(tensors: Iterable[torch.Tensor]) -> str:
