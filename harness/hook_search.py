@@ -18,15 +18,20 @@ from sglang.srt.plugins import hook_registry
 class HookSearch:
     def __init__(self) -> None:
         self._modules: set[ModuleType] = set()
+        self._count = 0
         self._places: defaultdict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
 
     def complete(self) -> None:
-        """Take in the modules that are new."""
+        """Take in the modules that are new, of which there are none where there are no more."""
+        if len(sys.modules) == self._count:
+            return
+        self._count = len(sys.modules)
         for module in list(sys.modules.values()):
             if isinstance(module, ModuleType) and module not in self._modules:
                 self._modules.add(module)
                 for name, value in list(vars(module).items()):
-                    if isinstance(value, FunctionType | type):
+                    # not isinstance, for which a proxy imports what it stands for
+                    if issubclass(type(value), (FunctionType, type)):
                         self._places[id(value)].append((module, name))
 
     def replace(self, original: Any, wrapped: Any, source: Any) -> int:

@@ -34,6 +34,13 @@ if UPSTREAM:
     # the names of plugins to load: this one makes SGLang run on a CPU, and changes nothing
     ENV["SGLANG_PLUGINS"] = "inflight_reference"
 
+_LEFT_OUT = (
+    # the name of a test is not what makes its server start anew
+    "PYTEST_CURRENT_TEST",
+    # each process of each server would compile our modules
+    "PYTHONDONTWRITEBYTECODE",
+)
+
 
 def start(
     arguments: Sequence[str],
@@ -99,10 +106,7 @@ def end(process: Process) -> None:
 
 
 def _environment() -> dict[str, str]:
-    # the name of a test is not what makes its server start anew
-    return {
-        name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
-    } | ENV
+    return {name: value for name, value in os.environ.items() if name not in _LEFT_OUT} | ENV
 
 
 def _has_accelerator() -> bool:

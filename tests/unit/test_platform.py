@@ -1,7 +1,7 @@
 """What the reference platform chooses where the user says nothing, and leaves where he does.
 
-Each case is a process of its own: what is chosen is the environment of processes to come,
-and torch reads it when it is imported.
+In a process of its own: what is chosen is the environment of processes to come, and torch
+reads it when it is imported.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,19 +21,26 @@ from sglang_inflight.platform import ReferencePlatform
 
 # what a CPU without bfloat16 has at most
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+OWN = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
 OPEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 
+# the cases of one import: each in a process forked from it, whose environment is its own
 SERVE = """
 import json, os, sys
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import prepare_server_args
-args = prepare_server_args(json.loads(sys.argv[1]))
-args.resolve_once()
-chosen = resolved_view(args)
-served = ModelConfig.from_server_args(args).dtype
-found = {"dtype": chosen.dtype, "served": str(served), "sleeps": chosen.sleep_on_idle}
-print(json.dumps(found | {"env": dict(os.environ)}))
+for arguments, environment in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        os.environ.update(environment)
+        args = prepare_server_args(arguments)
+        args.resolve_once()
+        chosen = resolved_view(args)
+        served = ModelConfig.from_server_args(args).dtype
+        found = {"dtype": chosen.dtype, "served": str(served), "sleeps": chosen.sleep_on_idle}
+        print(json.dumps(found | {"env": dict(os.environ)}), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 # one thread waits for another, which sleeps: only what spins takes time of a core
@@ -62,36 +68,38 @@ def _run(code: str, *arguments: str, **environment: str) -> str:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    return ran.stdout.splitlines()[-1]
+    return ran.stdout
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    return tmp_path
+Chosen = dict[str, Any]
 
 
-def _choose(model: Path, *flags: str, **environment: str) -> dict[str, Any]:
-    arguments = ["--model-path", str(model), "--skip-tokenizer-init", *flags]
-    chosen: dict[str, Any] = json.loads(_run(SERVE, json.dumps(arguments), **environment))
-    return chosen
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chosen, Chosen]:
+    """Where nobody chose, and where the user did. The model is tiny, and says bfloat16."""
+    model = tmp_path_factory.mktemp("model")
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    flags = ["--model-path", str(model), "--skip-tokenizer-init"]
+    cases = [(flags, {}), ([*flags, "--dtype", "bfloat16"], OWN)]
+    # SGLang prints too
+    lines = _run(SERVE, json.dumps(cases), **OLD_CPU).splitlines()
+    one, other = (json.loads(line) for line in lines if line.startswith("{"))
+    return one, other
 
 
-def test_what_nobody_chose(model: Path) -> None:
-    """The model is tiny, and its configuration says bfloat16."""
-    chosen = _choose(model, **OLD_CPU)
-    assert (chosen["dtype"], chosen["served"]) == ("float32", "torch.float32")
-    assert chosen["env"]["OMP_WAIT_POLICY"] == "passive"
-    assert chosen["env"]["OMP_NUM_THREADS"] == "1"
-    assert chosen["sleeps"]
+def test_what_nobody_chose(chosen: tuple[Chosen, Chosen]) -> None:
+    found, _ = chosen
+    assert (found["dtype"], found["served"]) == ("float32", "torch.float32")
+    assert found["env"]["OMP_WAIT_POLICY"] == "passive"
+    assert found["env"]["OMP_NUM_THREADS"] == "1"
+    assert found["sleeps"]
 
 
-def test_what_the_user_chose(model: Path) -> None:
-    own = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
-    chosen = _choose(model, "--dtype", "bfloat16", **OLD_CPU, **own)
-    assert (chosen["dtype"], chosen["served"]) == ("bfloat16", "torch.bfloat16")
-    assert "OMP_WAIT_POLICY" not in chosen["env"]
-    assert own.items() <= chosen["env"].items()
+def test_what_the_user_chose(chosen: tuple[Chosen, Chosen]) -> None:
+    _, found = chosen
+    assert (found["dtype"], found["served"]) == ("bfloat16", "torch.bfloat16")
+    assert "OMP_WAIT_POLICY" not in found["env"]
+    assert OWN.items() <= found["env"].items()
 
 
 def test_quantized_weights_keep_their_dtype() -> None:
