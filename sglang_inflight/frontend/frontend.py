@@ -39,15 +39,22 @@ from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
 class Frontend:
-    """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself."""
+    """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself.
+
+    One of several workers coordinates nothing: calls that come to it are the owner's to answer
+    (``workers/``), and its own ``Frontend`` sees to its requests.
+    """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tasks = tokenizer_manager.asyncio_tasks
+        # where this is one of several processes that take requests
+        self.worker: Worker | None = None
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
@@ -101,6 +108,10 @@ class Frontend:
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Do what nobody waits for; what comes of it but a success is logged."""
         keep(self._tasks, _logged(doing))
+
+    async def mode(self) -> str | None:
+        """That of the pause that holds now, and None where none does."""
+        return await (self.worker or self.pauses).mode()
 
     async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""
