@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,23 @@ def test_who_is_asked(doors: list[Server]) -> None:
     assert len(doors) == 2
     assert serving(doors[0]) == serving(doors[1])
     for server in doors:
+        assert server.post("/flush_cache", headers={})["status_code"] == 401
+        assert server.post("/pause_generation", {}, headers={})["status_code"] == 401
         assert server.post("/flush_cache")["status_code"] == 200
         refuse(server.post("/pause_generation", {"mode": "never"}), "mode")
         adapter = {"lora_name": "a", "lora_path": "nowhere"}
         refuse(server.post("/load_lora_adapter", adapter), "--lora-paths", status_code=501)
+
+
+def test_vllms_routes(doors: list[Server]) -> None:
+    """Those that generate are the worker's own."""
+    one, other = doors
+    assert one.post("/pause?mode=keep", {})["status"] == "paused"
+    assert other.get("/is_paused")["is_paused"]
+    assert other.post("/resume")["status"] == "resumed"
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}
+    for server in doors:
+        assert server.post("/inference/v1/generate", body)["usage"]["completion_tokens"] == 2
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -237,3 +251,18 @@ def test_a_worker_that_dies(
         succeed(renewed.post("/end_weight_update", end))
         says_everywhere([renewed], "v3")
     assert running.heard().endings == 0
+
+
+def test_a_server_that_is_told_to_go(
+    workers_server: Server, doors: list[Server], pool: ServerPool
+) -> None:
+    """Its pauses end, whichever worker they came by, so that its requests can."""
+    one, other = doors
+    running = start_on_both(doors, tokens=40)
+    pause(one, "in_place")
+    settle(other, running)
+    assert all(generation.count < 40 for generation in running)
+    workers_server.process.send_signal(signal.SIGTERM)
+    for generation in running:
+        expect_whole(generation)
+    pool.discard()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_inflight.errors import InflightError
+from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
@@ -71,7 +71,7 @@ class Frontend:
         # as was heard last; ``/ready`` asks
         self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
-        self.calls = (
+        self._calls = (
             TransparentCalls(
                 tokenizer_manager,
                 self.pauses,
@@ -90,6 +90,16 @@ class Frontend:
                 (GenerationContinues, self._generation_continues),
             ]
         )
+
+    @property
+    def calls(self) -> Calls:
+        """Raises ``NotOffered`` in a worker, where two would take turns without each other."""
+        if self.worker is not None:
+            raise NotOffered(
+                "this process is one of several tokenizer workers, and owns none of the server's "
+                "state: call the server over HTTP"
+            )
+        return self._calls
 
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""

@@ -84,12 +84,12 @@ def create_frontend(
         # it would be made of noise, and be refused
         get_context().override("inflight.require_update", skip_server_warmup=True)
     invitation: Invitation | None = getattr(port_args, ATTRIBUTE, None)
+    if http_server is not None:
+        _mount(http_server.app, frontend, tokenizer_manager, invitation)
     if invitation is not None:
         from sglang_inflight.frontend.workers.worker import Worker
 
         frontend.worker = Worker(invitation, frontend, tokenizer_manager)
-    if http_server is not None:
-        _mount(http_server.app, frontend, tokenizer_manager, invitation)
 
 
 def _mount(

@@ -73,7 +73,11 @@ FLAVOURS = {
         {"SGLANG_INFLIGHT_STAGING": "off", "SGLANG_INFLIGHT_MAX_VERSION_LAG": str(MAX_VERSION_LAG)},
     ),
     # two processes take HTTP
-    "workers_server": Flavour((*_COMMON, "--tokenizer-worker-num", "2")),
+    "workers_server": Flavour(
+        (*_COMMON, "--tokenizer-worker-num", "2"),
+        {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"},
+        ADMIN_KEY,
+    ),
     "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
 }  # fmt: skip
 

@@ -61,12 +61,11 @@ class _Relay:
                 threading.Thread(target=self._serve, args=(here,), daemon=True).start()
 
     def _serve(self, here: socket.socket) -> None:
-        with here, contextlib.suppress(OSError):
-            with self._open() as there:
-                back = threading.Thread(target=_copy, args=(there, here), daemon=True)
-                back.start()
-                _copy(here, there)
-                back.join()
+        with here, contextlib.suppress(OSError), self._open() as there:
+            back = threading.Thread(target=_copy, args=(there, here), daemon=True)
+            back.start()
+            _copy(here, there)
+            back.join()
 
     def _open(self) -> socket.socket:
         address = urlsplit(self._server.url)

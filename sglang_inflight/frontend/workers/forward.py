@@ -32,7 +32,15 @@ HERE = frozenset(
 )
 # of one connection alone, or written anew
 _NOT_HANDED_ON = frozenset(
-    (b"connection", b"host", b"content-length", b"transfer-encoding", b"keep-alive")
+    (
+        b"connection",
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"keep-alive",
+        b"date",
+        b"server",
+    )
 )
 
 
@@ -95,9 +103,9 @@ class Forward:
         await send({"type": "http.response.body", "body": answer.content})
 
     async def _ask(self, scope: Scope, body: _Body) -> httpx.Response:
-        transport = httpx.AsyncHTTPTransport(uds=self._calls)
-        # the caller's patience is the one that counts
-        async with httpx.AsyncClient(transport=transport, timeout=None) as client:
+        transport = httpx.AsyncHTTPTransport(uds=self._calls, verify=False)
+        # no proxy of the environment's; and the caller's patience is the one that counts
+        async with httpx.AsyncClient(transport=transport, trust_env=False, timeout=None) as client:
             return await client.request(
                 scope["method"],
                 httpx.URL(

@@ -135,13 +135,9 @@ class Owner:
         calls = socket.socket(socket.AF_UNIX)
         calls.bind(str(self.invitation.calls))
         calls.listen(128)
-        config = uvicorn.Config(
-            AnswersWhenHeard(app, board),
-            lifespan="off",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-        )
+        config = uvicorn.Config(AnswersWhenHeard(app, board), lifespan="off", log_config=None)
+        # the worker that was called has a line of it
+        logging.getLogger("uvicorn.access").disabled = True
         async with await asyncio.start_unix_server(board.attend, self.invitation.news):
             self._serves.set_result(None)
             await uvicorn.Server(config).serve(sockets=[calls])
