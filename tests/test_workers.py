@@ -58,6 +58,7 @@ def workers_server(pool: ServerPool) -> Iterator[Server]:
 @pytest.fixture
 def doors(workers_server: Server) -> Iterator[list[Server]]:
     """The same server twice: by way of the one worker, and of the other."""
+    until("there are two workers", lambda: len(workers(workers_server)) == 2)
     with contextlib.ExitStack() as stack:
         yield [
             stack.enter_context(door(workers_server, worker)) for worker in workers(workers_server)

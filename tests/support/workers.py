@@ -18,12 +18,15 @@ from tests.support.load import until
 
 def workers(server: Server) -> list[psutil.Process]:
     """The processes that take its HTTP, in the order in which they were started."""
-    found = [
-        process
-        for process in psutil.Process(server.process.pid).children(recursive=True)
-        if "sglang::tokenizer_worker" in " ".join(process.cmdline())
-    ]
-    return sorted(found, key=lambda process: process.pid)
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return sorted(filter(_is_worker, found), key=lambda process: process.pid)
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    # it may have ended just now
+    with contextlib.suppress(psutil.Error):
+        return "sglang::tokenizer_worker" in " ".join(process.cmdline())
+    return False
 
 
 @contextlib.contextmanager
@@ -91,17 +94,19 @@ def _stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
     stopped = []
     try:
         for process in processes:
-            process.send_signal(signal.SIGSTOP)
-            stopped.append(process)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+                stopped.append(process)
 
-            def stands(process: psutil.Process = process) -> bool:
-                return process.status() == psutil.STATUS_STOPPED
+                def stands(process: psutil.Process = process) -> bool:
+                    return process.status() == psutil.STATUS_STOPPED
 
-            until("the other worker stands still", stands)
+                until("the other worker stands still", stands)
         yield
     finally:
         for process in stopped:
-            process.send_signal(signal.SIGCONT)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
