@@ -117,6 +117,8 @@ def test_a_pause_that_freezes(doors: list[Server], mode: str) -> None:
     for server in doors:
         assert status(server)["mode"] == mode
         assert not is_ready(server)
+    comment = f": paused mode={mode}"
+    until("both streams say so", lambda: all(comment in each.comments for each in running))
     assert not resume(other, pause_id=grant["pause_id"])["paused"]
     more_tokens(running)
     assert all(map(is_ready, doors))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 
+from sglang_inflight.frontend.workers import board
 from sglang_inflight.frontend.workers.board import Board
 from sglang_inflight.frontend.workers.news import Heard, Leaving, News, line, read_news
 
@@ -87,6 +89,23 @@ def test_nobody_waits_for_a_worker_that_died(tmp_path: Path) -> None:
         # the one that takes its place hears what there is to know at once
         reader, writer = await server.connect()
         assert (await told(reader)).paused
+        writer.close()
+
+    on_a_board(tmp_path, do)
+
+
+def test_a_worker_that_is_silent_keeps_one_answer_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(board, "HEARING_TIMEOUT_S", 0.05)
+
+    async def do(server: Server) -> None:
+        reader, writer = await server.connect()
+        await told(reader)
+        await server.board.until_heard()
+        assert caplog.text.count("have not heard") == 1
+        await server.board.until_heard()
+        assert caplog.text.count("have not heard") == 1
         writer.close()
 
     on_a_board(tmp_path, do)

@@ -22,6 +22,8 @@ class _Reader:
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.heard = 0
+        # nobody waits for it until it has said something
+        self.is_silent = False
 
 
 class Board:
@@ -51,22 +53,28 @@ class Board:
             reader.writer.write(line(self._news))
 
     async def until_heard(self) -> None:
-        """Every worker acts on what is so now, or is silent, which is logged."""
+        """Every worker acts on what is so now, or is silent, which is logged.
+
+        One that is stopped keeps one answer waiting, and not each: it takes no request either.
+        """
         self.post()
         number = self._news.number
         try:
             async with asyncio.timeout(HEARING_TIMEOUT_S), self._heard:
                 await self._heard.wait_for(lambda: not self._behind(number))
         except TimeoutError:
+            silent = self._behind(number)
             logger.error(
                 "%d tokenizer workers have not heard within %g s what is served now, and may "
                 "name an older version",
-                self._behind(number),
+                len(silent),
                 HEARING_TIMEOUT_S,
             )
+            for reader in silent:
+                reader.is_silent = True
 
-    def _behind(self, number: int) -> int:
-        return sum(reader.heard < number for reader in self._readers)
+    def _behind(self, number: int) -> list[_Reader]:
+        return [each for each in self._readers if each.heard < number and not each.is_silent]
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """A worker's connection, to its end."""
@@ -77,7 +85,7 @@ class Board:
             while said := await reader.readline():
                 match read_said(said):
                     case Heard(number=number):
-                        one.heard = number
+                        one.heard, one.is_silent = number, False
                         async with self._heard:
                             self._heard.notify_all()
                     case _:
