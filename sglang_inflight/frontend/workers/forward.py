@@ -38,6 +38,7 @@ _NOT_HANDED_ON = frozenset(
         b"content-length",
         b"transfer-encoding",
         b"keep-alive",
+        b"expect",
         b"date",
         b"server",
     )
