@@ -26,6 +26,7 @@ from tests.support.load import (
     start_running,
     status,
     until,
+    update,
     versions_of,
 )
 from tests.support.pool import FLAVOURS, ServerPool
@@ -215,6 +216,32 @@ def test_a_session_through_both(doors: list[Server]) -> None:
     succeed(one.post("/end_weight_update", end))
     says_everywhere(doors, "v1")
     expect_to_run_on(one, running, [0, 1])
+
+
+def test_memory_that_goes_and_comes_back(doors: list[Server], checkpoints: Path) -> None:
+    """And weights that come back hollow: no worker is ready before they have been sent."""
+    one, other = doors
+    running = start_on_both(doors)
+    pause(one, "retract")
+    succeed(one.post("/release_memory_occupation", {"keep_weights": "discard"}))
+    assert all(status(server)["memory"]["weights"] == "lost" for server in doors)
+    assert succeed(other.post("/resume_memory_occupation", {}))["hollow"] is not None
+    update(other, checkpoints, 1, non_blocking=True)
+    assert not any(map(is_ready, doors))
+    resume(one)
+    assert all(map(is_ready, doors))
+    says_everywhere(doors, "v1")
+    expect_to_run_on(other, running, [0, 1])
+
+    succeed(one.post("/release_memory_occupation", {"tags": ["weights"]}))
+    succeed(other.post("/resume_memory_occupation", {"tags": ["weights"]}))
+    assert not any(map(is_ready, doors))
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+    for server in doors:
+        assert server.post("/generate", body)["status_code"] == 503
+    update(other, checkpoints, 2, non_blocking=True)
+    assert all(map(is_ready, doors))
+    says_everywhere(doors, "v2")
 
 
 def test_a_caller_who_leaves(doors: list[Server]) -> None:

@@ -74,7 +74,7 @@ FLAVOURS = {
     ),
     # two processes take HTTP
     "workers_server": Flavour(
-        (*_COMMON, "--tokenizer-worker-num", "2"),
+        (*_COMMON, "--tokenizer-worker-num", "2", "--enable-memory-saver"),
         {"SGLANG_INFLIGHT_VLLM_ROUTES": "1", "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2"},
         ADMIN_KEY,
     ),
