@@ -136,8 +136,8 @@ class Owner:
         calls.bind(str(self.invitation.calls))
         calls.listen(128)
         config = uvicorn.Config(AnswersWhenHeard(app, board), lifespan="off", log_config=None)
-        # the worker that was called has a line of it
-        logging.getLogger("uvicorn.access").disabled = True
+        # the worker that was called has a line of it, and nobody else answers here
+        logging.getLogger("uvicorn.access").addFilter(lambda _: False)
         async with await asyncio.start_unix_server(board.attend, self.invitation.news):
             self._serves.set_result(None)
             await uvicorn.Server(config).serve(sockets=[calls])
