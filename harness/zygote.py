@@ -60,7 +60,7 @@ MODULES = (
 )
 
 # file descriptors, more than a process has when it starts others
-_LOW_NUMBERS = 512
+_LOW_NUMBERS = 256
 
 # first of its entries in ``sys.path``
 _STANDARD_LIBRARY = str(
