@@ -50,7 +50,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the large markers v0, v1 and v2."""
     folder = tmp_path_factory.mktemp("large")
     for version in range(3):
-        away.build(folder / f"v{version}", version)
+        away.MODEL.build(folder / f"v{version}", version)
     return folder
 
 
@@ -105,7 +105,7 @@ def fill_cache(server: Server) -> int:
     generations = [Generation(server, tokens=2, input_ids=prompt(length)) for _ in range(3)]
     for generation in generations:
         generation.output()
-    return 3 * length * away.TOKEN_BYTES
+    return 3 * length * away.MODEL.token_bytes
 
 
 ORDERS = [
@@ -154,10 +154,10 @@ def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) 
     released = release(server, KV, WEIGHTS, keep_weights=keep)
     asleep = resident(server)
     fallen = before - asleep
-    assert fallen > 0.9 * (kv + 2 * away.WEIGHTS_BYTES), released
+    assert fallen > 0.9 * (kv + 2 * away.MODEL.weights_bytes), released
     assert bytes_of(released, KV) > 0.9 * kv
-    assert bytes_of(released, WEIGHTS) > 0.9 * away.WEIGHTS_BYTES
-    assert bytes_of(released, "shadow") > 0.9 * away.WEIGHTS_BYTES
+    assert bytes_of(released, WEIGHTS) > 0.9 * away.MODEL.weights_bytes
+    assert bytes_of(released, "shadow") > 0.9 * away.MODEL.weights_bytes
     assert all(rank["seconds"] > 0 for rank in released["ranks"])
     described = status(server)
     assert described["staging"]["can_roll_back"] is False
@@ -168,7 +168,7 @@ def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) 
         # it has no shadow
         update(server, versions, 0, **LIVE)
     says(server, 0)
-    assert resident(server) - asleep > 0.9 * away.WEIGHTS_BYTES
+    assert resident(server) - asleep > 0.9 * away.MODEL.weights_bytes
     if keep == "host":
         assert serving(server) == served
 
@@ -299,7 +299,7 @@ def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Pat
     release(server, WEIGHTS, keep_weights="host")
     assert take_back(server, WEIGHTS)["hollow"] is not None
     # an update that fails half way makes nothing whole
-    weights = away.tensors(1)
+    weights = away.MODEL.tensors(1)
     ranks = len(status(server)["ranks"])
     name = "model.norm.weight"
     bad = {**weights, name: weights[name] * float("nan")}
