@@ -15,15 +15,18 @@ from typing import Any
 
 import pytest
 
-from harness.server import Server, serve
+from harness.server import Server, schedulers, serve
 from sglang_inflight.client import Client
 from tests.support import away
 from tests.support.away import bytes_of, release, resident, take_back
+from tests.support.colocated_trainer import MODEL, ROUNDS, colocated_trainer
 from tests.support.faults import Faults
 from tests.support.load import (
     Generation,
+    ask,
     expect_all_go_on,
     expect_whole,
+    more_tokens,
     pause,
     prompt,
     resume,
@@ -35,6 +38,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import ServerPool
+from tests.support.resident import Resident
 from tests.support.updates import refuse, says, serving, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -425,3 +429,51 @@ def test_a_start_without_weights(
         os.kill(server.process.pid, signal.SIGTERM)
         assert versions_of(expect_whole(queued)) == ["v1"]
         until("it has gone", lambda: not server.is_alive())
+
+
+def test_a_colocated_trainer(pool: ServerPool, tmp_path: Path) -> None:
+    """Five rounds in which a trainer has the server's memory, and the server its own again.
+
+    What is summed is the memory of the server's rank and of the trainer, each above that of a
+    process which has imported all that they have and done nothing (``Resident``). At one time it
+    is hardly more than the larger of the two: what the rank had before the trainer came, and what
+    the trainer needs to train.
+    """
+    pool.discard()
+    versions = [f"v{version}" for version in range(1 + len(ROUNDS))]
+    flags = (
+        "--enable-memory-saver",
+        "--max-total-tokens", "4096",
+        # what a longer prefill computes with would be more than what is released
+        "--chunked-prefill-size", "128",
+        "--weight-version", "v0",
+    )  # fmt: skip
+    env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0"}
+    MODEL.build(tmp_path / "v0", 0)
+    with (
+        serve(tmp_path / "v0", *flags, log=tmp_path / "server.log", env=env) as server,
+        colocated_trainer(server, tmp_path) as trainer,
+        Resident(trainer.idle_bytes) as memory,
+    ):
+        [rank] = schedulers(server.process.pid)
+        memory.watch("rank", rank.pid)
+        streams = start_running(server, 4, tokens=500)
+        fill(server)
+        rank_alone = memory.peak("rank")
+        memory.watch("trainer", trainer.pid)
+        for version in versions[1:]:
+            assert trainer.do_a_round() == version
+            more_tokens(streams)
+            fill(server)
+        for output in expect_all_go_on(streams):
+            assert versions_of(output) == versions
+    larger = max(rank_alone, memory.peak("trainer"))
+    assert memory.together < 1.25 * larger
+    # were nothing given back it would be as much as both
+    assert rank_alone + memory.peak("trainer") > 1.5 * larger
+
+
+def fill(server: Server) -> None:
+    """Many short requests, which leave their KV in the prefix cache."""
+    body = {"input_ids": [prompt(128) for _ in range(20)], "sampling_params": {"max_new_tokens": 1}}
+    ask(server, "POST", "/generate", body)
