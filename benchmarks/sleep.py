@@ -3,12 +3,13 @@
 A cycle is that of a trainer on the same device: release all, resume the weights, send new ones
 over a process group, resume the rest, go on. Upstream releases only where no request is there,
 so its clients ask again after the wake, for the same numbers of tokens: ``idle``. Ours does that
-too, and, ``frozen``, keeps the requests. ``kept`` is ours with a copy of the weights and no
+too, and, ``frozen``, keeps the requests. ``kept`` is idle, with a copy of the weights and no
 update. Bytes are what the scheduler's process occupies less.
 
-On a CPU upstream's release frees nothing by itself. Here both use the reference platform's
-memory saver, which gives pages back to the system; a small plugin shows it upstream's
-(``benchmarks/pages``). vLLM has no sleep on a CPU.
+On a CPU upstream's release frees nothing, and ends the server, because it waits for CUDA. Here
+both use the reference platform's memory saver, which gives pages back to the system; a small
+plugin shows it upstream's, and lets upstream's release end (``benchmarks/pages``). vLLM has no
+sleep on a CPU.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def main(
             "rounds": rounds,
         },
         notes=[
-            "idle: asked again after the wake. frozen: the same requests go on. kept: frozen, "
-            "with a copy of the weights in a file, and no update.",
+            "idle: asked again after the wake. frozen: the same requests go on. kept: idle, with "
+            "a copy of the weights in a file, and no update.",
             "vLLM was left out: its sleep needs a GPU.",
         ],
     )  # fmt: skip
