@@ -73,6 +73,12 @@ MAX_VERSION_LAG = "max_version_lag"
 # how the ids of SGLang's own control calls begin, which every rank is to answer
 CONTROL_CALL = "inflight-control-"
 
+# of tensors that are not sent
+NEEDS_ONE_GPU = (
+    "Tensors by CUDA IPC need a trainer and a server on one machine, each of whose ranks has its "
+    "GPU in common with a rank of the trainer"
+)
+
 # a load_format: tensors one after the other in one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
 
@@ -122,7 +128,21 @@ class IPCSource(msgspec.Struct, tag=True, kw_only=True):
     zmq_handles: dict[str, str]
 
 
-Source = DiskSource | TensorSource | DistributedSource | IPCSource
+class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
+    """Tensors in a trainer's memory on each rank's GPU, which CUDA IPC opens to the rank."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    # pickled by the trainer, by the UUID of a GPU: for each tensor, or for one buffer of all
+    handles: bytes
+    # of each tensor in the buffer, in bytes, where the trainer says them
+    sizes: list[int] | None = None
+    # whether the trainer shared its buffer once, for this call and others
+    keeps_buffer: bool = False
+
+
+Source = DiskSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
 
 
 # ---- answers -------------------------------------------------------------------------

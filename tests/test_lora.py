@@ -597,3 +597,9 @@ def test_an_adapter_that_does_not_fit(server: Server, name: str, tmp_path: Path)
     assert "rank" in refused["error"]["message"]
     assert tokens_of(server, name) == [OWN] * 3
     assert unload(server, name)["success"]
+
+
+@on("overlap")
+def test_what_trl_reads_before_it_sends_adapters(server: Server) -> None:
+    config = server.get("/server_info?config_format=json")["vllm_config"]
+    assert config["lora_config"] == {"max_lora_rank": RANK, "max_loras": 4, "max_cpu_loras": None}

@@ -83,7 +83,7 @@ def test_a_failure_in_the_middle(vllm_server: Server, client: Client) -> None:
     ("method", "arguments", "code", "words"),
     [
         ("save_model", {}, 501, ("'save_model'", "skyrl_start_weight_update")),
-        ("update_weights_ipc", {"update_info": {}}, 501, ("'update_weights_ipc'",)),
+        ("update_weights_ipc", {"update_info": {}}, 400, ("init_weight_transfer_engine",)),
         ("skyrl_start_weight_update", {"is_checkpoint_format": False}, 501, ("checkpoint",)),
         ("skyrl_start_weight_update", {"format": "kernel"}, 400, ("kwargs", "`format`")),
         ("skyrl_start_weight_update", {}, 400, ("init_weight_transfer_engine",)),

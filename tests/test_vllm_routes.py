@@ -100,7 +100,7 @@ def test_order_of_calls(vllm_server: Server, vllm: VLLMClient, trainer: Trainer)
         ({**update_info(1), "dtype_names": ["bfloat16"]}, 400, ("of one length",)),
         ({**update_info(1), "names": "lm_head.weight"}, 400, ("update_info", "`$.names`")),
         ([update_info(1)], 501, ("rank",)),
-        ({**update_info(1), "ipc_handles_pickled": "gASV"}, 501, ("IPC",)),
+        ({**update_info(1), "ipc_handles_pickled": "gASV"}, 400, ("`ipc_handles_pickled`",)),
         (7, 400, ("`$.update_info`",)),
     ],
 )
@@ -164,7 +164,9 @@ _INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "wor
         ({**_INIT, "packed_buffer_size_bytes": 0}, 400, ("`$.packed_buffer_size_bytes`",)),
         ({**_INIT, "backend": "gloo"}, 400, ("init_info", "`backend`")),
         ({"nccl_unique_id_b64": "", "rank_offset": 1, "world_size": 2}, 501, ("unique_id",)),
-        ({"packed": True}, 501, ("IPC",)),
+        ({"packed": True}, 400, ("by CUDA IPC need", "GPU in common")),
+        ({}, 400, ("by CUDA IPC need", "GPU in common")),
+        ({"packed": 2}, 400, ("init_info", "`$.packed`")),
     ],
 )
 def test_init_that_is_refused(
@@ -172,6 +174,26 @@ def test_init_that_is_refused(
 ) -> None:
     vllm.refuse("/init_weight_transfer_engine", *words, status=status, json={"init_info": info})
     vllm.refuse("/start_weight_update", "init_weight_transfer_engine")
+
+
+def test_server_info(vllm_server: Server, vllm: VLLMClient) -> None:
+    """vLLM's configuration, as far as TRL reads it, and SGLang's own answer as it is."""
+    theirs = vllm.get("/server_info")
+    assert "vllm_config" not in theirs
+    info = vllm.get("/server_info", config_format="json")
+    config = info.pop("vllm_config")
+    assert info.keys() == theirs.keys()
+    assert config["model_config"]["dtype"] == "torch." + theirs["dtype"]
+    assert config["model_config"]["logprobs_mode"] == "processed_logprobs"
+    assert (
+        config["model_config"]["max_model_len"]
+        == vllm.get("/v1/models")["data"][0]["max_model_len"]
+    )
+    assert config["parallel_config"]["data_parallel_size"] == 1
+    assert config["lora_config"] is None
+    assert config["weight_transfer_config"] is not None
+    # for whoever may ask SGLang
+    assert httpx.get(vllm_server.url + "/server_info", timeout=60).status_code == 200
 
 
 def test_name_of_a_version(vllm_server: Server, vllm: VLLMClient) -> None:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.tiers import why_out_of_reach
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.unsupported import why_no_pause
-from sglang_inflight.upstream.runtime_context import get_memory
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -33,12 +33,8 @@ class Caches:
         """
         if (reason := why_no_pause()) is not None:
             raise Refused(f"running requests cannot be retracted: {reason}")
-        memory = get_memory()
-        if memory.enable_hierarchical_cache or memory.enable_lmcache or memory.enable_flexkv:
-            raise Refused(
-                "the cache cannot be flushed: a hierarchical cache, LMCache or FlexKV keeps "
-                "prefixes in tiers of its own"
-            )
+        if (reason := why_out_of_reach()) is not None:
+            raise Refused(f"the cache cannot be flushed: {reason}")
         await self._ranks.carry_out(FlushCall(retract=retract), FLUSH_TIMEOUT_S)
         clear_preprocessed(self._tokenizer_manager)
 

@@ -49,6 +49,7 @@ from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.shared_call import SharedCall
+from sglang_inflight.frontend.tiers import why_out_of_reach
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.grants import (
     Deferred,
@@ -61,7 +62,6 @@ from sglang_inflight.grants import (
 from sglang_inflight.messages import KVPolicy, PauseMode
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
-from sglang_inflight.upstream.runtime_context import get_memory
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -97,8 +97,8 @@ class Window:
     def kv_policy(self) -> KVPolicy:
         if self.mode == "retract":
             return "recompute"
-        # its lower tiers cannot be fenced off, and SGLang's own pause keeps them, too
-        return "keep" if get_memory().enable_hierarchical_cache else "fence"
+        # what cannot be fenced off SGLang's own pause keeps, too
+        return "keep" if why_out_of_reach() else "fence"
 
     def require_whole(self) -> None:
         """Raises ``Dropped`` where a piece is missing."""

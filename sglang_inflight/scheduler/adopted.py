@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
-from sglang_inflight.scheduler.upstream.pools import ReqToTokenPool
+from sglang_inflight.scheduler.upstream.pools import L2TransferEngine, ReqToTokenPool
 from sglang_inflight.scheduler.upstream.result_processor import SchedulerBatchResultProcessor
 from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
@@ -21,6 +21,10 @@ class ReservingScheduler(Scheduler, Protocol):
 
 
 class AdoptedReqToTokenPool(ReqToTokenPool, Protocol):
+    inflight: Controller
+
+
+class AdoptedTransferEngine(L2TransferEngine, Protocol):
     inflight: Controller
 
 

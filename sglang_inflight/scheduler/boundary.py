@@ -15,6 +15,7 @@ from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
 from sglang.srt.managers.schedule_batch import retract_all
 
+from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was
 from sglang_inflight.upstream.runtime_context import get_parallel
@@ -179,6 +180,7 @@ class Boundary:
     def flush(self, *, empty_cache: bool) -> None:
         """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""
         scheduler = self._scheduler
+        finish_copies(scheduler.tree_cache)
         # requests that wait, for a slot or for their grammar, hold no KV
         was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         grammar_queue = scheduler.grammar_manager.grammar_queue

@@ -65,6 +65,8 @@ from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_inflight.scheduler.adopted import ReservingScheduler
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
@@ -215,6 +217,14 @@ class Controller:
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
         self._kv_versions.record_launch(batch)
+
+    def follow_to_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
+        """KV is about to be copied from ``slots`` to those of the host's tier."""
+        self._kv_versions.follow_to_host(host_slots, slots)
+
+    def follow_from_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
+        """KV is about to be copied from the host's tier to ``slots``."""
+        self._kv_versions.follow_from_host(host_slots, slots)
 
     def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``."""

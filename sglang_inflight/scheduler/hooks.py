@@ -11,6 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.guard.sampling import leave_a_token
+from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.nodes.meeting import meet
 from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
         AdoptedReqToTokenPool,
         AdoptedResultProcessor,
         AdoptedScheduler,
+        AdoptedTransferEngine,
         ReservingScheduler,
     )
     from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
     from sglang_inflight.scheduler.upstream.lora import LoRAUpdateOutput
+    from sglang_inflight.scheduler.upstream.pools import L2Transfer
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.upstream.requests import LoadAdapterRequest, UnloadAdapterRequest
@@ -47,6 +50,8 @@ def create_controller(
     controller = scheduler.inflight = Controller(scheduler, port_args)
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller
+    if (engine := engine_of(scheduler.tree_cache)) is not None:
+        engine.inflight = controller
 
 
 def hold_back_while_draining(
@@ -167,12 +172,31 @@ def extend_output_streamer(get_class: Callable[..., type], scheduler: AdoptedSch
     return extend(get_class(scheduler))
 
 
+def follow_to_host(
+    engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
+) -> None:
+    # the first is of KV; there may be none, and what is copied before there is a controller is
+    # of the weights that the server started with
+    for transfer in transfers[:1]:
+        if (controller := getattr(engine, "inflight", None)) is not None:
+            controller.follow_to_host(transfer.host_indices, transfer.device_indices)
+
+
+def follow_from_host(
+    engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
+) -> None:
+    for transfer in transfers[:1]:
+        if (controller := getattr(engine, "inflight", None)) is not None:
+            controller.follow_from_host(transfer.host_indices, transfer.device_indices)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _PROCESSOR = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
 _SPANS = "sglang.srt.utils.weight_versions"
+_TRANSFERS = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -204,6 +228,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         read_before_release,
         HookType.BEFORE,
     ),
+    (f"{_TRANSFERS}.submit_device_to_host", follow_to_host, HookType.BEFORE),
+    (f"{_TRANSFERS}.submit_host_to_device", follow_from_host, HookType.BEFORE),
     (f"{_SAMPLING}.apply_logits_bias", leave_a_token, HookType.AFTER),
     (f"{_SAMPLING}.apply_logits_bias_with_observer", leave_a_token, HookType.AFTER),
 ]

@@ -7,6 +7,7 @@ import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from sglang_inflight.scheduler.update.sources.broadcast import _empty_bucket
+from sglang_inflight.scheduler.update.sources.layouts import Layout
 
 CPU = torch.device("cpu")
 
@@ -18,7 +19,7 @@ def test_what_a_trainer_flattened_comes_out_again() -> None:
         ("c", torch.zeros(0, 4, dtype=torch.bfloat16)),
         ("d", torch.arange(3, dtype=torch.uint8)),
     ]
-    layout = [(name, tensor.dtype, list(tensor.shape)) for name, tensor in sent]
+    layout = [Layout(name, tensor.dtype, list(tensor.shape)) for name, tensor in sent]
     flat, received = _empty_bucket(layout, CPU)
     flat.copy_(FlattenedTensorBucket(named_tensors=sent).get_flattened_tensor())
     assert [name for name, _ in received] == ["a", "b", "c", "d"]
@@ -28,6 +29,6 @@ def test_what_a_trainer_flattened_comes_out_again() -> None:
 
 
 def test_a_tensor_that_would_begin_amid_an_element_is_refused() -> None:
-    layout = [("a", torch.uint8, [3]), ("b", torch.float32, [1])]
+    layout = [Layout("a", torch.uint8, [3]), Layout("b", torch.float32, [1])]
     with pytest.raises(ValueError, match="b would begin at byte 3"):
         _empty_bucket(layout, CPU)

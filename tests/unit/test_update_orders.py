@@ -212,8 +212,7 @@ def test_every_order_of_calls(
 ) -> None:
     caplog.set_level("ERROR")
     # there is no server, whose settings this is one of
-    memory = SimpleNamespace(enable_hierarchical_cache=False)
-    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.get_memory", lambda: memory)
+    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.why_out_of_reach", lambda: None)
 
     async def all_orders() -> None:
         for events in itertools.product(EVENTS, repeat=4):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_inflight.frontend.upstream.lora_registry import LoRARef, LoRARegistry, RWLock
 from sglang_inflight.upstream.describes import describes
 from sglang_inflight.upstream.dispatcher import TypeBasedDispatcher
 from sglang_inflight.upstream.requests import Request
+
+if TYPE_CHECKING:
+    import torch
 
 
 @describes("sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor")
@@ -21,6 +24,9 @@ class MultimodalProcessor(Protocol):
 class ModelConfig(Protocol):
     vocab_size: int
     hidden_size: int
+    # tokens
+    context_len: int
+    dtype: torch.dtype
     # transformers' own, of the part that takes text
     hf_text_config: Any
 

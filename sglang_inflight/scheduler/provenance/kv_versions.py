@@ -15,6 +15,9 @@ Where the whole prompt is cached, SGLang computes its last token anew, into a ne
 puts the cached slot in its place. A forward that overlap scheduling launches between the two
 reads the new slot, and the spans show the cached one.
 
+With a hierarchical cache KV is copied to slots of the host and back, to other slots of the pool.
+Its version goes with it.
+
 Stream order: recording and reading are enqueued on the scheduler's stream, as the allocation
 of the slots and of a request's row are. So a read sees what was recorded before it and waits
 for no forward.
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.utils import is_pin_memory_available
 
+from sglang_inflight.scheduler.host_tier import count_host_slots
 from sglang_inflight.scheduler.provenance.request_record import Spans
 from sglang_inflight.version_label import VersionLabel
 
@@ -46,6 +50,8 @@ class KVVersions:
         self._pins = is_pin_memory_available(self._device)
         # int32, one per slot: the index of a label. None while there is only one.
         self._of_slot: torch.Tensor | None = None
+        # the same of the host's slots; None where there are none, too
+        self._of_host_slot: torch.Tensor | None = None
         self._labels: list[VersionLabel] = []
 
     def change(self, old: VersionLabel, new: VersionLabel) -> None:
@@ -55,7 +61,22 @@ class KVVersions:
             # a page more than there are slots: the first page takes what padding writes
             slots = self._scheduler.token_to_kv_pool_allocator.size + self._scheduler.page_size
             self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
+            if (host_slots := count_host_slots(self._scheduler.tree_cache)) > 0:
+                self._of_host_slot = torch.zeros(host_slots, dtype=torch.int32, device=self._device)
         self._labels.append(new)
+
+    def follow_to_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
+        """The KV in ``slots`` is about to be copied to ``host_slots``."""
+        if self._of_slot is not None and self._of_host_slot is not None:
+            self._of_host_slot[self._here(host_slots)] = self._of_slot[self._here(slots)]
+
+    def follow_from_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
+        """The KV in ``host_slots`` is about to be copied to ``slots``."""
+        if self._of_slot is not None and self._of_host_slot is not None:
+            self._of_slot[self._here(slots)] = self._of_host_slot[self._here(host_slots)]
+
+    def _here(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots.to(self._device, torch.int64, non_blocking=True)
 
     def record_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""

@@ -14,6 +14,7 @@ from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
     Done,
+    GPUMemorySource,
     IPCSource,
     Selector,
     Source,
@@ -30,6 +31,7 @@ from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.broadcast import receive
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.sources.weights import Weights
@@ -77,6 +79,7 @@ class Jobs:
         self._device = device
         self._rate_limit = rate_limit
         self._check_finite = check_finite
+        self._gpu_memory = GPUMemory(device)
 
     def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Done:
         """Start from the live weights, or from marks that show what was not written.
@@ -158,6 +161,7 @@ class Jobs:
 
         ``base_digest`` is that of the live weights, or None where it is not known yet.
         """
+        self.let_go()
         update.check()
         started = time.perf_counter()
         if update.tensors == 0:
@@ -180,6 +184,10 @@ class Jobs:
         swap, checkpoints = self._prepare_swap(update), self._checkpoints(update)
         update.sealed = Sealed(digest, swap, checkpoints, missing)
         return Voted(staged_s=time.perf_counter() - started)
+
+    def let_go(self) -> None:
+        """Of what the sender has: the update takes in no more."""
+        self._gpu_memory.let_go()
 
     def forget_shadows(self) -> None:
         """The scheduler's thread calls it, while there is no other job."""
@@ -242,12 +250,16 @@ class Jobs:
                 yield model, (pair for pair in kept)
 
     def _read_once(
-        self, source: TensorSource | DistributedSource | IPCSource, update: Update
+        self,
+        source: TensorSource | DistributedSource | IPCSource | GPUMemorySource,
+        update: Update,
     ) -> Weights:
         if isinstance(source, TensorSource):
             return read_tensors(source, self._device, update.check)
         if isinstance(source, DistributedSource):
             return receive(source, self._groups, self._device, update.check)
+        if isinstance(source, GPUMemorySource):
+            return self._gpu_memory.read(source, update.check)
         return receive_ipc(source, self._device, update.check)
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:

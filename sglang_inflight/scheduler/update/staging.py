@@ -118,7 +118,7 @@ class Staging:
             # what it wrote in place is nobody's: the next one begins anew
             self._live.is_marked = False
         # answered when the staging thread has let go of the shadow
-        self._worker.submit(call, Done)
+        self._worker.submit(call, _done_after(self._jobs.let_go))
 
     def take(self, update_id: str) -> Sealed:
         """The sealed update, to be committed now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sglang_inflight.upstream.describes import describes
 
@@ -22,3 +22,41 @@ class TokenToKVPoolAllocator(Protocol):
     # how many slots there are
     @property
     def size(self) -> int: ...
+
+
+@describes("sglang.srt.mem_cache.l2_transfer.L2Transfer")
+class L2Transfer(Protocol):
+    """Of KV in a pool on a device to slots on the host, or back."""
+
+    host_indices: torch.Tensor
+    device_indices: torch.Tensor
+
+
+@describes("sglang.srt.mem_cache.l2_transfer.L2TransferEngine")
+class L2TransferEngine(Protocol):
+    def submit_device_to_host(self, transfers: list[Any]) -> Any: ...
+
+
+@describes("sglang.srt.mem_cache.pool_host.group.HostPoolGroup")
+class HostPoolGroup(Protocol):
+    # slots
+    size: int
+
+
+@describes("sglang.srt.managers.cache_controller.HiCacheController")
+class HiCacheController(Protocol):
+    l2_transfer_engine: L2TransferEngine
+    mem_pool_host: HostPoolGroup
+    ack_load_queue: list[Any]
+
+    def start_loading(self) -> int: ...
+    def start_writing(self) -> None: ...
+
+
+@describes("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache")
+class UnifiedRadixCache(Protocol):
+    # None without a tier on the host
+    cache_controller: HiCacheController | None
+
+    def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None: ...
+    def loading_check(self, finish_count: int | None = None) -> None: ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sglang_inflight.errors import NotOffered
+from sglang_inflight.errors import NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
     Body,
     DistributedBody,
@@ -16,7 +17,8 @@ from sglang_inflight.frontend.bodies import (
     Version,
     check_version,
 )
-from sglang_inflight.messages import DistributedSource, MeetBy, PauseMode
+from sglang_inflight.frontend.bodies import UpdateBody as SGLangsUpdate
+from sglang_inflight.messages import DistributedSource, GPUMemorySource, MeetBy, PauseMode
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -68,6 +70,13 @@ class InitInfo(Rendezvous, kw_only=True):
     rendezvous: MeetBy = "stateless"
 
 
+class InitHandles(Body, kw_only=True):
+    """Of vLLM's ``ipc`` backend, which has nothing to join."""
+
+    # whether handles are to one buffer of many tensors: they say it themselves
+    packed: bool = False
+
+
 class StartBody(Body, kw_only=True):
     is_checkpoint_format: bool = True
 
@@ -97,6 +106,27 @@ class UpdateInfo(Body, kw_only=True):
 
     def __post_init__(self) -> None:
         StartBody(is_checkpoint_format=self.is_checkpoint_format)
+
+
+class HandlesInfo(Body, kw_only=True):
+    """Of vLLM's ``ipc`` backend."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+    ipc_handles_pickled: bytes
+    # of each tensor in a buffer: in bytes, vLLM's; in elements, SkyRL's
+    tensor_sizes: list[int] | None = None
+    sizes: list[int] | None = None
+    # vLLM's client says it where it says the handles otherwise
+    ipc_handles: None = None
+    packed: bool | None = None
+    is_checkpoint_format: bool = True
+
+    def __post_init__(self) -> None:
+        StartBody(is_checkpoint_format=self.is_checkpoint_format)
+        if self.sizes is not None and self.sizes != [math.prod(shape) for shape in self.shapes]:
+            raise Refused("sizes are not those of tensors of these shapes")
 
 
 class WeightDirBody(Body, kw_only=True, forbid_unknown_fields=False):
@@ -130,6 +160,25 @@ class BroadcastBody(DistributedBody, kw_only=True):
     @property
     def source(self) -> DistributedSource:
         return msgspec.structs.replace(super().source, bucket_bytes=self.bucket_bytes)
+
+
+class HandlesBody(SGLangsUpdate, kw_only=True):
+    """An update by handles to the trainer's memory."""
+
+    info: HandlesInfo
+
+    @property
+    def source(self) -> GPUMemorySource:
+        info = self.info
+        return GPUMemorySource(
+            names=info.names,
+            dtypes=info.dtype_names,
+            shapes=info.shapes,
+            handles=info.ipc_handles_pickled,
+            sizes=info.tensor_sizes,
+            # SkyRL shares a buffer for each call, and vLLM one for all calls of an update
+            keeps_buffer=info.tensor_sizes is not None,
+        )
 
 
 def choose_pause_mode(mode: VLLMPauseMode, *, clears_cache: bool) -> PauseMode:

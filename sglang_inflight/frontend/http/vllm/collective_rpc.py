@@ -8,6 +8,7 @@ them in this order, between a ``/pause`` that keeps requests and a ``/resume``:
                                     they are: both only hold the caller to its pause
     skyrl_start_weight_update       begins a session
     update_weights_nccl             takes in a broadcast
+    update_weights_ipc              takes in what is in the trainer's memory on the same GPU
     skyrl_finish_weight_update      commits
 """
 
@@ -55,6 +56,7 @@ class CollectiveRPC:
             "skyrl_wake_for_weight_sync": self._wake,
             "skyrl_start_weight_update": self._start,
             "update_weights_nccl": self._receive,
+            "update_weights_ipc": self._receive,
             "skyrl_finish_weight_update": self._finish,
         }
 

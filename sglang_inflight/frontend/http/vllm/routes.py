@@ -49,6 +49,7 @@ from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checks
 from sglang_inflight.frontend.http.vllm.collective_rpc import CollectiveRPC
 from sglang_inflight.frontend.http.vllm.detokenize import detokenize
 from sglang_inflight.frontend.http.vllm.generate import Generate
+from sglang_inflight.frontend.http.vllm.server_info import ServerInfo
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
@@ -67,7 +68,7 @@ SLEEP_TAGS = ("kv_cache", "weights")
 
 
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
-    """Put vLLM's routes before upstream's; one has the same path, /update_weight_version."""
+    """Put vLLM's routes before upstream's, of which some have the same path."""
     routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter()
 
@@ -103,6 +104,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     add("/inference/v1/generate", Generate(tokenizer_manager).answer)
     add("/detokenize", detokenize)
     add("/liveness", routes.liveness, "GET")
+    router.add_api_route("/server_info", ServerInfo(tokenizer_manager).answer, response_model=None)
     app.router.routes[:0] = router.routes
 
 
@@ -118,6 +120,7 @@ class _Routes:
             frontend.groups,
             frontend.updates,
             backend="gloo" if get_device().device == "cpu" else "nccl",
+            on_cuda=get_device().device == "cuda",
             session_lease_s=frontend.settings.update_timeout_s,
         )
         self._collective_rpc = CollectiveRPC(self._transfer, self._pauses, self._ranks)

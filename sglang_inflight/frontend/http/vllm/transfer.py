@@ -1,7 +1,8 @@
-"""vLLM's weight transfer engine, as a group with the trainer and sessions of updates."""
+"""vLLM's weight transfer engine, as sessions of updates from the trainer that is joined."""
 
 from __future__ import annotations
 
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,36 +20,48 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.http.vllm.bodies import (
     PACKED_BYTES,
     BroadcastBody,
+    HandlesBody,
+    HandlesInfo,
+    InitHandles,
     InitInfo,
     UpdateBody,
     UpdateInfo,
 )
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import FLATTENED_BUCKET, Selector
+from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, Selector
 
 
 @dataclass(frozen=True)
 class _Link:
-    """How the trainer that is joined cuts its broadcasts."""
+    """How the trainer that is joined sends its weights."""
 
-    # None: one for each tensor
-    bucket_bytes: int | None
+    # by broadcasts in a group; otherwise it hands over handles to its memory, and none is formed
+    is_group: bool
+    # of its broadcasts; None: one for each tensor
+    bucket_bytes: int | None = None
 
 
 class Transfer:
-    """Joins a trainer and takes its weights in, as vLLM's ``nccl`` backend does.
+    """Joins a trainer and takes its weights in, as vLLM's ``nccl`` and ``ipc`` backends do.
 
     vLLM has one trainer at a time and knows no name of a group: it is the default one of
     ``/init_weights_update_group``. Lives on the front end's event loop.
     """
 
     def __init__(
-        self, groups: Groups, updates: Updates, *, backend: str, session_lease_s: float
+        self,
+        groups: Groups,
+        updates: Updates,
+        *,
+        backend: str,
+        on_cuda: bool,
+        session_lease_s: float,
     ) -> None:
         self._groups = groups
         self._updates = updates
         self._backend = backend
+        self._on_cuda = on_cuda
         # vLLM has no call that drops a session: one that was left must end by itself
         self._session_lease_s = session_lease_s
         self._link: _Link | None = None
@@ -59,14 +72,29 @@ class Transfer:
         """Leave the trainer before, if there is one, and form a group with this one.
 
         A session that the one before left open is dropped: nobody will send the rest.
-        Raises ``NotOffered`` for other ways of vLLM's to transfer weights, ``Refused``
-        where the group was not formed.
+        vLLM is started for one backend; here ``init_info`` tells which it is of. Raises
+        ``NotOffered`` for other ways of vLLM's to transfer weights, ``Refused`` where the group
+        was not formed, or no memory can be in common.
         """
-        _refuse_other_backends(init_info)
-        info = convert(init_info, InitInfo, "init_info")
-        if self._updates.has_session:
-            await self._updates.abort(AbortUpdateBody())
-        await self._leave()
+        if "nccl_unique_id_b64" in init_info:
+            raise NotOffered(
+                "a trainer is met at master_address and master_port, not by nccl_unique_id_b64"
+            )
+        if init_info.keys() <= {*InitHandles.__struct_fields__}:
+            await self._share_memory(convert(init_info, InitHandles, "init_info"))
+        else:
+            await self._join(convert(init_info, InitInfo, "init_info"))
+
+    async def _share_memory(self, _: InitHandles) -> None:
+        if not self._on_cuda:
+            raise Refused(
+                f"init_info names no trainer to meet, as vLLM's ipc backend has it. {NEEDS_ONE_GPU}"
+            )
+        await self._part()
+        self._link = _Link(is_group=False)
+
+    async def _join(self, info: InitInfo) -> None:
+        await self._part()
         await self._groups.join(
             JoinGroupBody(
                 master_address=info.master_address,
@@ -77,7 +105,14 @@ class Transfer:
             ),
             info.rendezvous,
         )
-        self._link = _Link(info.packed_buffer_size_bytes if info.packed else None)
+        bucket_bytes = info.packed_buffer_size_bytes if info.packed else None
+        self._link = _Link(is_group=True, bucket_bytes=bucket_bytes)
+
+    async def _part(self) -> None:
+        """From the trainer before, and from what it has begun."""
+        if self._updates.has_session:
+            await self._updates.abort(AbortUpdateBody())
+        await self._leave()
 
     async def disconnect(self) -> None:
         """Leave the group, if there is one. Raises ``Conflict`` in a session."""
@@ -93,17 +128,16 @@ class Transfer:
         self._session_id = begun.session_id
 
     async def receive(self, content: bytes) -> None:
-        """Take in what the trainer broadcasts now; it goes live at ``finish``.
+        """Take in what the trainer sends now; it goes live at ``finish``.
 
         ``content`` is the request's body, because one that cannot be read ends its session
         as well, as every call does that is refused.
         """
         link = self._require_link()
-        # where it is refused, the trainer may have begun to broadcast all the same
-        async with self._groups.in_step_by_name(DEFAULT_GROUP):
+        async with self._in_step(link):
             try:
                 session_id = self._require_session("start_weight_update comes first")
-                body = _broadcast(link, decode(content, UpdateBody).update_info, session_id)
+                body = _read(link, decode(content, UpdateBody).update_info, session_id)
             except Refused:
                 if self._updates.has_session:
                     await self._updates.abort(AbortUpdateBody())
@@ -124,8 +158,12 @@ class Transfer:
 
     async def _leave(self) -> None:
         link, self._link = self._link, None
-        if link is not None:
+        if link is not None and link.is_group:
             await self._groups.leave(LeaveGroupBody())
+
+    def _in_step(self, link: _Link) -> AbstractAsyncContextManager[None]:
+        """Where a call is refused, its trainer may have begun to broadcast all the same."""
+        return self._groups.in_step_by_name(DEFAULT_GROUP) if link.is_group else nullcontext()
 
     def _require_link(self) -> _Link:
         if self._link is None:
@@ -141,14 +179,18 @@ class Transfer:
         return self._session_id
 
 
-def _broadcast(
+def _read(
     link: _Link, update_info: dict[str, Any] | list[dict[str, Any]], session_id: str
-) -> BroadcastBody:
+) -> BroadcastBody | HandlesBody:
     if isinstance(update_info, list):
-        raise NotOffered("update_info cannot differ from rank to rank: all take in one broadcast")
-    if update_info.keys() & {"ipc_handles", "ipc_handles_pickled"}:
-        raise NotOffered(_NO_IPC)
-    info = convert(update_info, UpdateInfo, "update_info")
+        raise NotOffered("update_info cannot differ from rank to rank: all read the same")
+    if link.is_group:
+        return _broadcast(link, convert(update_info, UpdateInfo, "update_info"), session_id)
+    info = convert(update_info, HandlesInfo, "update_info")
+    return HandlesBody(info=info, session_id=session_id, kv_cache="fence")
+
+
+def _broadcast(link: _Link, info: UpdateInfo, session_id: str) -> BroadcastBody:
     bucket_bytes = link.bucket_bytes
     if info.packed is not None:
         said = info.packed_buffer_size_bytes or link.bucket_bytes
@@ -162,18 +204,3 @@ def _broadcast(
         session_id=session_id,
         kv_cache="fence",
     )
-
-
-_NO_IPC = (
-    "vLLM's CUDA IPC handles are pickles that run what they like when they are read: send "
-    "tensors in one process' memory by /update_weights_from_tensor"
-)
-
-
-def _refuse_other_backends(init_info: dict[str, Any]) -> None:
-    if "nccl_unique_id_b64" in init_info:
-        raise NotOffered(
-            "a trainer is met at master_address and master_port, not by nccl_unique_id_b64"
-        )
-    if init_info.keys() <= {"packed"}:
-        raise NotOffered(_NO_IPC)

@@ -20,10 +20,10 @@ def unpickle(payload: bytes | BinaryIO) -> Any:
 
     Raises ``pickle.UnpicklingError`` or whatever else goes wrong.
     """
-    return _Unpickler(io.BytesIO(payload) if isinstance(payload, bytes) else payload).load()
+    return Unpickler(io.BytesIO(payload) if isinstance(payload, bytes) else payload).load()
 
 
-class _Function:
+class Function:
     """Something that a payload may call."""
 
     __slots__ = ("_call",)
@@ -50,7 +50,7 @@ def _plain(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
 
 
 def _of_type(rebuild: Any, _type: Any, args: Any, *_: Any) -> Any:
-    if not isinstance(rebuild, _Function):
+    if not isinstance(rebuild, Function):
         raise pickle.UnpicklingError("a tensor is made by no function")
     return rebuild(*args)
 
@@ -170,7 +170,7 @@ class _Opcodes(dict[int, Callable[[Any], None]]):
         raise pickle.UnpicklingError(f"it has the opcode {bytes([code])!r}")
 
 
-class _Unpickler(pickle._Unpickler):
+class Unpickler(pickle._Unpickler):
     """Python's own in Python, with less in it.
 
     SGLang's looks at the names of globals alone. That leaves what a payload does with them: it
@@ -193,7 +193,7 @@ class _Unpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         asked = (module, name)
         if asked in _FUNCTIONS:
-            return _Function(_FUNCTIONS[asked] or super().find_class(module, name))
+            return Function(_FUNCTIONS[asked] or super().find_class(module, name))
         if asked in _RECORDS:
             return _Record(super().find_class(module, name))
         if asked in _TYPES:
@@ -207,7 +207,7 @@ class _Unpickler(pickle._Unpickler):
     def load_reduce(self) -> None:
         args = self.stack.pop()
         call = self.stack.pop()
-        if not isinstance(call, _Function) or not isinstance(args, tuple):
+        if not isinstance(call, Function) or not isinstance(args, tuple):
             raise pickle.UnpicklingError("it calls what is no function")
         self.stack.append(call(*args))
 

@@ -1,0 +1,62 @@
+"""``/server_info`` for SGLang's clients, and for vLLM's, who read ``vllm_config`` in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import Request
+from sglang.srt.entrypoints.http_server import server_info
+from sglang.srt.environ import envs
+
+from sglang_inflight.upstream.runtime_context import get_lora, get_parallel
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+
+
+class ServerInfo:
+    """SGLang's answer, with vLLM's configuration beside it for who asks as vLLM's clients do.
+
+    TRL reads of it how weights are held and served, before it trains. What it does not read is
+    not there: much of vLLM's configuration means nothing here.
+    """
+
+    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+        self._tokenizer_manager = tokenizer_manager
+
+    async def answer(self, request: Request) -> dict[str, Any]:
+        info: dict[str, Any] = await server_info()
+        if request.query_params.get("config_format") == "json":
+            info["vllm_config"] = self._config()
+        return info
+
+    def _config(self) -> dict[str, Any]:
+        model, parallel, lora = self._tokenizer_manager.model_config, get_parallel(), get_lora()
+        raw = envs.SGLANG_RETURN_ORIGINAL_LOGPROB.get()
+        return {
+            "model_config": {
+                "model": self._tokenizer_manager.model_path,
+                "dtype": str(model.dtype),
+                "max_model_len": model.context_len,
+                # from before the temperature, or after it
+                "logprobs_mode": "raw_logprobs" if raw else "processed_logprobs",
+            },
+            "parallel_config": {
+                "tensor_parallel_size": parallel.tp_size,
+                "pipeline_parallel_size": parallel.pp_size,
+                "data_parallel_size": parallel.dp_size,
+            },
+            "lora_config": _lora_config() if lora.enable_lora else None,
+            # whichever init_weight_transfer_engine names
+            "weight_transfer_config": {"backend": "nccl"},
+        }
+
+
+def _lora_config() -> dict[str, Any]:
+    lora = get_lora()
+    return {
+        # not said: that of the adapters which the server was started with, if any
+        "max_lora_rank": lora.max_lora_rank or 0,
+        "max_loras": lora.max_loras_per_batch,
+        "max_cpu_loras": lora.max_loaded_loras,
+    }

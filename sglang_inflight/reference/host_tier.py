@@ -1,0 +1,39 @@
+"""A hierarchical cache where there is no accelerator, with ``--hicache-io-backend direct``.
+
+Its second tier is memory of the host, which SGLang pins, and copies to and from by kernels of its
+own. Here both tiers are memory of the host: nothing is pinned, and torch copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.pool_host import common, mha
+
+from sglang_inflight.upstream.runtime_context import get_memory
+
+
+def keep_a_host_tier() -> None:
+    """Called when the model is loaded, which is before its cache is made."""
+    if not get_memory().enable_hierarchical_cache:
+        return
+    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    mha.transfer_kv_direct = _copy
+
+
+def _allocate(dims: tuple[int, ...], *, dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+def _copy(
+    *,
+    src_layers: list[torch.Tensor],
+    dst_layers: list[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """Indices are of tokens, whatever a page has."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]

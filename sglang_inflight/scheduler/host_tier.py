@@ -1,0 +1,52 @@
+"""The second tier of a hierarchical cache, which is memory of the host.
+
+Nodes of the cache's tree have slots on the device, on the host, or both. SGLang copies between
+the two on streams of its own, and notices what is done at its next step. Everything here is done
+on the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from sglang_inflight.upstream.runtime_context import get_memory
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.adopted import AdoptedTransferEngine
+    from sglang_inflight.scheduler.upstream.pools import HiCacheController, UnifiedRadixCache
+
+
+def engine_of(tree_cache: Any) -> AdoptedTransferEngine | None:
+    """Who copies, or None where there is one tier."""
+    controller = _controller_of(tree_cache)
+    return (
+        None if controller is None else cast("AdoptedTransferEngine", controller.l2_transfer_engine)
+    )
+
+
+def count_host_slots(tree_cache: Any) -> int:
+    controller = _controller_of(tree_cache)
+    return 0 if controller is None else controller.mem_pool_host.size
+
+
+def finish_copies(tree_cache: UnifiedRadixCache) -> None:
+    """Wait until nothing is on its way between the tiers, as a flush wants it.
+
+    No copy waits for a step: what a step would have started is started here. Ranks that step
+    together wait alone, and stand at the same boundary with nothing under way, so what they next
+    agree on is the same.
+    """
+    controller = _controller_of(tree_cache)
+    if controller is None:
+        return
+    # loads of requests that were admitted to a batch which was not made
+    controller.start_loading()
+    tree_cache.loading_check(finish_count=len(controller.ack_load_queue))
+    # starts what is still queued
+    tree_cache.writing_check(write_back=True)
+
+
+def _controller_of(tree_cache: Any) -> HiCacheController | None:
+    if not get_memory().enable_hierarchical_cache:
+        return None
+    return getattr(tree_cache, "cache_controller", None)

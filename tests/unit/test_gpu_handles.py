@@ -1,0 +1,218 @@
+"""Handles to a trainer's memory on a GPU: read as torch pickles them, and nothing is run."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
+from torch.multiprocessing import reductions
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.sources.gpu_handles import (
+    GPUHandle,
+    HandleOfEach,
+    SharedMemory,
+    read_handles,
+)
+
+# Python writes what is older only where it is told to
+PROTOCOLS = range(3, pickle.HIGHEST_PROTOCOL + 1)
+GPU = "4a6c1f0e-7d0b-9b2e-4d63-000000000001"
+OTHER = "4a6c1f0e-7d0b-9b2e-4d63-000000000002"
+Arguments = dict[str, Any]
+
+
+def arguments(**said: Any) -> Arguments:
+    """What torch shares of a tensor on a GPU, by the names of what rebuilds it there."""
+    tensor = torch.zeros(6, 4, dtype=torch.bfloat16)[1:3]
+    # torch names a file of counters as it names any file that it shares
+    _, counter_file, _ = torch.zeros(1).untyped_storage()._share_filename_cpu_()
+    found = {
+        "tensor_cls": type(tensor),
+        "tensor_size": tensor.size(),
+        "tensor_stride": tensor.stride(),
+        "tensor_offset": tensor.storage_offset(),
+        "storage_cls": type(tensor._typed_storage()),  # type: ignore[no-untyped-call]
+        "dtype": tensor.dtype,
+        "storage_device": 3,
+        "storage_handle": b"\2c" + bytes(64),
+        "storage_size_bytes": tensor.untyped_storage().nbytes(),
+        "storage_offset_bytes": 512,
+        "requires_grad": False,
+        "ref_counter_handle": counter_file,
+        "ref_counter_offset": 7,
+        "event_handle": bytes(64),
+        "event_sync_required": True,
+    }
+    assert list(found) == list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    return {**found, **said}
+
+
+def pickled(of_each: Any, protocol: int | None = None) -> bytes:
+    return pickle.dumps(of_each, protocol)
+
+
+def read_each(content: bytes) -> list[HandleOfEach]:
+    found = read_handles(content)
+    assert isinstance(found, list)
+    return found
+
+
+def expect_first(handle: GPUHandle) -> None:
+    memory = handle.memory
+    assert memory is not None
+    assert memory.counter_file.startswith(b"/torch_")
+    assert handle == GPUHandle(
+        (2, 4),
+        (4, 1),
+        4,
+        torch.bfloat16,
+        SharedMemory(b"\2c" + bytes(64), 48, 512, memory.counter_file, 7, bytes(64), True),
+    )
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_vllm_pickles(protocol: int) -> None:
+    """Of each tensor a handle by GPU, merged of all ranks of the trainer."""
+    each = [
+        {GPU: tuple(arguments().values()), OTHER: tuple(arguments(storage_device=0).values())},
+        {GPU: tuple(arguments(dtype=torch.float8_e4m3fn).values())},
+    ]
+    first, second = read_each(pickled(each, protocol))
+    assert list(first) == [GPU, OTHER]
+    expect_first(first[GPU])
+    expect_first(first[OTHER])
+    assert second[GPU].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize("rebuild", [reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
+def test_with_what_rebuilds_it(rebuild: Callable[..., Any]) -> None:
+    """As SkyRL sends its one buffer, and vLLM 0.18 each tensor. A UUID is the device's name where
+    the trainer uses SGLang."""
+    values = tuple(arguments(storage_device=f"GPU-{GPU}").values())
+    found = read_handles(pickled({GPU: (rebuild, values)}))
+    assert isinstance(found, dict)
+    expect_first(found[GPU])
+    assert read_handles(pickled([{GPU: (rebuild, values)}])) == [found]
+
+
+def test_a_parameter() -> None:
+    values = tuple(arguments(tensor_cls=torch.nn.Parameter, requires_grad=True).values())
+    (found,) = read_each(pickled([{GPU: values}]))
+    expect_first(found[GPU])
+
+
+def test_without_elements() -> None:
+    """Torch shares no memory then."""
+    nothing = dict.fromkeys(
+        ("storage_handle", "ref_counter_handle", "event_handle", "event_sync_required")
+    )
+    values = arguments(
+        tensor_size=torch.Size([0, 3]),
+        tensor_stride=(3, 1),
+        tensor_offset=0,
+        storage_size_bytes=0,
+        storage_offset_bytes=0,
+        ref_counter_offset=0,
+        **nothing,
+    )
+    found = read_handles(pickled([{GPU: tuple(values.values())}]))
+    assert found == [{GPU: GPUHandle((0, 3), (3, 1), 0, torch.bfloat16, None)}]
+
+
+# ---- what others may send ----------------------------------------------------------------
+
+
+class Calls:
+    """Pickled as a call."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self._call = function, args
+
+    def __reduce__(self) -> Any:
+        return self._call
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    there = tmp_path / "it ran"
+    content = pickled([{GPU: Calls(os.mkdir, str(there))}])
+    with pytest.raises(Refused, match="no such handle needs"):
+        read_handles(content)
+    assert not there.exists()
+    # else this test shows nothing
+    pickle.loads(content)
+    assert there.exists()
+
+
+def test_no_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of what rebuilds a tensor is data, and calling it is refused."""
+    called: list[Any] = []
+    content = pickled([{GPU: Calls(reductions.rebuild_cuda_tensor, *arguments().values())}])
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *args: called.append(args))
+    with pytest.raises(Refused, match="calls what is no function"):
+        read_handles(content)
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"tensor_size": torch.Size([1 << 40, 4])}, "larger than its memory"),
+        ({"tensor_offset": 20}, "larger than its memory"),
+        ({"tensor_offset": -1}, "size that is none"),
+        ({"tensor_stride": (4, -1)}, "size that is none"),
+        ({"tensor_stride": (4,)}, "2 dimensions has 1 strides"),
+        ({"storage_size_bytes": 1 << 63}, "size that is none"),
+        ({"storage_offset_bytes": -512}, "size that is none"),
+        ({"storage_handle": None}, "has no memory"),
+        ({"storage_handle": "\2c"}, "shares memory"),
+        # torch would write to these when the memory is let go of
+        ({"ref_counter_offset": 10_000}, "at 10000, of 10000"),
+        ({"ref_counter_offset": -1}, "size that is none"),
+        ({"ref_counter_handle": b"/sem.another"}, "none of torch's"),
+        ({"ref_counter_handle": b"/torch_1_2_3/../x"}, "none of torch's"),
+        ({"ref_counter_handle": None}, "none of torch's"),
+        ({"event_handle": bytes(32)}, "64 bytes"),
+        ({"event_sync_required": 2}, "shares memory"),
+        ({"dtype": "torch.bfloat16"}, "rebuilds a tensor"),
+        ({"tensor_cls": torch.UntypedStorage}, "rebuilds a tensor"),
+        ({"storage_cls": torch.Tensor}, "rebuilds a tensor"),
+        ({"storage_device": None}, "rebuilds a tensor"),
+        ({"storage_cls": dict}, "no such handle needs"),
+    ],
+)
+def test_what_torch_does_not_share(said: Arguments, words: str) -> None:
+    content = pickled([{GPU: tuple(arguments(**said).values())}])
+    with pytest.raises(Refused, match=words):
+        read_handles(content)
+
+
+VALUES = tuple(arguments().values())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="nothing"),
+        pytest.param(b"garbage", id="no pickle"),
+        pytest.param(pickled(None), id="None"),
+        pytest.param(pickled([VALUES]), id="of no GPU"),
+        pytest.param(pickled({7: VALUES}), id="a GPU by its number"),
+        pytest.param(pickled([{GPU: VALUES[:-1]}]), id="too little"),
+        pytest.param(pickled([{GPU: (*VALUES, 1)}]), id="too much"),
+        pytest.param(pickled([{GPU: ("torch.rebuild", VALUES)}]), id="rebuilt by another"),
+        pytest.param(pickled([{GPU: torch.zeros(2)}]), id="a tensor"),
+        pytest.param(pickled([{GPU: VALUES}])[:-30], id="cut off"),
+        pytest.param(b"\x80\x04" + b"(" * 3000 + b".", id="marks"),
+    ],
+)
+def test_what_is_no_handle(content: bytes) -> None:
+    with pytest.raises(Refused, match="ipc_handles_pickled"):
+        read_handles(content)

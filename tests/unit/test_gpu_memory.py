@@ -1,0 +1,217 @@
+"""Tensors in a trainer's memory on a GPU: found, cut out of a buffer, and let go of."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import weakref
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import reductions
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import GPUMemorySource
+from sglang_inflight.scheduler.update.sources.gpu_handles import GPUHandle, SharedMemory
+from sglang_inflight.scheduler.update.sources.gpu_memory import (
+    GPUMemory,
+    cut,
+    own_handle,
+    own_handles,
+)
+from sglang_inflight.scheduler.update.sources.layouts import Layout
+
+CPU = torch.device("cpu")
+NAMED = {
+    "bytes": torch.arange(3, dtype=torch.uint8),
+    # begins within an element of its own
+    "floats": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+    "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+}
+LAYOUTS = [Layout(name, t.dtype, list(t.shape)) for name, t in NAMED.items()]
+SIZES = [3, 24, 0, 2]
+
+
+def check() -> None:
+    """There is time."""
+
+
+def memory(number: int = 0) -> SharedMemory:
+    return SharedMemory(bytes([number]), 64, 0, b"/torch_1_2_3", number, bytes(64), False)
+
+
+def handle(number: int = 0) -> GPUHandle:
+    return GPUHandle((64,), (1,), 0, torch.uint8, memory(number))
+
+
+def packed() -> torch.Tensor:
+    """As vLLM's trainers pack, in a buffer that has room for more."""
+    flat = [t.reshape(-1).view(torch.uint8) for t in NAMED.values() if t.numel()]
+    return torch.cat([*flat, torch.zeros(20, dtype=torch.uint8)])
+
+
+@pytest.mark.parametrize("sizes", [SIZES, None])
+def test_tensors_in_a_buffer(sizes: list[int] | None) -> None:
+    found = dict(cut(packed(), LAYOUTS, sizes))
+    assert list(found) == list(NAMED)
+    for name, tensor in NAMED.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name], tensor)
+
+
+def test_a_buffer_that_has_a_dtype() -> None:
+    """As SkyRL's, of which every tensor has the dtype."""
+    weight = torch.arange(12, dtype=torch.bfloat16)
+    layouts = [Layout("a", torch.bfloat16, [2, 3]), Layout("b", torch.bfloat16, [6])]
+    a, b = (tensor for _, tensor in cut(weight, layouts, None))
+    assert torch.equal(a, weight[:6].view(2, 3))
+    assert torch.equal(b, weight[6:])
+    # a view: nothing is copied but by the loader
+    assert a.data_ptr() == weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("buffer", "sizes", "words"),
+    [
+        (packed(), [3, 24, 0, 4], "tensor_sizes"),
+        (packed(), [3, 24, 0], "tensor_sizes"),
+        (packed()[:28], None, "29 bytes, and the buffer that holds them 28"),
+        (packed()[::2], None, "gaps"),
+    ],
+)
+def test_a_buffer_that_does_not_hold_them(
+    buffer: torch.Tensor, sizes: list[int] | None, words: str
+) -> None:
+    with pytest.raises(Refused, match=words):
+        list(cut(buffer, LAYOUTS, sizes))
+
+
+def test_the_handle_of_this_gpu() -> None:
+    each = {"one": handle(1), "two": handle(2)}
+    assert own_handle(each, "two") == handle(2)
+    with pytest.raises(Refused, match=r"this rank's GPU 'three' \(there is one, two\)"):
+        own_handle(each, "three")
+    with pytest.raises(Refused, match=r"there is none"):
+        own_handle({}, "three")
+
+
+def test_a_handle_of_each_tensor() -> None:
+    layouts = [Layout("a", torch.uint8, [64])]
+    assert own_handles([{"one": handle()}], "one", layouts) == [handle()]
+    with pytest.raises(Refused, match="2 handles for 1 names"):
+        own_handles([{"one": handle()}, {"one": handle()}], "one", layouts)
+    with pytest.raises(Refused, match="'a' is said to be"):
+        own_handles([{"one": handle()}], "one", [Layout("a", torch.int8, [64])])
+
+
+def test_without_a_gpu() -> None:
+    source = GPUMemorySource(names=[], dtypes=[], shapes=[], handles=b"")
+    with pytest.raises(Refused, match="need a trainer and a server on one machine"):
+        list(GPUMemory(CPU).read(source, check))
+
+
+def test_what_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One use is counted of memory that is shared once, however many calls name it."""
+    opened: list[tuple[bytes, Any]] = []
+
+    def rebuild(*arguments: Any) -> torch.Tensor:
+        tensor = torch.zeros(64)
+        opened.append((arguments[7], weakref.ref(tensor)))
+        return tensor
+
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    there = GPUMemory(CPU)
+    for _ in range(3):
+        there._open_again(handle(1), keep=True)
+    ((first, is_open),) = opened
+    assert (first, is_open() is None) == (b"\1", False)
+    there._open_again(handle(2), keep=True)
+    assert is_open() is None
+    there._open_again(handle(3), keep=False)
+    there._open_again(handle(3), keep=False)
+    assert [name for name, _ in opened] == [b"\1", b"\2", b"\3", b"\3"]
+    assert all(is_open() is None for _, is_open in opened)
+    there._open_again(handle(4), keep=True)
+    there.let_go()
+    assert opened[-1][1]() is None
+
+
+# ---- on a GPU ----------------------------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="two processes share memory of a GPU, and there is none"
+)
+
+
+def _share(tensor: torch.Tensor) -> Any:
+    return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+
+
+def _train(orders: Connection) -> None:
+    """A trainer that shares its memory, writes over it, and says what it could not free."""
+    gpu = str(torch.cuda.get_device_properties(0).uuid)
+    match orders.recv():
+        case "each":
+            tensors = [tensor.cuda() for tensor in NAMED.values()]
+            shared: Any = [{gpu: _share(tensor)[1]} for tensor in tensors]
+        case "buffer":
+            tensors = [packed().cuda()]
+            shared = {gpu: _share(tensors[0])[1]}
+        case "with what rebuilds it":
+            tensors = [packed().cuda()]
+            shared = {gpu: _share(tensors[0])}
+    torch.cuda.synchronize()
+    orders.send(pickle.dumps(shared))
+    assert orders.recv() == "write"
+    while tensors:
+        tensors.pop().zero_()
+    torch.cuda.synchronize()
+    orders.send("written")
+    assert orders.recv() == "free"
+    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+    orders.send(torch.cuda.memory_allocated())
+
+
+@pytest.fixture
+def trainer() -> Iterator[Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_train, args=(theirs,))
+    process.start()
+    yield ours
+    process.join(60)
+    assert process.exitcode == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("which", "sizes"), [("each", None), ("buffer", SIZES), ("with what rebuilds it", None)]
+)
+def test_memory_of_another_process(
+    trainer: Connection, which: str, sizes: list[int] | None
+) -> None:
+    """It is copied before the trainer may write, twice from a buffer, and can be freed then."""
+    trainer.send(which)
+    handles = trainer.recv()
+    there = GPUMemory(torch.device("cuda", 0))
+    source = GPUMemorySource(
+        names=[layout.name for layout in LAYOUTS],
+        dtypes=[str(layout.dtype).removeprefix("torch.") for layout in LAYOUTS],
+        shapes=[layout.shape for layout in LAYOUTS],
+        handles=handles,
+        sizes=sizes,
+        keeps_buffer=sizes is not None,
+    )
+    for _ in range(2 if sizes else 1):
+        copies = {name: tensor.cpu() for name, tensor in there.read(source, check)}
+        assert all(torch.equal(copies[name], tensor) for name, tensor in NAMED.items())
+    trainer.send("write")
+    assert trainer.recv() == "written"
+    assert all(torch.equal(copies[name], tensor) for name, tensor in NAMED.items())
+    there.let_go()
+    trainer.send("free")
+    assert trainer.recv() == 0
