@@ -22,6 +22,7 @@ finds its plugins in time, and that no two ranks hash strings alike.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -31,7 +32,7 @@ import signal
 import socket
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ MODULES = (
     "sglang.srt.models.registry",
 )
 
+# file descriptors, more than a process has when it starts others
+_LOW_NUMBERS = 256
+
 # first of its entries in ``sys.path``
 _STANDARD_LIBRARY = str(
     Path(sys.base_prefix, sys.platlibdir, "python{}{}.zip".format(*sys.version_info))
@@ -66,7 +70,8 @@ _STANDARD_LIBRARY = str(
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    seen, made = _import_all()
+    with _low_numbers_kept_free():
+        seen, made = _import_all()
     # not at the top: it imports SGLang, which is watched
     from harness.hook_search import HookSearch
 
@@ -81,6 +86,19 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _become(command, made)
     _run(command.arguments)
+
+
+@contextlib.contextmanager
+def _low_numbers_kept_free() -> Iterator[None]:
+    """What imports open gets a number that no process asks for: a fork puts what it is given at
+    the numbers that are asked for, and whoever closes what an import opened would close that.
+    """
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(_LOW_NUMBERS)]
+    try:
+        yield
+    finally:
+        for fd in taken:
+            os.close(fd)
 
 
 def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 VARIABLE = "SGLANG_INFLIGHT_INACTIVE"
+# for tokenizer workers, which load no plugins: it says why on our routes
+OF_WORKERS = "SGLANG_INFLIGHT_INACTIVE_WORKERS"
 
 # of the server that this process launched last, as what SGLang publishes in it is
 _why: str | None = None

@@ -67,6 +67,12 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def is_pin_memory_available(self, device: Any = None) -> bool:
         return False
 
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
+
     def init_backend(self) -> None:
         """Called in each process that runs a model, before it makes one."""
         _save_pages()

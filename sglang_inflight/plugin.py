@@ -15,6 +15,7 @@ HOOK_LISTS = (
     "sglang_inflight.scheduler.hooks",
     "sglang_inflight.frontend.tokenizer_hooks",
     "sglang_inflight.frontend.engine.hooks",
+    "sglang_inflight.frontend.workers.hooks",
 )
 
 

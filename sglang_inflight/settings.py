@@ -146,4 +146,4 @@ class Settings:
 
 # Read where no server is started, by the demo and by porting; and what a server tells its own
 # processes.
-_NOT_SETTINGS = {PREFIX + "CACHE", inactive.VARIABLE}
+_NOT_SETTINGS = {PREFIX + "CACHE", inactive.VARIABLE, inactive.OF_WORKERS}

@@ -41,7 +41,7 @@ class WeightsStatus(Answer, frozen=True, kw_only=True):
     weight_version: str
     # commits and rollbacks so far
     epoch: int
-    # None: not computed yet, which the first update does
+    # None: not computed yet, which the first commit does
     digest: str | None
     # what a rollback returns to
     previous_version: str | None

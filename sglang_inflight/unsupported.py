@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ONE_TOKENIZER = (
-    "SGLang Inflight needs --tokenizer-worker-num 1: SGLang loads no plugins in "
-    "further tokenizer workers"
+    "SGLang Inflight needs an Engine with tokenizer_worker_num=1: SGLang loads no plugins in "
+    "processes that attach to it"
 )
 NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
 NO_RAY = "SGLang Inflight needs a server without --use-ray: SGLang loads no plugins in Ray's actors"
@@ -66,20 +66,22 @@ def launch(
 
     Raises ``Unsupported`` before any process starts.
     """
-    why = why_not(engine_class, server_args)
+    # a server that answers HTTP is launched by a function, which has no placement group to name
+    is_engine = "placement_group" in kwargs
+    why = why_not(engine_class, server_args, is_engine=is_engine)
     if why is not None:
         off = Settings.from_environment().unsupported == "off"
         if (refusal := why_refused(why, off=off, in_fork=is_fork())) is not None:
             raise Unsupported(refusal)
         logger.warning("%s. This server runs as SGLang ships it, without SGLang Inflight.", why)
-        _tell_tokenizer_workers(server_args)
+        _tell_tokenizer_workers(server_args, why)
     with inactive.launching(why):
         return launch_as_sglang_does(engine_class, server_args, *args, **kwargs)
 
 
-def why_not(engine_class: type, server_args: ServerArgs) -> str | None:
+def why_not(engine_class: type, server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
     """Why a server with these arguments cannot run with us, or None where it can."""
-    if server_args.tokenizer_worker_num > 1:
+    if is_engine and server_args.tokenizer_worker_num > 1:
         return ONE_TOKENIZER
     if envs.SGLANG_RUST_SERVER.get():
         return NO_RUST_SERVER
@@ -111,9 +113,13 @@ def why_refused(why: str, *, off: bool, in_fork: bool) -> str | None:
     return None
 
 
-def _tell_tokenizer_workers(server_args: ServerArgs) -> None:
-    """They import SGLang's HTTP app anew, by this name, where no plugin is loaded."""
+def _tell_tokenizer_workers(server_args: ServerArgs, why: str) -> None:
+    """They import SGLang's HTTP app anew, by this name, where no plugin is loaded.
+
+    They start when the server's other processes have started, and anew when one has ended.
+    """
     if server_args.tokenizer_worker_num > 1:
+        os.environ[inactive.OF_WORKERS] = why
         os.environ.setdefault(
             "SGLANG_HTTP_SERVER_APP_PATH", "sglang_inflight.frontend.http.worker_app:app"
         )

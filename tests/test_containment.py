@@ -46,7 +46,7 @@ def refuse(answer: dict[str, Any], status_code: int, *words: str) -> None:
         (RESUME, {"tags": ["kv_cache"]}, 409, ["not released", "kv_cache"]),
         (RESUME, {"tags": ["heap"]}, 400, ["heap", "kv_cache, weights"]),
         ("/stop_expert_distribution_record", None, 500, ["ExpertDistributionReq"]),
-        ("/start_profile", {"activities": ["MOON"]}, 500, ["ProfileReq"]),
+        ("/start_profile", {"activities": ["RPD"]}, 500, ["ProfileReq", "rpdTracerControl"]),
         ("/slow_down", {"forward_sleep_time": 1e300}, 400, ["forward_sleep_time"]),
     ],
     ids=["release", "resume", "resume one", "no such tag", "experts", "profile", "slow down"],

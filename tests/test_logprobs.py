@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 from examples.stories import smollm2
 from harness.server import Server, serve
 from sglang_inflight.cache import default_cache
-from tests.support.load import ask, labels_of, until
+from tests.support.away import release, take_back
+from tests.support.load import Generation, ask, labels_of, pause, resume, settle, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
 from tests.support.updates import by_reference
@@ -28,6 +29,8 @@ from tests.support.updates import by_reference
 LAYERS = 6
 PROMPT = list(range(1000, 1040))
 TOKENS = 32
+# of a request that its test ends
+ENDLESS = 1000
 REUSED = 24
 # in nats, of float32 on both sides; the versions differ by thousands of times that
 CLOSE = 2e-3
@@ -72,7 +75,12 @@ def real_server(
     versions: Versions, pool: ServerPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     pool.discard()  # one server at a time
-    flags = ("--dtype", "float32", "--weight-version", "v0", "--max-total-tokens", "4096")
+    flags = (
+        "--dtype", "float32",
+        "--weight-version", "v0",
+        "--max-total-tokens", "4096",
+        "--enable-memory-saver",
+    )  # fmt: skip
     # unpaced, so that the update is through before the tokens are
     env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0"}
     log = tmp_path_factory.mktemp("logs") / "real.log"
@@ -92,8 +100,10 @@ def update(real: Server, versions: Versions, version: str, **fields: Any) -> Non
     assert receipt["success"], receipt
 
 
-def generate(real: Server, tokens: int = TOKENS, prompt: list[int] = PROMPT) -> Any:
-    sampling = {"temperature": 1.0, "max_new_tokens": tokens, "ignore_eos": True}
+def generate(
+    real: Server, tokens: int = TOKENS, prompt: list[int] = PROMPT, temperature: float = 1.0
+) -> Any:
+    sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
     return ask(real, "POST", "/generate", body)
 
@@ -189,3 +199,59 @@ def test_of_a_prefix_behind_the_fence(real: Server, versions: Versions, replay: 
     assert answer["meta_info"]["cached_tokens"] == 0
     assert set(labels_of(answer["meta_info"]["kv_versions"])) == {"v1"}
     expect_logprobs(answer, replay)
+
+
+@pytest.mark.parametrize(
+    ("mode", "goes", "keep", "served"),
+    [
+        ("retract", ("kv_cache", "weights", "cuda_graph"), "discard", "v1"),
+        ("in_place", ("weights",), "host", "v0"),
+        ("retract", (), "awake", "v1"),
+    ],
+)
+def test_over_a_sleep(
+    real: Server, versions: Versions, mode: str, goes: tuple[str, ...], keep: str, served: str
+) -> None:
+    """Frozen requests have the tokens and log-probabilities of two servers that never slept, one
+    of each version, the second of which begins with what the first has made."""
+    prompts = [PROMPT, PROMPT[::-1]]
+    assert real.post("/flush_cache")["status_code"] == 200
+    frozen = [Generation(real, tokens=ENDLESS, input_ids=p, return_logprob=True) for p in prompts]
+    for generation in frozen:
+        generation.wait_for_tokens(3)
+    pause(real, mode)
+    counts = settle(real, frozen)
+    if goes:
+        release(real, *goes, keep_weights=keep)
+        take_back(real, "weights")
+    if served == "v1":
+        update(real, versions, "v1", partial=False)
+    if others := [kind for kind in goes if kind != "weights"]:
+        take_back(real, *others)
+    resume(real)
+    for generation, count in zip(frozen, counts, strict=True):
+        generation.wait_for_tokens(count + 8)
+        generation.abort()
+    outputs = [generation.output() for generation in frozen]
+    after = [
+        most_likely(real, prompt + output.tokens[:count], len(output.tokens) - count)
+        for prompt, count, output in zip(prompts, counts, outputs, strict=True)
+    ]
+    update(real, versions, "v0")
+    before = [most_likely(real, p, count) for p, count in zip(prompts, counts, strict=True)]
+    for output, first, then in zip(outputs, before, after, strict=True):
+        spans = labels_of(output.meta["weight_versions"])
+        assert spans == ["v0"] * len(first) + [served] * len(then)
+        assert set(labels_of(output.meta["kv_versions"])) == {served}
+        assert output.tokens == [token for token, _ in first + then]
+        returned = [logprob for logprob, *_ in output.meta["output_token_logprobs"]]
+        for index, (_, logprob) in enumerate(first + then):
+            assert abs(returned[index] - logprob) < CLOSE, (index, returned, first, then)
+
+
+def most_likely(real: Server, prompt: list[int], tokens: int) -> list[tuple[int, float]]:
+    """What follows, each with its log-probability; from a cache that is empty."""
+    assert real.post("/flush_cache")["status_code"] == 200
+    answer = generate(real, tokens, prompt, temperature=0.0)
+    logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
+    return list(zip(answer["output_ids"], logprobs, strict=True))

@@ -13,6 +13,7 @@ import pytest
 from harness import marker
 from harness.server import Server, serve
 from tests.support import lora
+from tests.support.away import release, take_back
 from tests.support.engine import play
 from tests.support.load import (
     ENDLESS,
@@ -20,6 +21,7 @@ from tests.support.load import (
     Output,
     ask,
     expect_all_go_on,
+    labels_of,
     more_tokens,
     pause,
     prompt,
@@ -42,7 +44,8 @@ LORA = (
 MAX_LOADED = 3
 KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "overlap": (
-        (*LORA, "--max-loras-per-batch", "4"), {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}
+        (*LORA, "--max-loras-per-batch", "4", "--enable-memory-saver"),
+        {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"},
     ),
     "normal": (
         (
@@ -203,6 +206,35 @@ def test_an_adapter_that_nobody_uses_is_unloaded_in_a_pause(server: Server, name
     expect_all_go_on(running)
 
 
+@on("overlap")
+@pytest.mark.parametrize("keep", ["host", "discard"])
+def test_while_memory_is_away(
+    server: Server, model: Path, folders: list[Path], name: str, tmp_path: Path, keep: str
+) -> None:
+    """Adapters come, change and go, and a profile begins and ends: none of it needs weights."""
+    policy, other = Policy(server, None), Policy(server, folders)
+    policy.load(0)
+    running = policy.start(2)
+    pause(server, "retract")
+    release(server, keep_weights=keep)
+    assert unload(server, name)["success"]
+    other.load(2)
+    assert policy.load(1, replace=True, running="move")["moved"] == 2
+    profile = {"output_dir": str(tmp_path), "activities": ["CPU"]}
+    for path, body in (("/start_profile", profile), ("/stop_profile", None)):
+        answer = server.post(path, body)
+        assert answer["status_code"] == 200, answer
+    assert list(tmp_path.iterdir())
+    take_back(server)
+    if keep == "discard":
+        whole = {"model_path": str(model), "weight_version": "v0", "partial": False}
+        ask(server, "POST", "/update_weights_from_disk", whole)
+    resume(server)
+    later = other.start(1)
+    other.expect_all(later, 2)
+    policy.expect_all(running, 0, 1)
+
+
 # ---- a name passes to another adapter ----------------------------------------------------
 
 
@@ -244,8 +276,7 @@ class Policy:
         told = lora.spans_by_tokens(output.tokens, self.name, self.versions)
         assert output.meta["adapter_versions"] == told
         assert [span["version"] for span in told] == [self.versions[n] for n in numbers]
-        weights = output.meta["weight_versions"]
-        assert [(s["version"], s["end"]) for s in weights] == [("v0", len(output.tokens))]
+        assert labels_of(output.meta["weight_versions"]) == ["v0"] * len(output.tokens)
 
     def expect_all(self, generations: list[Generation], *numbers: int) -> list[Output]:
         """They go on, and are aborted then."""

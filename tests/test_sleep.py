@@ -15,15 +15,18 @@ from typing import Any
 
 import pytest
 
-from harness.server import Server, serve
+from harness.server import Server, schedulers, serve
 from sglang_inflight.client import Client
 from tests.support import away
 from tests.support.away import bytes_of, release, resident, take_back
+from tests.support.colocated_trainer import MODEL, ROUNDS, colocated_trainer
 from tests.support.faults import Faults
 from tests.support.load import (
     Generation,
+    ask,
     expect_all_go_on,
     expect_whole,
+    more_tokens,
     pause,
     prompt,
     resume,
@@ -35,6 +38,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import ServerPool
+from tests.support.resident import Resident
 from tests.support.updates import refuse, says, serving, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -50,7 +54,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the large markers v0, v1 and v2."""
     folder = tmp_path_factory.mktemp("large")
     for version in range(3):
-        away.build(folder / f"v{version}", version)
+        away.MODEL.build(folder / f"v{version}", version)
     return folder
 
 
@@ -105,7 +109,7 @@ def fill_cache(server: Server) -> int:
     generations = [Generation(server, tokens=2, input_ids=prompt(length)) for _ in range(3)]
     for generation in generations:
         generation.output()
-    return 3 * length * away.TOKEN_BYTES
+    return 3 * length * away.MODEL.token_bytes
 
 
 ORDERS = [
@@ -154,10 +158,10 @@ def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) 
     released = release(server, KV, WEIGHTS, keep_weights=keep)
     asleep = resident(server)
     fallen = before - asleep
-    assert fallen > 0.9 * (kv + 2 * away.WEIGHTS_BYTES), released
+    assert fallen > 0.9 * (kv + 2 * away.MODEL.weights_bytes), released
     assert bytes_of(released, KV) > 0.9 * kv
-    assert bytes_of(released, WEIGHTS) > 0.9 * away.WEIGHTS_BYTES
-    assert bytes_of(released, "shadow") > 0.9 * away.WEIGHTS_BYTES
+    assert bytes_of(released, WEIGHTS) > 0.9 * away.MODEL.weights_bytes
+    assert bytes_of(released, "shadow") > 0.9 * away.MODEL.weights_bytes
     assert all(rank["seconds"] > 0 for rank in released["ranks"])
     described = status(server)
     assert described["staging"]["can_roll_back"] is False
@@ -168,7 +172,7 @@ def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) 
         # it has no shadow
         update(server, versions, 0, **LIVE)
     says(server, 0)
-    assert resident(server) - asleep > 0.9 * away.WEIGHTS_BYTES
+    assert resident(server) - asleep > 0.9 * away.MODEL.weights_bytes
     if keep == "host":
         assert serving(server) == served
 
@@ -299,7 +303,7 @@ def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Pat
     release(server, WEIGHTS, keep_weights="host")
     assert take_back(server, WEIGHTS)["hollow"] is not None
     # an update that fails half way makes nothing whole
-    weights = away.tensors(1)
+    weights = away.MODEL.tensors(1)
     ranks = len(status(server)["ranks"])
     name = "model.norm.weight"
     bad = {**weights, name: weights[name] * float("nan")}
@@ -425,3 +429,51 @@ def test_a_start_without_weights(
         os.kill(server.process.pid, signal.SIGTERM)
         assert versions_of(expect_whole(queued)) == ["v1"]
         until("it has gone", lambda: not server.is_alive())
+
+
+def test_a_colocated_trainer(pool: ServerPool, tmp_path: Path) -> None:
+    """Five rounds in which a trainer has the server's memory, and the server its own again.
+
+    What is summed is the memory of the server's rank and of the trainer, each above that of a
+    process which has imported all that they have and done nothing (``Resident``). At one time it
+    is hardly more than the larger of the two: what the rank had before the trainer came, and what
+    the trainer needs to train.
+    """
+    pool.discard()
+    versions = [f"v{version}" for version in range(1 + len(ROUNDS))]
+    flags = (
+        "--enable-memory-saver",
+        "--max-total-tokens", "4096",
+        # what a longer prefill computes with would be more than what is released
+        "--chunked-prefill-size", "128",
+        "--weight-version", "v0",
+    )  # fmt: skip
+    env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0"}
+    MODEL.build(tmp_path / "v0", 0)
+    with (
+        serve(tmp_path / "v0", *flags, log=tmp_path / "server.log", env=env) as server,
+        colocated_trainer(server, tmp_path) as trainer,
+        Resident(trainer.idle_bytes) as memory,
+    ):
+        [rank] = schedulers(server.process.pid)
+        memory.watch("rank", rank.pid)
+        streams = start_running(server, 4, tokens=500)
+        fill(server)
+        rank_alone = memory.peak("rank")
+        memory.watch("trainer", trainer.pid)
+        for version in versions[1:]:
+            assert trainer.do_a_round() == version
+            more_tokens(streams)
+            fill(server)
+        for output in expect_all_go_on(streams):
+            assert versions_of(output) == versions
+    larger = max(rank_alone, memory.peak("trainer"))
+    assert memory.together < 1.25 * larger
+    # were nothing given back it would be as much as both
+    assert rank_alone + memory.peak("trainer") > 1.5 * larger
+
+
+def fill(server: Server) -> None:
+    """Many short requests, which leave their KV in the prefix cache."""
+    body = {"input_ids": [prompt(128) for _ in range(20)], "sampling_params": {"max_new_tokens": 1}}
+    ask(server, "POST", "/generate", body)

@@ -22,14 +22,13 @@ from tests.support.updates import says
 OFF = {"SGLANG_INFLIGHT_UNSUPPORTED": "off"}
 # by the sentence that says why they cannot run with us
 KINDS = {
-    unsupported.ONE_TOKENIZER: ("--tokenizer-worker-num", "2"),
     unsupported.NO_LOCAL_BROADCAST: (
         "--tp-size", "2", "--attn-dp-size", "2", "--enable-dp-attention-local-control-broadcast",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", KINDS, ids=["tokenizers", "broadcast"])
+@pytest.mark.parametrize("why", KINDS, ids=["broadcast"])
 def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
     log = tmp_path / "log"
     command = [*IN_A_FORK, "--model-path", str(checkpoints / "v0"), *KINDS[why]]

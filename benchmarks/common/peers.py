@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -26,6 +26,8 @@ from harness.server import free_port, serve
 Kind = Literal["ours", "upstream", "vllm"]
 
 START_TIMEOUT_S = 300
+# the plugin that makes SGLang run on a CPU, and changes nothing
+REFERENCE = "inflight_reference"
 
 
 class Peer(ABC):
@@ -117,15 +119,26 @@ def has_vllm() -> bool:
 
 @contextlib.contextmanager
 def start(
-    kind: Kind, model: Path, *, chunk: int | None = None, env: dict[str, str] | None = None
+    kind: Kind,
+    model: Path,
+    *,
+    chunk: int | None = None,
+    flags: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+    plugins: Path | None = None,
 ) -> Iterator[Peer]:
-    """Start a server and end it afterwards. ``chunk`` bounds the tokens of one prefill step."""
+    """Start a server and end it afterwards. ``chunk`` bounds the tokens of one prefill step.
+
+    ``flags`` are SGLang's; ``plugins`` is a folder with more plugins, for upstream alone.
+    """
     # a benchmark that is told to end takes its server with it
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         server = (
-            _vllm(model, log, chunk) if kind == "vllm" else _sglang(kind, model, log, chunk, env)
+            _vllm(model, log, chunk)
+            if kind == "vllm"
+            else _sglang(kind, model, log, chunk, flags, env, plugins)
         )
         with server as peer:
             yield peer
@@ -133,14 +146,29 @@ def start(
 
 @contextlib.contextmanager
 def _sglang(
-    kind: Kind, model: Path, log: Path, chunk: int | None, env: dict[str, str] | None
+    kind: Kind,
+    model: Path,
+    log: Path,
+    chunk: int | None,
+    more: Sequence[str],
+    env: dict[str, str] | None,
+    plugins: Path | None,
 ) -> Iterator[Peer]:
-    flags = ["--incremental-streaming-output", "--max-total-tokens", "32768"]
+    flags = ["--incremental-streaming-output", "--max-total-tokens", "32768", *more]
     if chunk is not None:
         flags += ["--chunked-prefill-size", str(chunk)]
-    plugins = {} if kind == "ours" else {"SGLANG_PLUGINS": "inflight_reference"}
-    with serve(model, *flags, log=log, env={**plugins, **(env or {})}) as server:
+    with serve(model, *flags, log=log, env={**_plugins_of(kind, plugins), **(env or {})}) as server:
         yield SGLang(kind, server.url, server.process.pid)
+
+
+def _plugins_of(kind: Kind, folder: Path | None) -> dict[str, str]:
+    if kind == "ours":
+        return {}
+    if folder is None:
+        return {"SGLANG_PLUGINS": REFERENCE}
+    names = [REFERENCE, *(file.stem for file in folder.glob("*.py"))]
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {"SGLANG_PLUGINS": ",".join(names), "PYTHONPATH": path}
 
 
 @contextlib.contextmanager

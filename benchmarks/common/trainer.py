@@ -40,6 +40,8 @@ Named = list[tuple[str, torch.Tensor]]
 @dataclass(frozen=True)
 class Update:
     sent: float  # time.perf_counter(), which all processes of a machine share
+    # when the trainer had sent all; of a checkpoint on disk, when it said where
+    last_byte: float
     answered: float
     stall_ms: float | None  # how long the receipt says that the loop was held
 
@@ -112,14 +114,16 @@ class _Sender:
         self._buckets: list[Bucket] = []
         self._group: TrainerGroup | None = None
         self._count = 0
+        self._last_byte = 0.0
 
     def update(self, transport: Transport) -> Update:
         self._count += 1
         pieces = self._prepare(transport)
-        sent = time.perf_counter()
+        sent = self._last_byte = time.perf_counter()
         with contextlib.nullcontext() if self._is_ours else self._paused():
             receipt = self._from_disk() if transport == "disk" else self._session(pieces)
-        return Update(sent, time.perf_counter(), receipt.get("stall_ms"))
+        answered = time.perf_counter()
+        return Update(sent, self._last_byte, answered, receipt.get("stall_ms"))
 
     # ---- what there is to send, made ready beforehand --------------------------------
 
@@ -174,6 +178,7 @@ class _Sender:
         for piece in pieces:
             if isinstance(piece, str):
                 body = {"serialized_named_tensors": [piece], **self._label(), **self._how, **named}
+                self._last_byte = time.perf_counter()
                 self._post("/update_weights_from_tensor", body)
             else:
                 self._broadcast(piece, named)
@@ -192,6 +197,7 @@ class _Sender:
             is_sent = self._group.broadcast(bucket.flat)
             while not is_sent():
                 time.sleep(POLL_S)
+            self._last_byte = time.perf_counter()
 
     def _label(self) -> dict[str, Any]:
         return {"weight_version": f"v{self._count}", "flush_cache": False}

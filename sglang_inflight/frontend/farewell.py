@@ -10,7 +10,7 @@ from sglang_inflight.frontend.bodies import ContinueBody, ResumeMemoryBody
 from sglang_inflight.frontend.frontend import Frontend
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedSignalHandler
+    from sglang_inflight.frontend.adopted import AdoptedSignalHandler, AdoptedTokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,14 @@ def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
     Upstream then waits until the last request has ended, and in a pause none ends.
     """
     tokenizer_manager = handler.tokenizer_manager
+    worker = tokenizer_manager.inflight.worker
+    if worker is None:
+        let_go(tokenizer_manager)
+    else:
+        worker.leave()
+
+
+def let_go(tokenizer_manager: AdoptedTokenizerManager) -> None:
     if tokenizer_manager.is_pause:
         logger.warning("The server is told to go: its pauses end, so that its requests can.")
     frontend = tokenizer_manager.inflight

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_inflight.errors import InflightError
+from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
@@ -39,15 +39,22 @@ from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
 
 class Frontend:
-    """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself."""
+    """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself.
+
+    One of several workers coordinates nothing: calls that come to it are the owner's to answer
+    (``workers/``), and its own ``Frontend`` sees to its requests.
+    """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tasks = tokenizer_manager.asyncio_tasks
+        # where this is one of several processes that take requests
+        self.worker: Worker | None = None
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
@@ -64,7 +71,7 @@ class Frontend:
         # as was heard last; ``/ready`` asks
         self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
-        self.calls = (
+        self._calls = (
             TransparentCalls(
                 tokenizer_manager,
                 self.pauses,
@@ -84,6 +91,16 @@ class Frontend:
             ]
         )
 
+    @property
+    def calls(self) -> Calls:
+        """Raises ``NotOffered`` in a worker, where two would take turns without each other."""
+        if self.worker is not None:
+            raise NotOffered(
+                "this process is one of several tokenizer workers, and owns none of the server's "
+                "state: call the server over HTTP"
+            )
+        return self._calls
+
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""
         match answer:
@@ -101,6 +118,10 @@ class Frontend:
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         """Do what nobody waits for; what comes of it but a success is logged."""
         keep(self._tasks, _logged(doing))
+
+    async def mode(self) -> str | None:
+        """That of the pause that holds now, and None where none does."""
+        return await (self.worker or self.pauses).mode()
 
     async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""

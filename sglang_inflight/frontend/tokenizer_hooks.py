@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
+from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_inflight.frontend import control_calls
 from sglang_inflight.frontend.as_sglang_answers import as_sglang_answers
@@ -46,20 +47,28 @@ from sglang_inflight.frontend.request_checks import (
 from sglang_inflight.frontend.spans import write_spans
 from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
+from sglang_inflight.frontend.workers.invitation import ATTRIBUTE, Invitation
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.unsupported import why_no_pause
-from sglang_inflight.upstream.runtime_context import get_context
+from sglang_inflight.upstream.runtime_context import get_context, get_serving
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
     from sglang_inflight.upstream.requests import Request, UpdateFromTensorRequest
+    from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
 def create_frontend(
-    _: None, tokenizer_manager: AdoptedTokenizerManager, *args: Any, **kw: Any
+    _: None,
+    tokenizer_manager: AdoptedTokenizerManager,
+    server_args: ServerArgs,
+    port_args: PortArgs,
+    **kw: Any,
 ) -> None:
     why = tokenizer_manager.why_inactive = why_inactive()
     # the offline Engine has no HTTP server, and importing one for it would be a waste
@@ -74,13 +83,41 @@ def create_frontend(
     if frontend.settings.require_update:
         # it would be made of noise, and be refused
         get_context().override("inflight.require_update", skip_server_warmup=True)
+    invitation: Invitation | None = getattr(port_args, ATTRIBUTE, None)
     if http_server is not None:
-        from sglang_inflight.frontend.http import routes
-        from sglang_inflight.frontend.http.vllm import routes as vllm_routes
+        _mount(http_server.app, frontend, tokenizer_manager, invitation)
+    if invitation is not None:
+        from sglang_inflight.frontend.workers.worker import Worker
 
-        routes.mount(http_server.app, frontend, tokenizer_manager)
-        if frontend.settings.vllm_routes:
-            vllm_routes.mount(http_server.app, frontend, tokenizer_manager)
+        frontend.worker = Worker(invitation, frontend, tokenizer_manager)
+
+
+def _mount(
+    app: FastAPI,
+    frontend: Frontend,
+    tokenizer_manager: AdoptedTokenizerManager,
+    invitation: Invitation | None,
+) -> None:
+    from sglang_inflight.frontend.http import routes
+    from sglang_inflight.frontend.http.vllm import routes as vllm_routes
+    from sglang_inflight.frontend.workers import forward
+
+    upstreams = len(app.router.routes)
+    routes.mount(app, frontend, tokenizer_manager)
+    if frontend.settings.vllm_routes:
+        vllm_routes.mount(app, frontend, tokenizer_manager)
+    if invitation is not None:
+        ours = app.router.routes[: len(app.router.routes) - upstreams]
+        forward.mount(app, ours, invitation.calls)
+        # made before a worker makes its manager; it is made anew when it is needed next
+        app.middleware_stack = None
+        _check_keys(app)
+
+
+def _check_keys(app: FastAPI) -> None:
+    """SGLang does so itself where there is one worker."""
+    if (key := get_serving().admin_api_key) is not None:
+        add_api_key_middleware(app, api_key=None, admin_api_key=key)
 
 
 async def pause_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:

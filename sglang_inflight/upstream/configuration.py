@@ -148,6 +148,10 @@ class Schedule(Protocol):
 class Serving(Protocol):
     @property
     def weight_version(self) -> str: ...
+    @property
+    def tokenizer_worker_num(self) -> int: ...
+    @property
+    def admin_api_key(self) -> str | None: ...
 
 
 @describes(f"{_FIELDS}.spec.Spec")

@@ -72,6 +72,17 @@ FLAVOURS = {
         (*_COMMON, "--max-total-tokens", str(SMALL_POOL)),
         {"SGLANG_INFLIGHT_STAGING": "off", "SGLANG_INFLIGHT_MAX_VERSION_LAG": str(MAX_VERSION_LAG)},
     ),
+    # two processes take HTTP
+    "workers_server": Flavour(
+        (*_COMMON, "--tokenizer-worker-num", "2", "--enable-memory-saver"),
+        {
+            "SGLANG_INFLIGHT_VLLM_ROUTES": "1",
+            "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
+            # how long uvicorn may take to see that a worker has died
+            "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
+        },
+        ADMIN_KEY,
+    ),
     "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from sglang_inflight import doctor, unsupported
 from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
+from sglang_inflight.frontend.workers import hooks as worker_hooks
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 
@@ -37,6 +38,7 @@ def test_every_hook_is_looked_for() -> None:
             *scheduler_hooks.HOOKS,
             *tokenizer_hooks.HOOKS,
             *engine_hooks.HOOKS,
+            *worker_hooks.HOOKS,
         )
     ]
 
@@ -72,12 +74,12 @@ def test_all_that_is_refused_at_start_is_told() -> None:
     assert told == list(unsupported.AT_START)
 
 
-TWO_TOKENIZERS = ["--tokenizer-worker-num", "2"]
+RAY = ["--use-ray"]
 
 
 def test_server_flags_that_would_be_refused(model: Path) -> None:
     flags = ["--model-path", str(model)]
-    assert doctor._look_at_flags([*flags, *TWO_TOKENIZERS]) == ([], unsupported.ONE_TOKENIZER)
+    assert doctor._look_at_flags([*flags, *RAY]) == ([], unsupported.NO_RAY)
     ((refusal,), why) = doctor._look_at_flags([*flags, "--no-such-flag"])
     assert ("--no-such-flag" in refusal, why) == (True, None)
 
@@ -89,12 +91,12 @@ def test_what_becomes_of_flags_that_go_with_none_of_this(
     monkeypatch: pytest.MonkeyPatch, model: Path, setting: str, exit_code: int, told_as: str
 ) -> None:
     monkeypatch.setenv("SGLANG_INFLIGHT_UNSUPPORTED", setting)
-    words = ["doctor", "--json", "--", "--model-path", str(model), *TWO_TOKENIZERS]
+    words = ["doctor", "--json", "--", "--model-path", str(model), *RAY]
     seen = CliRunner().invoke(app, words)
     report = json.loads(seen.stdout)
     (sentence,) = report["problems"] + report["inactive"]
     assert (seen.exit_code, report[told_as]) == (exit_code, [sentence])
-    assert sentence.startswith(unsupported.ONE_TOKENIZER)
+    assert sentence.startswith(unsupported.NO_RAY)
 
 
 def test_a_version_without_patches_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
+from sglang_inflight.frontend.workers import hooks as worker_hooks
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 
 LEDGER = Path(__file__).parents[2] / "patches" / "README.md"
@@ -21,6 +22,7 @@ def test_every_hook_has_a_row_and_every_row_a_hook() -> None:
             *scheduler_hooks.HOOKS,
             *tokenizer_hooks.HOOKS,
             *engine_hooks.HOOKS,
+            *worker_hooks.HOOKS,
         )
     }
     assert rows == hooks

@@ -4,9 +4,11 @@ Such a worker is a process that imports the app by name and loads no plugins. It
 one instead, which is the same with what we have to say of it.
 """
 
+import os
+
 from sglang.srt.entrypoints.http_server import app as app
 
 from sglang_inflight.frontend.http import inactive
-from sglang_inflight.unsupported import ONE_TOKENIZER
+from sglang_inflight.inactive import OF_WORKERS
 
-inactive.mount(app, ONE_TOKENIZER)
+inactive.mount(app, os.environ[OF_WORKERS])

@@ -41,7 +41,7 @@ from sglang_inflight.messages import (
     NameAdaptersCall,
 )
 from sglang_inflight.unsupported import why_no_pause
-from sglang_inflight.upstream.runtime_context import get_lora, get_memory, get_parallel
+from sglang_inflight.upstream.runtime_context import get_lora, get_memory, get_parallel, get_serving
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
@@ -102,7 +102,7 @@ class Adapters:
 
         What was loaded stays then. A load that was begun is carried through, whoever leaves.
         """
-        _require_one_replica()
+        _require_one_registry()
         return await carry_through(self._tasks, self._load(body))
 
     async def unload(self, body: UnloadAdapterBody, *, forget: bool = False) -> AdapterAnswer:
@@ -110,7 +110,7 @@ class Adapters:
 
         With ``forget`` no request loads it again, as SGLang lets them.
         """
-        _require_one_replica()
+        _require_one_registry()
         if body.non_blocking:
             await carry_through(self._tasks, self._take_name(body.lora_name))
         else:
@@ -340,6 +340,11 @@ class Adapters:
             raise Refused('running="move" is not possible with --enable-hierarchical-cache')
 
 
-def _require_one_replica() -> None:
+def _require_one_registry() -> None:
     if get_parallel().dp_size > 1:
         raise NotOffered("SGLang loads and unloads no adapters while it runs with --dp-size > 1")
+    if get_serving().tokenizer_worker_num > 1:
+        raise NotOffered(
+            "with --tokenizer-worker-num above 1 there are the adapters of --lora-paths alone: "
+            "each worker has a registry of its own, and would not find one that another loaded"
+        )

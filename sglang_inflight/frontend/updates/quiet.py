@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from sglang_inflight.errors import Conflict
+from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.upstream.runtime_context import get_serving
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.lora_registry import RWLock
@@ -43,8 +44,13 @@ class Quiet:
 
         Raises ``Conflict`` where requests still run when ``deadline`` is over.
         """
-        if why_no_pause() is None:
+        if (reason := why_no_pause()) is None:
             block = self._pauses.held_while_nothing_runs(f"update-{update_id}", deadline)
+        elif get_serving().tokenizer_worker_num > 1:
+            raise Refused(
+                "with --tokenizer-worker-num above 1 an update waits for running requests as a "
+                f"pause does: {reason}; pass non_blocking=true"
+            )
         else:
             block = self._locked(deadline)
         async with block:

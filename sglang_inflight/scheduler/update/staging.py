@@ -114,7 +114,7 @@ class Staging:
         update = self._update
         if update is not None and update.id == call.update_id:
             update.dropped = call.reason
-            self._forget(update)
+            self._update = None
             # what it wrote in place is nobody's: the next one begins anew
             self._live.is_marked = False
         # answered when the staging thread has let go of the shadow
@@ -124,7 +124,9 @@ class Staging:
         """The sealed update, to be committed now."""
         update = self._expect(update_id, Step.COMMIT)
         assert update.sealed is not None
-        self._forget(update)
+        self._update = None
+        # where nobody had read them through; what is dropped leaves nothing known
+        self._live.digest = update.base_digest or self._live.digest
         return update.sealed
 
     def join_group(self, call: JoinGroupCall) -> None:
@@ -181,11 +183,6 @@ class Staging:
             refusal=self.refusal,
             groups=self._groups.describe(),
         )
-
-    def _forget(self, update: Update) -> None:
-        if update.base_digest is not None:
-            self._live.digest = update.base_digest
-        self._update = None
 
     def _expect(self, update_id: str, step: Step) -> Update:
         update = self._update

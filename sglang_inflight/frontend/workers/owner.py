@@ -1,0 +1,191 @@
+"""The one owner of a server's pauses, turns, sessions and leases, where it has several
+tokenizer workers.
+
+With ``--tokenizer-worker-num`` above 1 SGLang takes HTTP in several processes, each with a
+``TokenizerManager``. The process that launches them has none, and passes messages on between
+them and the schedulers. It lives as long as the server, so the owner is there: one more
+``TokenizerManager``, which takes no requests, on an event loop and a thread of its own, with a
+``Frontend`` that is the same as that of a server with one worker. Workers hand control calls on
+to it as HTTP (``forward.py``), so it answers each by the very routes, reads bodies, and sees a
+caller leave. A worker that dies takes its connections along, and nothing else.
+
+What a call has changed every worker knows before its answer goes out (``board.py``): an answer
+begins with the owner's, and the owner's waits until all have heard. So a version that a receipt
+names is the one that any worker names from then on.
+
+Messages of the owner's go by SGLang's router like those of a worker, and answers come back by
+it to where a call says: the owner's own socket. What ranks say by themselves says nowhere, and
+goes there, too (``hooks.py``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import copy
+import logging
+import socket
+import sys
+import tempfile
+import threading
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, Query, Response
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_inflight.frontend.farewell import let_go
+from sglang_inflight.frontend.workers.board import Board
+from sglang_inflight.frontend.workers.forward import FLUSH, Message, Receive, Scope, Send
+from sglang_inflight.frontend.workers.invitation import Invitation
+from sglang_inflight.frontend.workers.news import News
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# SGLang's HTTP app in a launching process has no server of its own where there are workers.
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+START_TIMEOUT_S = 60.0
+
+
+class Preprocessed:
+    """Instead of a processor of images: it has none to forget, and workers have."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def clear_preprocess_cache(self) -> None:
+        self.forgotten += 1
+
+
+class OwnersManager(TokenizerManager):
+    """A ``TokenizerManager`` without requests, and so without what only they need."""
+
+    board: Board | None = None
+
+    def init_tokenizer_and_processor(self) -> None:
+        self.tokenizer = self.processor = self.mm_processor = None
+        self.async_dynamic_batch_tokenizer = None
+
+    def init_positional_embeds_transport(self) -> None:
+        pass
+
+    def init_disaggregation(self, **_: Any) -> None:
+        """The router has begun what there is one of in a server."""
+
+    def record_config_updates(self, source: str, **fields: Any) -> None:
+        super().record_config_updates(source, **fields)
+        if self.board is not None:
+            self.board.post()
+
+    async def sigterm_watchdog(self) -> None:
+        """The workers end the server, when the last of their requests has ended."""
+
+
+class Owner:
+    """One of a launching process. All but its making is done on its own thread and loop."""
+
+    def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
+        # nobody else may look into it
+        self._folder = tempfile.TemporaryDirectory(prefix="sglang-inflight-")
+        self.invitation = Invitation(Path(self._folder.name))
+        self._server_args = server_args
+        self._port_args = copy.copy(port_args)
+        self._port_args.tokenizer_ipc_name = f"ipc://{self.invitation.folder / 'answers'}"
+        self._preprocessed = Preprocessed()
+        self._serves: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    @property
+    def answers(self) -> str:
+        """Where what ranks say comes in."""
+        return self._port_args.tokenizer_ipc_name
+
+    def start(self) -> None:
+        """Returns when workers can ask, and raises what kept it from that."""
+        threading.Thread(target=self._run, name="inflight-owner", daemon=True).start()
+        self._serves.result(START_TIMEOUT_S)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:
+            if self._serves.done():
+                logger.critical("The owner of the server's state has ended.", exc_info=error)
+            else:
+                self._serves.set_exception(error)
+
+    async def _serve(self) -> None:
+        # its ``Frontend`` puts our routes on SGLang's app
+        made: Any = OwnersManager(
+            self._server_args, self._port_args, start_pd_bootstrap_service=False
+        )
+        manager: AdoptedTokenizerManager = made
+        made.mm_processor = self._preprocessed
+        manager.auto_create_handle_loop()
+        board = Board(lambda: self._news(manager), lambda: self._go(manager))
+        made.board = board
+        manager.set_engine_state_changed_callback(board.post)
+        app: FastAPI = sys.modules[HTTP_SERVER].app
+        _mount_flush(app, manager)
+        calls = socket.socket(socket.AF_UNIX)
+        calls.bind(str(self.invitation.calls))
+        calls.listen(128)
+        config = uvicorn.Config(AnswersWhenHeard(app, board), lifespan="off", log_config=None)
+        # the worker that was called has a line of it, and nobody else answers here
+        logging.getLogger("uvicorn.access").addFilter(lambda _: False)
+        async with await asyncio.start_unix_server(board.attend, self.invitation.news):
+            self._serves.set_result(None)
+            await uvicorn.Server(config).serve(sockets=[calls])
+
+    def _news(self, manager: AdoptedTokenizerManager) -> News:
+        return News(
+            weight_version=manager.config_value("weight_version"),
+            model_path=manager.model_path,
+            load_format=manager.config_value("load_format"),
+            paused=manager.is_pause,
+            hollow=manager.inflight.is_hollow,
+            forgotten=self._preprocessed.forgotten,
+        )
+
+    def _go(self, manager: AdoptedTokenizerManager) -> None:
+        """The first worker that was told to go says so; pauses end, and none is taken."""
+        if not manager.gracefully_exit:
+            manager.gracefully_exit = True
+            let_go(manager)
+
+
+class AnswersWhenHeard:
+    """ASGI middleware: an answer begins when every worker has heard what it may say."""
+
+    def __init__(self, app: FastAPI, board: Board) -> None:
+        self._app = app
+        self._board = board
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_when_heard(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._board.until_heard()
+            await send(message)
+
+        await self._app(scope, receive, send_when_heard)
+
+
+def _mount_flush(app: FastAPI, manager: AdoptedTokenizerManager) -> None:
+    """SGLang's route asks the manager of the process that it runs in, which here is none."""
+
+    async def flush_cache(timeout: float = Query(0.0, ge=0.0)) -> Response:
+        flushed = await manager.flush_cache(timeout)
+        content = "Cache flushed.\n" if flushed.success else flushed.message
+        return Response(
+            content or "Flush cache failed.\n",
+            status_code=HTTPStatus.OK if flushed.success else HTTPStatus.BAD_REQUEST,
+        )
+
+    path, methods = FLUSH
+    app.router.add_api_route(path, flush_cache, methods=methods)
+    app.router.routes.insert(0, app.router.routes.pop())

@@ -1,0 +1,122 @@
+"""A way to each of a server's tokenizer workers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from urllib.parse import urlsplit
+
+import psutil
+
+from harness.server import Server
+from tests.support.load import until
+
+
+def workers(server: Server) -> list[psutil.Process]:
+    """The processes that take its HTTP, in the order in which they were started."""
+    found = psutil.Process(server.process.pid).children(recursive=True)
+    return sorted(filter(_is_worker, found), key=lambda process: process.pid)
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    # it may have ended just now
+    with contextlib.suppress(psutil.Error):
+        return "sglang::tokenizer_worker" in " ".join(process.cmdline())
+    return False
+
+
+@contextlib.contextmanager
+def door(server: Server, worker: psutil.Process) -> Iterator[Server]:
+    """The same server, where each connection is one to ``worker``."""
+    relay = _Relay(server, worker)
+    try:
+        yield replace(server, url=relay.url)
+    finally:
+        relay.close()
+
+
+class _Relay:
+    """Hands connections on. Any worker may take a connection, so the others are stopped until
+    this one has: only one that runs can.
+    """
+
+    def __init__(self, server: Server, worker: psutil.Process) -> None:
+        self._server = server
+        self._worker = worker
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        # a thread that waits for a connection would keep it open
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                here, _ = self._listening.accept()
+                threading.Thread(target=self._serve, args=(here,), daemon=True).start()
+
+    def _serve(self, here: socket.socket) -> None:
+        with here, contextlib.suppress(OSError), self._open() as there:
+            back = threading.Thread(target=_copy, args=(there, here), daemon=True)
+            back.start()
+            _copy(here, there)
+            back.join()
+
+    def _open(self) -> socket.socket:
+        address = urlsplit(self._server.url)
+        with _LOCK, _stopped(other for other in workers(self._server) if other != self._worker):
+            there = socket.create_connection((address.hostname, address.port))
+            port = there.getsockname()[1]
+            until("the worker has taken the connection", lambda: self._has(port))
+            return there
+
+    def _has(self, port: int) -> bool:
+        return not self._worker.is_running() or any(
+            connection.raddr and connection.raddr.port == port
+            for connection in self._worker.net_connections("tcp")
+        )
+
+
+# two that stop each other's worker would wait for each other
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
+    stopped = []
+    try:
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
+                stopped.append(process)
+
+                def stands(process: psutil.Process = process) -> bool:
+                    return process.status() == psutil.STATUS_STOPPED
+
+                until("the other worker stands still", stands)
+        yield
+    finally:
+        for process in stopped:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Until either end is closed; then both are."""
+    try:
+        while part := source.recv(1 << 16):
+            target.sendall(part)
+    except OSError:
+        pass
+    finally:
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,115 @@
+"""What only CUDA shows of memory that goes and comes back while requests wait.
+
+torch_memory_saver takes the pages from behind addresses that captured graphs hold. A graph that
+is replayed after the return, and makes the right tokens, has found them where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.server import Server, serve
+from tests.support import away
+from tests.support.away import bytes_of, release, take_back
+from tests.support.load import (
+    expect_whole,
+    pause,
+    resume,
+    settle,
+    start_running,
+    update,
+    versions_of,
+)
+from tests.support.pool import ServerPool
+from tests.support.updates import says, serving
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU with CUDA"),
+]
+
+# a GiB of KV, beside which what a server's processes need of the card by themselves is small
+TOKENS = (1 << 30) // away.MODEL.token_bytes
+KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("large")
+    for version in range(2):
+        away.MODEL.build(folder / f"v{version}", version)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(
+    pool: ServerPool, versions: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    pool.discard()  # one server at a time
+    flags = (
+        "--enable-memory-saver",
+        "--max-total-tokens", str(TOKENS),
+        "--cuda-graph-max-bs-decode", "4",
+        # SGLang's graphs of a prefill cannot be released
+        "--disable-prefill-cuda-graph",
+        # each step says whether a graph made it
+        "--decode-log-interval", "1",
+        "--weight-version", "v0",
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("logs") / "cuda.log"
+    # without it graphs keep their memory, whatever is released
+    env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
+    with serve(versions / "v0", *flags, log=log, env=env) as server:
+        yield server
+
+
+def in_use() -> int:
+    """Bytes of the card, by whomever."""
+    free, total = torch.cuda.mem_get_info(0)
+    return total - free
+
+
+@pytest.mark.parametrize(
+    ("keep", "how"),
+    [("host", None), ("discard", LIVE), ("discard", {})],
+    ids=["kept", "sent", "sent by a blocking update"],
+)
+def test_over_a_sleep(
+    server: Server, versions: Path, keep: str, how: dict[str, Any] | None
+) -> None:
+    update(server, versions, 0, non_blocking=True, partial=False, kv_cache="recompute")
+    served = serving(server)
+    frozen = start_running(server, 2, tokens=400)
+    pause(server, "retract")
+    settle(server, frozen)
+    kv, weights = TOKENS * away.MODEL.token_bytes, away.MODEL.weights_bytes
+    before = in_use()
+    released = release(server, keep_weights=keep)
+    asleep = in_use()
+    assert before - asleep > 0.9 * (kv + weights), released
+    assert bytes_of(released, KV) > 0.9 * kv
+    assert bytes_of(released, WEIGHTS) > 0.9 * weights
+    assert bytes_of(released, GRAPHS) > 0
+    refused = server.post("/update_weights_from_disk", {"model_path": str(versions / "v1"), **LIVE})
+    assert refused["status_code"] == 409, refused
+    take_back(server, WEIGHTS)
+    if how is not None:
+        # hollow, and written in place, while the cache is away
+        update(server, versions, 1, **how)
+    take_back(server, KV, GRAPHS)
+    assert in_use() - asleep > 0.9 * (kv + weights)
+    log = server.log_text()
+    resume(server)
+    expected = ["v0"] if how is None else ["v0", "v1"]
+    for generation in frozen:
+        assert versions_of(expect_whole(generation)) == expected
+    assert "cuda graph: True" in server.log_text().removeprefix(log)
+    says(server, len(expected) - 1)
+    if how is None:
+        assert serving(server) == served

@@ -1,0 +1,300 @@
+"""A server with two tokenizer workers: any of them takes any call, and both say the same."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from harness import marker
+from harness.server import Server
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    expect_aborted,
+    expect_all_go_on,
+    expect_whole,
+    more_tokens,
+    pause,
+    resume,
+    settle,
+    start_running,
+    status,
+    until,
+    update,
+    versions_of,
+)
+from tests.support.pool import FLAVOURS, ServerPool
+from tests.support.updates import (
+    Call,
+    Sender,
+    drop_session,
+    expect_to_run_on,
+    refuse,
+    serving,
+    staging,
+    succeed,
+    tensor_body,
+)
+from tests.support.workers import door, workers
+
+pytest_plugins = ["tests.support.fixtures"]
+
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+
+
+@pytest.fixture
+def workers_server(pool: ServerPool) -> Iterator[Server]:
+    server = pool.get(FLAVOURS["workers_server"])
+    yield server
+    drop_session(server)
+    pool.restore()
+
+
+@pytest.fixture
+def doors(workers_server: Server) -> Iterator[list[Server]]:
+    """The same server twice: by way of the one worker, and of the other."""
+    until("there are two workers", lambda: len(workers(workers_server)) == 2)
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(door(workers_server, worker)) for worker in workers(workers_server)
+        ]
+
+
+def start_on_both(doors: list[Server], tokens: int = ENDLESS) -> list[Generation]:
+    return [one for server in doors for one in start_running(server, 1, tokens=tokens)]
+
+
+def says_everywhere(doors: list[Server], version: str) -> None:
+    """Every worker knows it, whether it is asked or generates."""
+    for server in doors:
+        assert server.get("/model_info")["weight_version"] == version
+        assert server.get("/get_weight_version")["weight_version"] == version
+        output = Generation(server, tokens=2, stream=False).output()
+        assert output.meta["weight_version"] == version
+        assert versions_of(output) == [version]
+
+
+def is_ready(server: Server) -> bool:
+    return bool(server.get("/ready")["status_code"] == 200)
+
+
+def test_who_is_asked(doors: list[Server]) -> None:
+    """They are two, and say the same of the server."""
+    assert len(doors) == 2
+    assert serving(doors[0]) == serving(doors[1])
+    for server in doors:
+        assert server.post("/flush_cache", headers={})["status_code"] == 401
+        assert server.post("/pause_generation", {}, headers={})["status_code"] == 401
+        assert server.post("/flush_cache")["status_code"] == 200
+        refuse(server.post("/pause_generation", {"mode": "never"}), "mode")
+        adapter = {"lora_name": "a", "lora_path": "nowhere"}
+        refuse(server.post("/load_lora_adapter", adapter), "--lora-paths", status_code=501)
+
+
+def test_vllms_routes(doors: list[Server]) -> None:
+    """Those that generate are the worker's own."""
+    one, other = doors
+    assert one.post("/pause?mode=keep", {})["status"] == "paused"
+    assert other.get("/is_paused")["is_paused"]
+    assert other.post("/resume")["status"] == "resumed"
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}
+    for server in doors:
+        assert server.post("/inference/v1/generate", body)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_that_freezes(doors: list[Server], mode: str) -> None:
+    one, other = doors
+    running = start_on_both(doors)
+    grant = pause(one, mode)
+    assert sum(rank["running"] + rank["retracted"] for rank in grant["ranks"]) == 2
+    settle(other, running)
+    for server in doors:
+        assert status(server)["mode"] == mode
+        assert not is_ready(server)
+    comment = f": paused mode={mode}"
+    until("both streams say so", lambda: all(comment in each.comments for each in running))
+    assert not resume(other, pause_id=grant["pause_id"])["paused"]
+    more_tokens(running)
+    assert all(map(is_ready, doors))
+    expect_all_go_on(running)
+
+
+def test_a_pause_that_aborts(doors: list[Server]) -> None:
+    one, other = doors
+    running = start_on_both(doors)
+    grant = pause(one, "abort")
+    assert grant["ranks"][0]["aborted"] == 2
+    for generation in running:
+        expect_aborted(generation)
+    late = Generation(other, tokens=3)
+    assert not resume(other)["paused"]
+    expect_whole(late)
+
+
+def test_a_pause_that_waits(doors: list[Server]) -> None:
+    one, other = doors
+    running = start_on_both(doors, tokens=60)
+    pause(other, "wait")
+    for generation in running:
+        expect_whole(generation)
+    resume(one)
+
+
+def test_a_lease_that_runs_out(doors: list[Server]) -> None:
+    """Nobody asks for it, and every worker knows."""
+    one, other = doors
+    running = start_on_both(doors)
+    pause(one, "in_place", lease_s=0.2)
+    until("both are ready", lambda: is_ready(one) and is_ready(other))
+    more_tokens(running)
+    expect_all_go_on(running)
+
+
+@pytest.mark.parametrize("source", ["disk", "tensor", "distributed", "ipc"])
+def test_an_update(doors: list[Server], sender: Sender, source: str) -> None:
+    one, other = doors
+    running = start_on_both(doors)
+    with sender.ready(one, source, 1) as send:
+        receipt = succeed(send(**LIVE, weight_version="v1"))
+    assert (receipt["base_version"], receipt["weight_version"]) == ("v0", "v1")
+    says_everywhere([other, one], "v1")
+    expect_to_run_on(other, running, [0, 1])
+
+
+def test_recompute_and_rollback(doors: list[Server], sender: Sender) -> None:
+    one, other = doors
+    running = start_on_both(doors)
+    recompute: dict[str, Any] = {
+        "non_blocking": True,
+        "kv_cache": "recompute",
+        "weight_version": "v2",
+    }
+    assert succeed(sender.send(one, "disk", 2, **recompute))["retracted"] == 2
+    more_tokens(running)
+    succeed(other.post("/inflight/rollback", {"expected_version": "v2"}))
+    says_everywhere(doors, "v0")
+    more_tokens(running)
+    for generation in running:
+        generation.abort()
+        assert versions_of(expect_aborted(generation)) == ["v0", "v2", "v0"]
+
+
+def test_an_update_that_waits_for_requests_of_the_other(
+    doors: list[Server], sender: Sender
+) -> None:
+    """SGLang's own form of it, which waits there for requests of the worker that is asked."""
+    one, other = doors
+    (running,) = start_running(other, 1, tokens=600)
+    succeed(sender.send(one, "disk", 1, flush_cache=False, weight_version="v1"))
+    assert versions_of(expect_whole(running)) == ["v0"]
+    says_everywhere(doors, "v1")
+
+
+def halves(version: int) -> list[dict[str, Any]]:
+    items = list(marker.tensors(version).items())
+    return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
+
+
+def test_a_session_through_both(doors: list[Server]) -> None:
+    one, other = doors
+    running = start_on_both(doors)
+    session = succeed(one.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
+    busy = {"model_path": "nowhere", "on_busy": "refuse", **LIVE}
+    refuse(other.post("/update_weights_from_disk", busy), "another", status_code=409)
+    for server, half in zip([other, one], halves(1), strict=True):
+        body = tensor_body(half, session_id=session, **LIVE)
+        succeed(server.post("/update_weights_from_tensor", body))
+    succeed(other.post("/seal_weight_update", {"session_id": session}))
+    end = {"session_id": session, "weight_version": "v1", **LIVE}
+    succeed(one.post("/end_weight_update", end))
+    says_everywhere(doors, "v1")
+    expect_to_run_on(one, running, [0, 1])
+
+
+def test_memory_that_goes_and_comes_back(doors: list[Server], checkpoints: Path) -> None:
+    """And weights that come back hollow: no worker is ready before they have been sent."""
+    one, other = doors
+    running = start_on_both(doors)
+    pause(one, "retract")
+    succeed(one.post("/release_memory_occupation", {"keep_weights": "discard"}))
+    assert all(status(server)["memory"]["weights"] == "lost" for server in doors)
+    assert succeed(other.post("/resume_memory_occupation", {}))["hollow"] is not None
+    update(other, checkpoints, 1, non_blocking=True)
+    assert not any(map(is_ready, doors))
+    resume(one)
+    assert all(map(is_ready, doors))
+    says_everywhere(doors, "v1")
+    expect_to_run_on(other, running, [0, 1])
+
+    succeed(one.post("/release_memory_occupation", {"tags": ["weights"]}))
+    succeed(other.post("/resume_memory_occupation", {"tags": ["weights"]}))
+    assert not any(map(is_ready, doors))
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
+    for server in doors:
+        assert server.post("/generate", body)["status_code"] == 503
+    update(other, checkpoints, 2, non_blocking=True)
+    assert all(map(is_ready, doors))
+    says_everywhere(doors, "v2")
+
+
+def test_a_caller_who_leaves(doors: list[Server]) -> None:
+    """The worker that it called tells the owner, who gives the call up."""
+    one, other = doors
+    (running,) = start_running(other, 1, tokens=ENDLESS)
+    with pytest.raises(httpx.ReadTimeout):
+        one.post("/pause_generation", {"mode": "wait"}, timeout=0.5)
+    until("nobody holds a pause", lambda: status(other)["holders"] == [])
+    expect_all_go_on([running])
+
+
+def test_a_worker_that_dies(
+    workers_server: Server, doors: list[Server], checkpoints: Path, sender: Sender
+) -> None:
+    """It takes its own calls along, and no session; the one that follows it knows all."""
+    one, other = doors
+    (running,) = start_running(other, 1, tokens=ENDLESS)
+    succeed(sender.send(one, "disk", 1, weight_version="v1", **LIVE))
+    # waits for the request that runs
+    blocking = {"model_path": str(checkpoints / "v2"), "weight_version": "v2"}
+    call = Call.of(lambda: one.post("/update_weights_from_disk", blocking))
+    until("it waits", lambda: status(other)["state"] == "draining")
+    first, second = workers(workers_server)
+    first.kill()
+    until("it is given up", lambda: status(other)["state"] == "running")
+    assert not isinstance(call._answer, dict)
+
+    session = succeed(other.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
+    until("there are two again", lambda: len(workers(workers_server)) == 2)
+    (new,) = (worker for worker in workers(workers_server) if worker != second)
+    with door(workers_server, new) as renewed:
+        assert renewed.get("/model_info")["weight_version"] == "v1"
+        assert [rank["state"] for rank in staging(renewed)] == ["open"]
+        body = tensor_body(marker.tensors(3), session_id=session, **LIVE)
+        succeed(renewed.post("/update_weights_from_tensor", body))
+        second.kill()
+        end = {"session_id": session, "weight_version": "v3", **LIVE}
+        succeed(renewed.post("/end_weight_update", end))
+        says_everywhere([renewed], "v3")
+    assert running.heard().endings == 0
+
+
+def test_a_server_that_is_told_to_go(
+    workers_server: Server, doors: list[Server], pool: ServerPool
+) -> None:
+    """Its pauses end, whichever worker they came by, so that its requests can."""
+    one, other = doors
+    running = start_on_both(doors, tokens=600)
+    pause(one, "in_place")
+    settle(other, running)
+    assert all(generation.count < 600 for generation in running)
+    workers_server.process.send_signal(signal.SIGTERM)
+    for generation in running:
+        expect_whole(generation)
+    pool.discard()
