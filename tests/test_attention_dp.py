@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import marker
 from harness.server import Server
 from tests.support.load import (
     ENDLESS,
@@ -29,6 +30,7 @@ from tests.support.load import (
 )
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
+from tests.support.updates import succeed, tensor_body
 
 LEASE_S = 0.1
 LOOPS = add_both_loops(
@@ -60,8 +62,13 @@ def test_update(server: Server, checkpoints: Path) -> None:
         generation.wait_for_tokens(generation.count + 3)
     receipt = update(server, checkpoints, 2, non_blocking=True, kv_cache="recompute")
     assert [(r["dp_rank"], r["tp_rank"]) for r in receipt["ranks"]] == [(0, 0), (1, 1)]
+    for generation in running:
+        generation.wait_for_tokens(generation.count + 3)
+    # for each tensor-parallel rank, and not once more for each rank of attention
+    body = tensor_body(marker.tensors(3), ranks=2, weight_version="v3", non_blocking=True)
+    succeed(server.post("/update_weights_from_tensor", body))
     for output in expect_all_go_on(running):
-        assert versions_of(output) == ["v0", "v1", "v2"]
+        assert versions_of(output) == ["v0", "v1", "v2", "v3"]
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])

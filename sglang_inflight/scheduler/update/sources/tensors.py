@@ -94,10 +94,10 @@ def _own_payload(payloads: list[Payload]) -> Payload:
     parallel = get_parallel()
     ranks = parallel.tp_size
     replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
-    if len(payloads) == ranks * replicas:
-        return payloads[(parallel.dp_rank or 0) * ranks + parallel.tp_rank]
     if len(payloads) == ranks:
         return payloads[parallel.tp_rank]
+    if len(payloads) == ranks * replicas:
+        return payloads[(parallel.dp_rank or 0) * ranks + parallel.tp_rank]
     raise Refused(
         f"serialized_named_tensors holds {len(payloads)} payloads; this server takes "
         f"{ranks}, one for each tensor-parallel rank"

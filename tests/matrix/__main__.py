@@ -1,0 +1,127 @@
+"""``python -m tests.matrix``: run every cell, and write the table into the README.
+
+A cell is a check mark, or a letter: the server refused, in the sentence below the table, and
+its requests ran on. Anything else is a failure, which ends the command with 1 and writes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import string
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from harness import marker
+from harness.starting import ROOT
+from harness.trainer import Trainers
+from tests.matrix.columns import COLUMNS, Column, Refusal, Running, set_right, why_not_run
+from tests.matrix.configurations import CONFIGURATIONS, Configuration
+from tests.support.load import more_tokens
+from tests.support.updates import Sender
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- make matrix -->\n", "<!-- end -->\n"
+DONE = "✓"
+
+console = Console(stderr=True)
+
+
+class Table:
+    """Cells by row, and the sentences that they point to."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[str]] = {}
+        self._sentences: dict[str, str] = {}
+
+    def add(self, row: str, cell: str) -> None:
+        """``cell`` is ``DONE`` or a sentence."""
+        if cell != DONE:
+            letters = string.ascii_lowercase
+            cell = self._sentences.setdefault(cell, letters[len(self._sentences)])
+        self._rows.setdefault(row, []).append(cell)
+
+    def __str__(self) -> str:
+        lines = [["", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
+        lines += [[row, *cells] for row, cells in self._rows.items()]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        notes = "".join(f"- {letter}: {said}\n" for said, letter in self._sentences.items())
+        return f"{table}\n{notes}"
+
+
+def main(only: list[str] | None = None, *, write: bool = True) -> None:
+    """Run the cells of all configurations, or of those whose name has one of the words."""
+    chosen = [
+        each for each in CONFIGURATIONS if not only or any(word in each.name for word in only)
+    ]
+    table = Table()
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder, _sender(Path(folder)) as sender:
+        for number, configuration in enumerate(chosen):
+            logs = Path(folder) / str(number)
+            logs.mkdir()
+            for column, said in _run(configuration, Path(folder), logs, sender):
+                console.print(f"{configuration.name}, {column}: {said or 'FAILED'}")
+                failed += said is None
+                table.add(configuration.name, said or "FAILED")
+    print(table)
+    if failed:
+        sys.exit(f"{failed} cells failed")
+    if write and not only:
+        before, rest = README.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        README.write_text(f"{before}{BEGIN}{table}{END}{after}")
+
+
+@contextlib.contextmanager
+def _sender(folder: Path) -> Iterator[Sender]:
+    for version in range(2):
+        marker.build(folder / f"v{version}", version)
+    trainers = Trainers()
+    try:
+        yield Sender(folder, folder, trainers)
+    finally:
+        trainers.close()
+
+
+def _run(
+    configuration: Configuration, checkpoints: Path, logs: Path, sender: Sender
+) -> Iterator[tuple[str, str | None]]:
+    """Each column, and what becomes of it; None where it failed."""
+    with contextlib.ExitStack() as stack:
+        running: Running | None = None
+        for column, do in COLUMNS.items():
+            said = why_not_run(configuration, column)
+            if said is None:
+                try:
+                    if running is None:
+                        server = stack.enter_context(configuration.serve(checkpoints / "v0", logs))
+                        running = Running(server, configuration, sender)
+                    said = _try(running, do)
+                    set_right(running)
+                except Exception:
+                    console.print(traceback.format_exc(), markup=False)
+                    said = None
+                    # what a failed cell leaves behind is not the next one's
+                    stack.close()
+                    running = None
+            yield column, said
+
+
+def _try(the: Running, do: Column) -> str:
+    try:
+        do(the)
+    except Refusal as refusal:
+        more_tokens(the.streams)
+        the.end()
+        return str(refusal)
+    return DONE
+
+
+if __name__ == "__main__":
+    typer.run(main)

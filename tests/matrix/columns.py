@@ -1,0 +1,204 @@
+"""What is done to a server, in each column of the table, while requests run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from harness.marker import FIRST
+from harness.server import Server
+from tests.matrix.configurations import Configuration
+from tests.support.load import (
+    Generation,
+    Output,
+    labels_of,
+    more_tokens,
+    settle,
+    until,
+    versions_of,
+)
+from tests.support.updates import Sender
+
+STREAMS = 3
+# of a request that is ended when it has shown what it is to show
+ENDLESS = 8000
+
+
+class Refusal(Exception):
+    """The server said that it does not do this, in this sentence, and nothing has changed."""
+
+
+@dataclass
+class Running:
+    """A server, how it is asked, and the requests that run there."""
+
+    server: Server
+    configuration: Configuration
+    sender: Sender
+    streams: list[Generation] = field(default_factory=list)
+
+    def begin(self, *, tokens: int = ENDLESS) -> None:
+        request = self.configuration.request
+        self.streams = [Generation(self.server, tokens=tokens, **request()) for _ in range(STREAMS)]
+        for stream in self.streams:
+            stream.wait_for_tokens(3)
+
+    def goes_on(self) -> None:
+        more_tokens(self.streams)
+
+    def ask(self, path: str, **body: Any) -> dict[str, Any]:
+        """Raises ``Refusal``."""
+        return self.read(self.server.post(path, body))
+
+    def read(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if answer["status_code"] == 200:
+            return answer
+        assert 400 <= answer["status_code"] < 500 or answer["status_code"] == 501, answer
+        raise Refusal(answer["message"])
+
+    def update(self, version: int, source: str = "disk", **fields: Any) -> dict[str, Any]:
+        named = {"weight_version": f"v{version}", "non_blocking": True, **fields}
+        how = self.configuration
+        ranks = how.payloads if source == "tensor" else how.ranks
+        return self.read(self.sender.send(self.server, source, version, ranks=ranks, **named))
+
+    def end(self, *, by_abort: bool = True) -> list[Output]:
+        """Of all streams, none of which has ended before, and whose spans are exact."""
+        streams, self.streams = self.streams, []
+        for stream in streams if by_abort else ():
+            assert not stream.has_ended, f"{stream.rid} is lost: {stream.refusal}"
+            stream.abort()
+        outputs = [stream.output() for stream in streams]
+        for output in outputs:
+            self._check(output)
+        return outputs
+
+    def _check(self, output: Output) -> None:
+        """Each token tells itself which version has made it."""
+        labels = labels_of(output.meta["weight_versions"])
+        made_by = [f"v{made - FIRST}" for made in output.tokens]
+        own = self.configuration.foreign
+        assert labels[own:] == made_by[own:], f"{labels} is said of tokens of {made_by}"
+
+
+Column = Callable[[Running], None]
+
+
+def _pause(mode: str) -> Column:
+    """It stands still, and goes on from there."""
+
+    def run(the: Running) -> None:
+        the.begin()
+        the.ask("/pause_generation", mode=mode)
+        settle(the.server, the.streams)
+        the.ask("/continue_generation")
+        the.goes_on()
+        the.end()
+
+    return run
+
+
+def _abort(the: Running) -> None:
+    """Requests end with what they have, and new ones are served afterwards."""
+    the.begin()
+    the.ask("/pause_generation", mode="abort")
+    the.end(by_abort=False)
+    the.ask("/continue_generation")
+    the.begin()
+    the.end()
+
+
+def _wait(the: Running) -> None:
+    """Requests that run come to their end."""
+    the.begin(tokens=40)
+    the.ask("/pause_generation", mode="wait")
+    for output in the.end(by_abort=False):
+        assert len(output.tokens) == 40
+    the.ask("/continue_generation")
+    the.begin()
+    the.end()
+
+
+def _update(source: str, kv_cache: str) -> Column:
+    """Requests run on through it."""
+
+    def run(the: Running) -> None:
+        the.begin()
+        the.update(1, source, kv_cache=kv_cache)
+        the.goes_on()
+        for output in the.end():
+            assert versions_of(output)[-1] == "v1"
+
+    return run
+
+
+def _rollback(the: Running) -> None:
+    the.begin()
+    the.update(1, kv_cache="keep")
+    the.goes_on()
+    the.ask("/inflight/rollback", kv_cache="keep")
+    the.goes_on()
+    for output in the.end():
+        assert versions_of(output)[-2:] == ["v1", "v0"]
+
+
+def _kv_versions(the: Running) -> None:
+    """Each answer says of which version the KV of each position is."""
+    the.begin()
+    the.update(1, kv_cache="keep")
+    the.goes_on()
+    for output in the.end():
+        if "kv_versions" not in output.meta:
+            raise Refusal("answers have no `kv_versions`")
+        assert [span["version"] for span in output.meta["kv_versions"]] == ["v0", "v1"]
+
+
+def _release(the: Running) -> None:
+    """All memory goes and comes back while requests wait."""
+    the.begin()
+    the.ask("/pause_generation", mode="retract")
+    the.ask("/release_memory_occupation", keep_weights="host")
+    the.ask("/resume_memory_occupation")
+    the.ask("/continue_generation")
+    the.goes_on()
+    the.end()
+
+
+COLUMNS: dict[str, Column] = {
+    "`abort`": _abort,
+    "`in_place`": _pause("in_place"),
+    "`retract`": _pause("retract"),
+    "`wait`": _wait,
+    "disk": _update("disk", "keep"),
+    "tensor": _update("tensor", "keep"),
+    "distributed": _update("distributed", "keep"),
+    "ipc": _update("ipc", "keep"),
+    "`fence`": _update("disk", "fence"),
+    "`recompute`": _update("disk", "recompute"),
+    "rollback": _rollback,
+    "`kv_versions`": _kv_versions,
+    "release": _release,
+}
+
+# said of a cell that cannot be run here, and why
+NOT_RUN = "not run: ranks on one CPU have one address, and on GPUs one each"
+
+
+def why_not_run(configuration: Configuration, column: str) -> str | None:
+    return NOT_RUN if column == "ipc" and configuration.ranks > 1 else None
+
+
+def set_right(the: Running) -> None:
+    """As it was started: nothing runs, nothing is paused, v0 is served."""
+    server = the.server
+    server.post("/continue_generation", {})
+    server.post("/abort_request", {"abort_all": True})
+
+    def is_empty() -> bool:
+        said = server.get("/inflight/status")
+        return said["status_code"] == 200 and not said["running"] and not said["waiting"]
+
+    until("no request is left", is_empty)
+    the.update(0, kv_cache="keep")
+    server.post("/flush_cache", {})
