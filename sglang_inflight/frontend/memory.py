@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
 from sglang.srt.managers.io_struct import (
     ReleaseMemoryOccupationReqInput,
@@ -78,6 +79,8 @@ class Memory:
         if (reason := why_no_pause()) is not None:
             if body.keep_weights is not None:
                 raise Refused(f"keep_weights is not offered here: {reason}")
+            if not torch.cuda.is_available():
+                raise Refused(f"SGLang's own release needs CUDA, and ours a pause: {reason}")
             await self._tokenizer_manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)
             )

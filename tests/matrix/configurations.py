@@ -32,8 +32,6 @@ class Configuration:
     # of tensors, one for each tensor-parallel rank of each replica
     payloads: int = 1
     nodes: int = 1
-    # forked processes skip what such a server has to import in each of its own
-    fresh: bool = False
     # further fields of each request
     request: Callable[[], dict[str, Any]] = _nothing
     # tokens at the start of an answer that another server has made
@@ -46,7 +44,7 @@ class Configuration:
             with serve_nodes(model, *flags, folder=folder, env=nodes_environment()) as nodes:
                 yield nodes.first
             return
-        with serve(model, *flags, log=folder / "log", env=self.env, fresh=self.fresh) as server:
+        with serve(model, *flags, log=folder / "log", env=self.env) as server:
             yield server
 
 
@@ -73,16 +71,23 @@ CONFIGURATIONS = (
     ),
     Configuration("`--nnodes 2`, `--tp-size 2`", ranks=2, payloads=2, nodes=2),
     Configuration("`--pp-size 2`", ("--pp-size", "2"), ranks=2),
-    Configuration("`--pp-size 2 --tp-size 2`", ("--pp-size", "2", "--tp-size", "2"), ranks=4, payloads=2),
     Configuration(
-        "`--tokenizer-worker-num 2`", ("--tokenizer-worker-num", "2"), fresh=True
+        "`--pp-size 2 --tp-size 2`", ("--pp-size", "2", "--tp-size", "2"), ranks=4, payloads=2
     ),
+    Configuration("`--tokenizer-worker-num 2`", ("--tokenizer-worker-num", "2")),
     Configuration(
         "`--speculative-algorithm NGRAM`",
         ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
         with_plugin("speculation"),
     ),
-    Configuration("`--enable-hierarchical-cache`", ("--enable-hierarchical-cache",)),
+    Configuration(
+        "`--enable-hierarchical-cache`",
+        (
+            "--enable-hierarchical-cache",
+            "--hicache-io-backend", "direct",
+            "--hicache-mem-layout", "layer_first",
+        ),
+    ),
     Configuration("`--disable-radix-cache`", ("--disable-radix-cache",)),
     Configuration(
         "`--disaggregation-mode decode`",

@@ -13,6 +13,8 @@ from harness.starting import ROOT
 from sglang_inflight.errors import ERRORS, InflightError
 from sglang_inflight.frontend.http import routes
 from sglang_inflight.settings import PREFIX, Settings
+from tests.matrix.columns import COLUMNS
+from tests.matrix.configurations import CONFIGURATIONS
 from tests.support import modules
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -54,3 +56,11 @@ def test_every_call_is_in_the_api() -> None:
     wanted |= {PREFIX + field.name.upper() for field in fields(Settings)}
     wanted |= set(ERRORS) - {InflightError.__name__}
     assert not {name for name in wanted if name not in text}
+
+
+def test_the_matrix_is_that_of_the_command() -> None:
+    lines = [line.split(" | ") for line in (ROOT / "README.md").read_text().splitlines()]
+    table = {cells[0].removeprefix("| "): cells[1:] for cells in lines if len(cells) > len(COLUMNS)}
+    names = [each.name for each in CONFIGURATIONS]
+    assert list(table) == ["", "---", *names], "run make matrix"
+    assert table[""] == [*list(COLUMNS)[:-1], f"{list(COLUMNS)[-1]} |"]
