@@ -59,8 +59,7 @@ class Running:
 
     def update(self, version: int, source: str = "disk", **fields: Any) -> dict[str, Any]:
         named = {"weight_version": f"v{version}", "non_blocking": True, **fields}
-        how = self.configuration
-        ranks = how.payloads if source == "tensor" else how.ranks
+        ranks = self.configuration.takers(source)
         return self.read(self.sender.send(self.server, source, version, ranks=ranks, **named))
 
     def end(self, *, by_abort: bool = True) -> list[Output]:

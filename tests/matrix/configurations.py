@@ -37,9 +37,14 @@ class Configuration:
     # tokens at the start of an answer that another server has made
     foreign: int = 0
 
+    def takers(self, source: str) -> int:
+        """How many times a source sends what it sends."""
+        return self.ranks if source.startswith("distributed") else self.payloads
+
     @contextlib.contextmanager
-    def serve(self, model: Path, folder: Path) -> Iterator[Server]:
-        flags = (*FLAGS, *self.flags)
+    def serve(self, model: Path, folder: Path, *more: str) -> Iterator[Server]:
+        """``more`` are flags besides; logs are in ``folder``."""
+        flags = (*FLAGS, *self.flags, *more)
         if self.nodes > 1:
             with serve_nodes(model, *flags, folder=folder, env=nodes_environment()) as nodes:
                 yield nodes.first
@@ -54,6 +59,14 @@ _rooms = itertools.count(1)
 def _of_a_pair() -> dict[str, Any]:
     """SGLang's ``fake`` transfer stands in for the other server."""
     return {"bootstrap_host": "2.2.2.2", "bootstrap_room": next(_rooms)}
+
+
+def named(word: str) -> Configuration:
+    """The first whose name has ``word``."""
+    for configuration in CONFIGURATIONS:
+        if word in configuration.name:
+            return configuration
+    raise ValueError(f"no configuration is named like {word!r}")
 
 
 CONFIGURATIONS = (

@@ -3,8 +3,9 @@
 ``python -m tests.support.soak --minutes 60`` prints what was done and what came of it, as
 a table and as JSON. What is done, and in which order, follows from ``--seed``. With
 ``--tokens`` and ``--commits`` it goes on until so many tokens were compared with their spans,
-and so many versions went live; ``--streams 32`` gets there sooner. Exit status 0 only if no
-request was lost, no token had another version than its span says, and memory was flat.
+and so many versions went live; ``--streams 32`` gets there sooner. ``--on pp-size`` takes the first
+server of the matrix that is named so (``tests/matrix``). Exit status 0 only if no request was
+lost, no token had another version than its span says, and memory was flat.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from rich.console import Console
 from rich.table import Table
 
 from harness import marker
-from harness.server import Server, schedulers, serve
+from harness.server import Server, schedulers
 from harness.trainer import Trainers, layout
+from tests.matrix.configurations import CONFIGURATIONS, Configuration, named
 from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
-from tests.support.pool import FLAVOURS, MAX_RUNNING
-from tests.support.updates import Call, Sender, tensor_body, until_idle, until_staging
+from tests.support.pool import CHUNK, MAX_RUNNING
+from tests.support.updates import (
+    Call,
+    Sender,
+    Weights,
+    tensor_body,
+    until_idle,
+    until_staging,
+)
 
 VERSIONS = 6
 STREAMS = 4
@@ -93,6 +102,7 @@ class Soak:
         trainers: Trainers,
         seed: int,
         streams: int = STREAMS,
+        configuration: Configuration = CONFIGURATIONS[0],
     ) -> None:
         self._server = server
         self._checkpoints = checkpoints
@@ -100,6 +110,7 @@ class Soak:
         self._trainers = trainers
         self._choose = random.Random(seed)
         self._count_of_streams = streams
+        self._configuration = configuration
         self._streams: list[Generation] = []
         # those that an abort, or their client's going away, may have ended
         self._given_up: set[Generation] = set()
@@ -200,7 +211,7 @@ class Soak:
         # else an update that its caller left, and that comes only now, would be a piece of it
         named = {"session_id": self._post("/begin_weight_update", LIVE)["session_id"]}
         for part in (names[:cut], names[cut:]):
-            body = tensor_body({name: weights[name] for name in part}, **LIVE, **named)
+            body = self._tensor_body({name: weights[name] for name in part}, named)
             sent = self._server.post("/update_weights_from_tensor", body)
             if sent["status_code"] == 409:
                 assert "did not name this session" in sent["message"], sent
@@ -232,7 +243,7 @@ class Soak:
 
     def kill_the_trainer(self) -> None:
         trainer = self._trainers.get()
-        trainer.join(self._server)
+        trainer.join(self._server, ranks=self._configuration.ranks)
         version = self._choose.randrange(VERSIONS)
         body = {**layout(version), **LIVE, "weight_version": f"v{version}"}
         call = Call(self._server, "/update_weights_from_distributed", body)
@@ -304,7 +315,7 @@ class Soak:
         named = {"session_id": begun["session_id"]}
         weights = marker.tensors(self._choose.randrange(VERSIONS))
         name = self._choose.choice(list(weights))
-        body = tensor_body({name: weights[name]}, **LIVE, **named)
+        body = self._tensor_body({name: weights[name]}, named)
         sent = self._server.post("/update_weights_from_tensor", body)
         # on busy cores the lease may run out before
         assert sent["status_code"] == 200 or "lease" in sent["message"], sent
@@ -316,9 +327,13 @@ class Soak:
     def _send(self, source: str, **fields: Any) -> dict[str, Any]:
         version = self._choose.randrange(VERSIONS)
         name = f"v{version}"
+        ranks = self._configuration.takers(source)
         return self._sender.send(
-            self._server, source, version, weight_version=name, **LIVE, **fields
+            self._server, source, version, ranks=ranks, weight_version=name, **LIVE, **fields
         )
+
+    def _tensor_body(self, weights: Weights, named: dict[str, Any]) -> dict[str, Any]:
+        return tensor_body(weights, ranks=self._configuration.payloads, **LIVE, **named)
 
     def _count(self, kind: str, answer: dict[str, Any]) -> None:
         self.numbers.updates[kind] += 1
@@ -386,6 +401,7 @@ def main() -> int:
     parser.add_argument("--commits", type=int, default=0)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    parser.add_argument("--on", type=named, default=CONFIGURATIONS[0], help="one rank")
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}")
     with tempfile.TemporaryDirectory() as name:
@@ -394,14 +410,14 @@ def main() -> int:
             marker.build(folder / f"v{version}", version)
         trainers = Trainers()
         try:
-            with serve(
-                folder / "v0",
-                *FLAVOURS["server"].flags,
-                *("--max-running-requests", str(max(MAX_RUNNING, arguments.streams))),
-                log=folder / "server.log",
-            ) as server:
+            most = str(max(MAX_RUNNING, arguments.streams))
+            flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most)
+            with arguments.on.serve(folder / "v0", folder, *flags) as server:
                 sender = Sender(folder, folder, trainers)
-                soak = Soak(server, folder, sender, trainers, arguments.seed, arguments.streams)
+                soak = Soak(
+                    server, folder, sender, trainers,
+                    arguments.seed, arguments.streams, arguments.on,
+                )  # fmt: skip
                 numbers = soak.run(
                     arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
                 )

@@ -67,6 +67,9 @@ class NoModel:
         update.sealed = Sealed("new", PreparedSwap(PointerSwap(), (pair,)), ())
         return Voted(staged_s=0.0)
 
+    def let_go(self) -> None:
+        """Nobody has sent anything."""
+
 
 class OneRank:
     def __init__(self) -> None:

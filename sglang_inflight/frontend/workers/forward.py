@@ -26,9 +26,17 @@ logger = logging.getLogger(__name__)
 
 # SGLang's, of which the owner's app has its own form
 FLUSH = ("/flush_cache", ["GET", "POST"])
-# What generates, or is about the requests of the worker that is asked, or about the ranks.
+# What generates, or is about the requests of the worker that is asked, or about the ranks, or
+# asks SGLang's app, which is whole in a worker alone.
 HERE = frozenset(
-    ("/inference/v1/generate", "/detokenize", "/abort_requests", "/liveness", "/get_world_size")
+    (
+        "/inference/v1/generate",
+        "/detokenize",
+        "/abort_requests",
+        "/liveness",
+        "/get_world_size",
+        "/server_info",
+    )
 )
 # of one connection alone, or written anew
 _NOT_HANDED_ON = frozenset(
