@@ -17,6 +17,8 @@ from sglang.srt.utils.network import get_free_port_below_ephemeral
 from harness.starting import Process, end, start
 
 START_TIMEOUT_S = 240
+# certificates, which httpx reads for each call anew, take longer than the call
+PLAIN: dict[str, Any] = {"verify": False}
 
 AS_USERS_DO = (str(Path(sys.executable).with_name("sglang")), "serve")
 IN_A_FORK = ("-m", "sglang.launch_server")
@@ -33,12 +35,12 @@ class Server:
     def post(self, path: str, body: Any = None, timeout: float = 120, **kwargs: Any) -> Any:
         """The answer as JSON, whatever its status, with ``status_code`` beside it."""
         kwargs.setdefault("headers", self.headers)
-        response = httpx.post(self.url + path, json=body, timeout=timeout, **kwargs)
+        response = httpx.post(self.url + path, json=body, timeout=timeout, **PLAIN, **kwargs)
         return _read(response)
 
     def get(self, path: str, timeout: float = 60, **kwargs: Any) -> Any:
         kwargs.setdefault("headers", self.headers)
-        return _read(httpx.get(self.url + path, timeout=timeout, **kwargs))
+        return _read(httpx.get(self.url + path, timeout=timeout, **PLAIN, **kwargs))
 
     def is_alive(self) -> bool:
         return self.process.poll() is None
@@ -117,7 +119,7 @@ def _wait_until_up(server: Server) -> None:
         if not server.is_alive():
             raise RuntimeError(f"the server did not start:\n{server.log_text()[-4000:]}")
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(server.url + "/health", timeout=30).status_code == 200:
+            if httpx.get(server.url + "/health", timeout=30, **PLAIN).status_code == 200:
                 return
         time.sleep(0.3)
     raise TimeoutError(f"the server did not come up:\n{server.log_text()[-4000:]}")
