@@ -95,6 +95,12 @@ def forked_children() -> Iterator[None]:
         give_back()
 
 
+def on_path(*folders: Path) -> dict[str, str]:
+    """The environment of a process that imports from those folders, too."""
+    found = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), found]))}
+
+
 def end(process: Process) -> None:
     """End a process and its group. None of them is left when this returns."""
     with contextlib.suppress(ProcessLookupError):

@@ -29,11 +29,10 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.pool import FLAVOURS, ServerPool
+from tests.support.pool import ServerPool
 from tests.support.updates import (
     Call,
     Sender,
-    drop_session,
     expect_to_run_on,
     refuse,
     serving,
@@ -46,14 +45,6 @@ from tests.support.workers import door, workers
 pytest_plugins = ["tests.support.fixtures"]
 
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
-
-
-@pytest.fixture
-def workers_server(pool: ServerPool) -> Iterator[Server]:
-    server = pool.get(FLAVOURS["workers_server"])
-    yield server
-    drop_session(server)
-    pool.restore()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal
 import httpx
 
 from harness.server import free_port, serve
+from harness.starting import on_path
 
 Kind = Literal["ours", "upstream", "vllm"]
 
@@ -167,8 +168,7 @@ def _plugins_of(kind: Kind, folder: Path | None) -> dict[str, str]:
     if folder is None:
         return {"SGLANG_PLUGINS": REFERENCE}
     names = [REFERENCE, *(file.stem for file in folder.glob("*.py"))]
-    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
-    return {"SGLANG_PLUGINS": ",".join(names), "PYTHONPATH": path}
+    return {"SGLANG_PLUGINS": ",".join(names), **on_path(folder)}
 
 
 @contextlib.contextmanager

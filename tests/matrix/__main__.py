@@ -61,11 +61,15 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
     ]
     table = Table()
     failed = 0
-    with tempfile.TemporaryDirectory() as folder, _sender(Path(folder)) as sender:
+    with tempfile.TemporaryDirectory() as name, contextlib.closing(Trainers()) as trainers:
+        folder = Path(name)
+        for version in range(2):
+            marker.build(folder / f"v{version}", version)
+        sender = Sender(folder, folder, trainers)
         for number, configuration in enumerate(chosen):
-            logs = Path(folder) / str(number)
+            logs = folder / str(number)
             logs.mkdir()
-            for column, said in _run(configuration, Path(folder), logs, sender):
+            for column, said in _run(configuration, folder, logs, sender):
                 console.print(f"{configuration.name}, {column}: {said or 'FAILED'}")
                 failed += said is None
                 table.add(configuration.name, said or "FAILED")
@@ -76,17 +80,6 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
         before, rest = README.read_text().split(BEGIN)
         _, after = rest.split(END)
         README.write_text(f"{before}{BEGIN}{table}{END}{after}")
-
-
-@contextlib.contextmanager
-def _sender(folder: Path) -> Iterator[Sender]:
-    for version in range(2):
-        marker.build(folder / f"v{version}", version)
-    trainers = Trainers()
-    try:
-        yield Sender(folder, folder, trainers)
-    finally:
-        trainers.close()
 
 
 def _run(

@@ -6,18 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.marker import FIRST
 from harness.server import Server
 from tests.matrix.configurations import Configuration
 from tests.support.load import (
     Generation,
     Output,
-    labels_of,
+    expect_spans,
     more_tokens,
     settle,
-    until,
     versions_of,
 )
+from tests.support.pool import empty
 from tests.support.updates import Sender
 
 STREAMS = 3
@@ -70,15 +69,8 @@ class Running:
             stream.abort()
         outputs = [stream.output() for stream in streams]
         for output in outputs:
-            self._check(output)
+            expect_spans(output, foreign=self.configuration.foreign)
         return outputs
-
-    def _check(self, output: Output) -> None:
-        """Each token tells itself which version has made it."""
-        labels = labels_of(output.meta["weight_versions"])
-        made_by = [f"v{made - FIRST}" for made in output.tokens]
-        own = self.configuration.foreign
-        assert labels[own:] == made_by[own:], f"{labels} is said of tokens of {made_by}"
 
 
 Column = Callable[[Running], None]
@@ -192,12 +184,6 @@ def set_right(the: Running) -> None:
     """As it was started: nothing runs, nothing is paused, v0 is served."""
     server = the.server
     server.post("/continue_generation", {})
-    server.post("/abort_request", {"abort_all": True})
-
-    def is_empty() -> bool:
-        said = server.get("/inflight/status")
-        return said["status_code"] == 200 and not said["running"] and not said["waiting"]
-
-    until("no request is left", is_empty)
+    empty(server)
     the.update(0, kv_cache="keep")
     server.post("/flush_cache", {})

@@ -44,10 +44,11 @@ def faults() -> Iterator[Faults]:
     faults.clear()
 
 
-def _serve(pool: ServerPool, flavour: str, faults: Faults) -> Iterator[Server]:
+def _serve(pool: ServerPool, flavour: str, faults: Faults | None = None) -> Iterator[Server]:
     server = pool.get(FLAVOURS[flavour])
     yield server
-    faults.clear()
+    if faults is not None:
+        faults.clear()
     drop_session(server)
     pool.restore()
 
@@ -79,10 +80,13 @@ def tp2_off_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
 @pytest.fixture
 def vllm_server(pool: ServerPool) -> Iterator[Server]:
     """With vLLM's routes and an admin key."""
-    server = pool.get(FLAVOURS["vllm_server"])
-    yield server
-    drop_session(server)
-    pool.restore()
+    yield from _serve(pool, "vllm_server")
+
+
+@pytest.fixture
+def workers_server(pool: ServerPool) -> Iterator[Server]:
+    """With two tokenizer workers."""
+    yield from _serve(pool, "workers_server")
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from harness.server import IN_A_FORK, Server, free_port, schedulers, serve
-from harness.starting import ROOT, Process, end, start
-from tests.support.plugins import TESTS, on_path
+from harness.starting import ROOT, Process, end, on_path, start
+from tests.support.plugins import TESTS
 
 # in place of a minute, and of a quarter of one
 _SHORT = {"INFLIGHT_TEST_MEETING_S": "8", "INFLIGHT_TEST_SILENCE_S": "2"}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from packaging.version import Version
+
+from harness.starting import on_path
 
 TESTS = Path(__file__).parents[1]
 
@@ -21,9 +22,3 @@ stands_in_for_kernels = pytest.mark.skipif(
 def with_plugin(folder: str) -> dict[str, str]:
     """The environment of a server that loads the plugin in that folder of ``tests``."""
     return on_path(TESTS / folder)
-
-
-def on_path(*folders: Path) -> dict[str, str]:
-    """The environment of a process that imports from those folders, too."""
-    found = os.environ.get("PYTHONPATH")
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), found]))}

@@ -161,7 +161,7 @@ def restore(server: Server, model: Path) -> None:
         post("/abort_request", {"abort_all": True})
         non_blocking = {}
     else:
-        _empty(server)
+        empty(server)
         non_blocking = {"non_blocking": True, "kv_cache": "recompute"}
     update = {"model_path": str(model), "weight_version": "v0", **non_blocking}
     answer = post("/update_weights_from_disk", update)
@@ -169,7 +169,7 @@ def restore(server: Server, model: Path) -> None:
     assert answer["success"], answer
 
 
-def _empty(server: Server) -> None:
+def empty(server: Server) -> None:
     """Abort until no request is left: one that is not yet queued escapes an abort."""
     deadline = time.monotonic() + RESTORE_TIMEOUT_S
     while time.monotonic() < deadline:

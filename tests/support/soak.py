@@ -11,6 +11,7 @@ lost, no token had another version than its span says, and memory was flat.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import tempfile
@@ -404,25 +405,21 @@ def main() -> int:
     parser.add_argument("--on", type=named, default=CONFIGURATIONS[0], help="one rank")
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}")
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, contextlib.closing(Trainers()) as trainers:
         folder = Path(name)
         for version in range(VERSIONS):
             marker.build(folder / f"v{version}", version)
-        trainers = Trainers()
-        try:
-            most = str(max(MAX_RUNNING, arguments.streams))
-            flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most)
-            with arguments.on.serve(folder / "v0", folder, *flags) as server:
-                sender = Sender(folder, folder, trainers)
-                soak = Soak(
-                    server, folder, sender, trainers,
-                    arguments.seed, arguments.streams, arguments.on,
-                )  # fmt: skip
-                numbers = soak.run(
-                    arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
-                )
-        finally:
-            trainers.close()
+        sender = Sender(folder, folder, trainers)
+        most = str(max(MAX_RUNNING, arguments.streams))
+        flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most)
+        with arguments.on.serve(folder / "v0", folder, *flags) as server:
+            soak = Soak(
+                server, folder, sender, trainers,
+                arguments.seed, arguments.streams, arguments.on,
+            )  # fmt: skip
+            numbers = soak.run(
+                arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
+            )
     show(numbers)
     return 1 if numbers.lost_requests or numbers.growth > MOST_GROWTH else 0
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.workers.forward import Forward, Message, Receive, Scope, Send
+from sglang_inflight.frontend.workers.forward import Forward
 
 
 class Owner:

@@ -6,12 +6,12 @@ with fields of ours, which SGLang would pass over.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI
 from starlette.middleware import Middleware
+from starlette.types import Message, Receive, Scope, Send
 
 from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import (
@@ -30,11 +30,6 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.status import Inactive
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 # of ours alone
 ROUTES = (

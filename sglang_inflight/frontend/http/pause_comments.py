@@ -9,15 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from starlette.types import Message, Receive, Scope, Send
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 Mode = Callable[[], Awaitable[str | None]]
 
 _EVENT_STREAM = b"text/event-stream"

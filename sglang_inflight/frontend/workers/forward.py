@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import BaseRoute, Route
+from starlette.types import Receive, Scope, Send
 
 from sglang_inflight.errors import OutcomeUnknown
 from sglang_inflight.frontend.http.endpoints import refusal
-
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 

@@ -35,10 +35,11 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI, Query, Response
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from starlette.types import Message, Receive, Scope, Send
 
 from sglang_inflight.frontend.farewell import let_go
 from sglang_inflight.frontend.workers.board import Board
-from sglang_inflight.frontend.workers.forward import FLUSH, Message, Receive, Scope, Send
+from sglang_inflight.frontend.workers.forward import FLUSH
 from sglang_inflight.frontend.workers.invitation import Invitation
 from sglang_inflight.frontend.workers.news import News
 

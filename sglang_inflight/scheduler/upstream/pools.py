@@ -50,7 +50,6 @@ class HiCacheController(Protocol):
     ack_load_queue: list[Any]
 
     def start_loading(self) -> int: ...
-    def start_writing(self) -> None: ...
 
 
 @describes("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache")
