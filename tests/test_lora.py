@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from harness import marker
-from harness.server import Server, serve
+from harness.server import Server, schedulers, serve
 from tests.support import lora
 from tests.support.away import release, take_back
 from tests.support.engine import play
@@ -34,6 +36,7 @@ from tests.support.load import (
 )
 from tests.support.lora import RANK
 from tests.support.pool import ServerPool
+from tests.support.workers import door, workers
 
 _serial = itertools.count()
 
@@ -53,6 +56,17 @@ KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
             "--max-loras-per-batch", str(MAX_LOADED), "--max-loaded-loras", str(MAX_LOADED),
         ),
         {},
+    ),
+    "workers": (
+        (
+            *LORA, "--tokenizer-worker-num", "2",
+            "--max-loras-per-batch", str(MAX_LOADED), "--max-loaded-loras", str(MAX_LOADED),
+        ),
+        {
+            "SGLANG_INFLIGHT_VLLM_ROUTES": "1",
+            # how long uvicorn may take to see that a worker has died
+            "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
+        },
     ),
     "tp2": ((*LORA, "--max-loras-per-batch", "4", "--tp-size", "2"), {}),
 }  # fmt: skip
@@ -141,7 +155,7 @@ def unloadings(server: Server) -> int:
     return server.log_text().count("LoRA adapter unloading completes")
 
 
-@on("overlap")
+@on("overlap", "workers")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_an_adapter_of_paused_requests_stays(
     server: Server, adapter: Path, name: str, mode: str
@@ -160,7 +174,7 @@ def test_an_adapter_of_paused_requests_stays(
     assert unload(server, name)["success"]
 
 
-@on("overlap")
+@on("overlap", "workers")
 def test_an_unloading_that_a_pause_overtakes(server: Server, adapter: Path, name: str) -> None:
     """It waits for requests, as SGLang has it, and a pause ends the waiting."""
     running = start_running(server, 1, tokens=ENDLESS, lora_path=name)
@@ -180,7 +194,7 @@ def test_an_unloading_that_a_pause_overtakes(server: Server, adapter: Path, name
     assert unload(server, name)["success"]
 
 
-@on("overlap", "normal")
+@on("overlap", "normal", "workers")
 def test_a_name_is_taken_from_paused_requests(server: Server, name: str) -> None:
     """Nobody waits for them, and the adapter goes with the last."""
     running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
@@ -289,7 +303,7 @@ class Policy:
         return outputs
 
 
-@on("overlap", "normal")
+@on("overlap", "normal", "workers")
 @pytest.mark.parametrize(
     ("source", "mode"), [("folders", None), ("folders", "retract"), ("tensors", "in_place")]
 )
@@ -312,7 +326,7 @@ def test_running_requests_finish(
     policy.expect_all(later, 1)
 
 
-@on("overlap", "normal")
+@on("overlap", "normal", "workers")
 @pytest.mark.parametrize("kv_cache", ["recompute", "fence"])
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
 def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) -> None:
@@ -354,7 +368,7 @@ def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) 
     policy.expect(again.output(), 1)
 
 
-@on("overlap")
+@on("overlap", "workers")
 def test_a_waiting_request_moves(server: Server) -> None:
     """An abort that finds it in the queue says who made the tokens that it had."""
     policy = Policy(server, None)
@@ -373,7 +387,7 @@ def test_a_waiting_request_moves(server: Server) -> None:
     policy.expect(fresh.output(), 1)
 
 
-@on("overlap")
+@on("overlap", "workers")
 def test_requests_that_are_on_their_way_follow(server: Server) -> None:
     """SGLang has looked their adapter up, and sends them when their prompt was computed."""
     policy = Policy(server, None)
@@ -394,7 +408,7 @@ def test_requests_that_are_on_their_way_follow(server: Server) -> None:
         assert output.meta["adapter_versions"] == told
 
 
-@on("overlap", "normal")
+@on("overlap", "normal", "workers")
 def test_an_adapter_that_cannot_be_used(server: Server, name: str) -> None:
     """It is refused when it comes, and not when a request needs it: that ends SGLang."""
     running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
@@ -418,7 +432,7 @@ def test_an_adapter_that_cannot_be_used(server: Server, name: str) -> None:
     expect_all_go_on(running)
 
 
-@on("overlap", "normal")
+@on("overlap", "normal", "workers")
 def test_without_replace(server: Server, name: str, folders: list[Path]) -> None:
     """As SGLang has it, however the name came to its adapter; and what makes no sense."""
     policy = Policy(server, None)
@@ -450,7 +464,7 @@ def test_versions_that_nobody_names(server: Server) -> None:
     policy.expect_all(policy.start(1), 1)
 
 
-@on("normal")
+@on("normal", "workers")
 def test_no_room_for_another(server: Server, folders: list[Path]) -> None:
     """Nothing is unloaded for it, and old ones that requests use are counted."""
     policies = [Policy(server, folders) for _ in range(MAX_LOADED - 1)]
@@ -470,7 +484,7 @@ def test_no_room_for_another(server: Server, folders: list[Path]) -> None:
     )
 
 
-@on("normal")
+@on("normal", "workers")
 def test_no_room_in_a_pause(server: Server, folders: list[Path]) -> None:
     """SGLang unloads one to make room, and waits for its requests, which cannot end."""
     policies = [Policy(server, folders) for _ in range(MAX_LOADED)]
@@ -487,6 +501,124 @@ def test_no_room_in_a_pause(server: Server, folders: list[Path]) -> None:
     resume(server)
     for policy, generation in zip(policies, running, strict=False):
         policy.expect_all([generation], 0)
+
+
+@on("normal", "workers")
+def test_an_adapter_that_made_room_comes_back(server: Server, folders: list[Path]) -> None:
+    """SGLang loads it when a request asks for it, and it is the version that it was. What was
+    used least recently makes room.
+    """
+    policies = [Policy(server, folders) for _ in range(MAX_LOADED + 1)]
+    for policy in policies:
+        policy.load(0)
+    first, second, third, last = policies
+    assert loaded(server) == {second.name, third.name, last.name}
+    second.expect_all(second.start(1), 0)
+    first.expect_all(first.start(1), 0)
+    assert loaded(server) == {second.name, last.name, first.name}
+
+
+# ---- several workers ---------------------------------------------------------------------
+
+
+@on("workers")
+def test_what_one_worker_loads_every_worker_finds(server: Server) -> None:
+    policy = Policy(server, None)
+    with contextlib.ExitStack() as stack:
+        one, other = doors = [stack.enter_context(door(server, each)) for each in workers(server)]
+        for number, (door_of_load, door_of_use) in enumerate(zip(doors, (other, one), strict=True)):
+            body = lora.tensor_body(lora.tensors(number))
+            body |= {"lora_name": policy.name, "replace": True}
+            path = "/load_lora_adapter_from_tensors"
+            version = ask(door_of_load, "POST", path, body)["adapter_version"]
+            for each in doors:
+                assert loaded(each) == {policy.name}
+            policy.versions[number] = version
+            (running,) = start_running(door_of_use, 1, tokens=3, lora_path=policy.name)
+            policy.expect(running.output(), number)
+        assert unload(one, policy.name, non_blocking=True)["success"]
+        for each in doors:
+            refused = each.post("/generate", {"input_ids": [1], "lora_path": policy.name})
+            assert refused["status_code"] == 400, refused
+            assert "never been loaded" in refused["error"]["message"]
+
+
+@on("workers")
+def test_more_adapters_than_fit_a_short_line(server: Server, adapter: Path) -> None:
+    """asyncio reads lines of 64 KiB, unless it is told otherwise."""
+    names = {f"{new_name()}-{'x' * 50_000}" for _ in range(2)}
+    for name in names:
+        body = {"lora_name": name, "lora_path": str(adapter)}
+        ask(server, "POST", "/load_lora_adapter", body)
+    for worker in workers(server):
+        with door(server, worker) as one:
+            assert loaded(one) == names
+    (running,) = start_running(server, 1, tokens=ENDLESS, lora_path=min(names))
+    pause(server, "in_place")
+    assert "1 paused request" in unload(server, min(names))["message"]
+    resume(server)
+    expect_all_go_on([running])
+
+
+@on("normal", "workers")
+def test_a_request_of_an_adapter_that_is_nowhere(server: Server, folders: list[Path]) -> None:
+    """SGLang loads what was unloaded again, and cannot where that came as tensors."""
+    policy = Policy(server, None)
+    policy.load(0)
+    assert unload(server, policy.name)["success"]
+    refused = server.post("/generate", {"input_ids": prompt(), "lora_path": policy.name})
+    assert refused["status_code"] == 400, refused
+    assert "implicitly load" in refused["error"]["message"]
+    policy = Policy(server, folders)
+    policy.load(0)
+    assert unload(server, policy.name)["success"]
+    policy.expect_all(policy.start(1), 0)
+
+
+@on("workers")
+def test_a_load_whose_worker_died_is_known(server: Server) -> None:
+    """It is carried through, and nobody hears its answer."""
+    policy = Policy(server, None)
+    first, second = workers(server)
+    (rank,) = schedulers(server.process.pid)
+    begun = f"Start load Lora adapter from tensors. Lora name={policy.name}"
+    with door(server, first) as one, door(server, second) as other, ThreadPoolExecutor() as threads:
+        rank.suspend()
+        body = {"lora_name": policy.name, **lora.tensor_body(lora.tensors(0))}
+        loading = threads.submit(one.post, "/load_lora_adapter_from_tensors", body)
+        until("it is begun", lambda: begun in server.log_text())
+        first.kill()
+        with pytest.raises(httpx.TransportError):
+            loading.result()
+        rank.resume()
+        until("the other worker finds it", lambda: loaded(other) == {policy.name})
+    until("there are two again", lambda: len(workers(server)) == 2)
+
+
+@on("workers")
+def test_requests_of_a_worker_that_died_keep_their_adapter(server: Server) -> None:
+    """They run on, and nobody but the ranks knows of them."""
+    policy = Policy(server, None)
+    policy.load(0)
+    first, _ = workers(server)
+    with door(server, first) as one:
+        start_running(one, 1, tokens=ENDLESS, lora_path=policy.name)
+        first.kill()
+    until("there are two again", lambda: len(workers(server)) == 2)
+    pause(server, "in_place")
+    refused = unload(server, policy.name)
+    assert refused["status_code"] == 400, refused
+    assert "1 requests of it have not ended" in refused["error_message"]
+    resume(server)
+    with ThreadPoolExecutor() as threads:
+        before = unloadings(server)
+        unloading = threads.submit(unload, server, policy.name)
+        start_running(server, 1, tokens=ENDLESS)
+        assert not unloading.done()
+        assert unloadings(server) == before
+        ask(server, "POST", "/abort_request", {"abort_all": True})
+        assert unloading.result()["success"]
+    assert unloadings(server) == before + 1
 
 
 # ---- two ranks ---------------------------------------------------------------------------
@@ -555,7 +687,7 @@ def tokens_of(server: Server, name: str) -> list[int]:
     return tokens
 
 
-@on("overlap")
+@on("overlap", "workers")
 @pytest.mark.parametrize("path", LOAD)
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
 def test_a_name_passes_to_another_adapter(

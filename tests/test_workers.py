@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.pool import ServerPool
+from tests.support.pool import FLAVOURS, ServerPool
 from tests.support.updates import (
     Call,
     Sender,
@@ -47,14 +48,27 @@ pytest_plugins = ["tests.support.fixtures"]
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
 
+FLAVOURS["granian_server"] = replace(
+    FLAVOURS["workers_server"], flags=(*FLAVOURS["workers_server"].flags, "--enable-http2")
+)
+
+
 @pytest.fixture
 def doors(workers_server: Server) -> Iterator[list[Server]]:
+    yield from doors_of(workers_server)
+
+
+def doors_of(server: Server) -> Iterator[list[Server]]:
     """The same server twice: by way of the one worker, and of the other."""
-    until("there are two workers", lambda: len(workers(workers_server)) == 2)
+    until("there are two workers", lambda: len(workers(server)) == 2)
     with contextlib.ExitStack() as stack:
-        yield [
-            stack.enter_context(door(workers_server, worker)) for worker in workers(workers_server)
-        ]
+        yield [stack.enter_context(door(server, worker)) for worker in workers(server)]
+
+
+@pytest.fixture
+def granians_doors(pool: ServerPool) -> Iterator[list[Server]]:
+    yield from doors_of(pool.get(FLAVOURS["granian_server"]))
+    pool.restore()
 
 
 def start_on_both(doors: list[Server], tokens: int = ENDLESS) -> list[Generation]:
@@ -85,7 +99,7 @@ def test_who_is_asked(doors: list[Server]) -> None:
         assert server.post("/flush_cache")["status_code"] == 200
         refuse(server.post("/pause_generation", {"mode": "never"}), "mode")
         adapter = {"lora_name": "a", "lora_path": "nowhere"}
-        refuse(server.post("/load_lora_adapter", adapter), "--lora-paths", status_code=501)
+        refuse(server.post("/load_lora_adapter", adapter), "--enable-lora")
 
 
 def test_vllms_routes(doors: list[Server]) -> None:
@@ -279,13 +293,28 @@ def test_a_worker_that_dies(
 def test_a_server_that_is_told_to_go(
     workers_server: Server, doors: list[Server], pool: ServerPool
 ) -> None:
-    """Its pauses end, whichever worker they came by, so that its requests can."""
+    """Its pauses end, whichever worker they came by, so that its requests can. The worker whose
+    requests end first does not end the server.
+    """
     one, other = doors
-    running = start_on_both(doors, tokens=600)
+    running = [*start_running(other, 1, tokens=3000), *start_running(one, 1, tokens=1000)]
     pause(one, "in_place")
     settle(other, running)
-    assert all(generation.count < 600 for generation in running)
+    assert all(generation.count < generation.max_new_tokens for generation in running)
     workers_server.process.send_signal(signal.SIGTERM)
     for generation in running:
         expect_whole(generation)
     pool.discard()
+
+
+def test_granians_workers(granians_doors: list[Server], sender: Sender) -> None:
+    """They are started in another way than uvicorn's, and share no socket."""
+    one, other = granians_doors
+    running = start_on_both(granians_doors, tokens=600)
+    pause(other, "in_place")
+    settle(one, running)
+    succeed(sender.send(one, "tensor", 1, weight_version="v1", **LIVE))
+    resume(other)
+    for generation in running:
+        expect_whole(generation)
+    says_everywhere(granians_doors, "v1")

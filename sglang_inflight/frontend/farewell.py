@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import ShutdownReq
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import ContinueBody, ResumeMemoryBody
@@ -26,6 +29,17 @@ def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
         let_go(tokenizer_manager)
     else:
         worker.leave()
+
+
+def end_schedulers(
+    dispatch: Callable[..., None], tokenizer_manager: AdoptedTokenizerManager, obj: object
+) -> None:
+    """Around what goes to the schedulers: a worker may have no request when others have."""
+    worker = tokenizer_manager.inflight.worker if isinstance(obj, ShutdownReq) else None
+    if worker is None:
+        dispatch(tokenizer_manager, obj)
+    else:
+        worker.end()
 
 
 def let_go(tokenizer_manager: AdoptedTokenizerManager) -> None:

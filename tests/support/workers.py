@@ -6,9 +6,10 @@ import contextlib
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import psutil
 
@@ -40,8 +41,9 @@ def door(server: Server, worker: psutil.Process) -> Iterator[Server]:
 
 
 class _Relay:
-    """Hands connections on. Any worker may take a connection, so the others are stopped until
-    this one has: only one that runs can.
+    """Hands connections on. Any worker may take one, so the others are stopped until this one
+    has: only one that runs can. Granian's workers have a queue each, and the kernel chooses
+    one: where it was another's, that connection is given up.
     """
 
     def __init__(self, server: Server, worker: psutil.Process) -> None:
@@ -73,10 +75,20 @@ class _Relay:
     def _open(self) -> socket.socket:
         address = urlsplit(self._server.url)
         with _LOCK, _stopped(other for other in workers(self._server) if other != self._worker):
-            there = socket.create_connection((address.hostname, address.port))
-            port = there.getsockname()[1]
-            until("the worker has taken the connection", lambda: self._has(port))
+            there = until("the worker takes a connection", lambda: self._try(address))
+            assert there is not None
             return there
+
+    def _try(self, address: SplitResult) -> socket.socket | None:
+        there = socket.create_connection((address.hostname, address.port))
+        port = there.getsockname()[1]
+        over = time.monotonic() + 0.5
+        while time.monotonic() < over:
+            if self._has(port):
+                return there
+            time.sleep(0.005)
+        there.close()
+        return None
 
     def _has(self, port: int) -> bool:
         return not self._worker.is_running() or any(

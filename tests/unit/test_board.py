@@ -12,7 +12,18 @@ import pytest
 
 from sglang_inflight.frontend.workers import board
 from sglang_inflight.frontend.workers.board import Board
-from sglang_inflight.frontend.workers.news import Heard, Leaving, News, line, read_news
+from sglang_inflight.frontend.workers.news import (
+    Adapter,
+    Drained,
+    Heard,
+    Leaving,
+    Moved,
+    News,
+    Uses,
+    Using,
+    line,
+    read_told,
+)
 
 FIRST = News(
     weight_version="v0",
@@ -21,6 +32,8 @@ FIRST = News(
     paused=False,
     hollow=False,
     forgotten=0,
+    adapters=(),
+    reloadable=(),
 )
 
 
@@ -31,7 +44,12 @@ class Server:
         self.path = folder / "news"
         self.now = FIRST
         self.told_to_go = asyncio.Event()
-        self.board = Board(lambda: self.now, self.told_to_go.set)
+        self.to_end = asyncio.Event()
+        self.counted: asyncio.Queue[tuple[Uses, Uses]] = asyncio.Queue()
+        self.board = Board(lambda: self.now, self._count, self.told_to_go.set, self.to_end.set)
+
+    async def _count(self, before: Uses, now: Uses) -> None:
+        self.counted.put_nowait((before, now))
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_unix_connection(self.path)
@@ -48,7 +66,9 @@ def on_a_board(tmp_path: Path, doing: Callable[[Server], Awaitable[None]]) -> No
 
 
 async def told(reader: asyncio.StreamReader) -> News:
-    return read_news(await reader.readline())
+    news = read_told(await reader.readline())
+    assert isinstance(news, News)
+    return news
 
 
 def test_an_answer_waits_for_every_worker(tmp_path: Path) -> None:
@@ -107,5 +127,61 @@ def test_a_worker_that_is_silent_keeps_one_answer_waiting(
         await server.board.until_heard()
         assert caplog.text.count("have not heard") == 1
         writer.close()
+
+    on_a_board(tmp_path, do)
+
+
+def test_what_a_worker_uses_ends_with_it(tmp_path: Path) -> None:
+    async def do(server: Server) -> None:
+        _, writer = await server.connect()
+        writer.write(line(Using({"a": 1})))
+        writer.write(line(Using({"a": 2, "b": 1})))
+        assert await server.counted.get() == ({}, {"a": 1})
+        assert await server.counted.get() == ({"a": 1}, {"a": 2, "b": 1})
+        writer.close()
+        assert await server.counted.get() == ({"a": 2, "b": 1}, {})
+
+    on_a_board(tmp_path, do)
+
+
+def test_a_move_is_waited_for(tmp_path: Path) -> None:
+    """It comes after the news of the adapter, and what says that it was heard comes after it."""
+    new = Adapter(lora_id="b", lora_name="policy", lora_path="p", pinned=False)
+
+    async def do(server: Server) -> None:
+        reader, writer = await server.connect()
+        await told(reader)
+        server.now = msgspec.structs.replace(FIRST, adapters=(new,))
+        server.board.tell_of_move(["r"], "a", "b")
+        heard: asyncio.Future[Any] = asyncio.ensure_future(server.board.until_heard())
+        assert (await told(reader)).adapters == (new,)
+        assert read_told(await reader.readline()) == Moved(["r"], "a", "b")
+        writer.write(line(Heard(2)))
+        writer.write(line(Using({"b": 1})))
+        await server.counted.get()
+        assert not heard.done()
+        writer.write(line(Heard((await told(reader)).number)))
+        await heard
+        writer.close()
+
+    on_a_board(tmp_path, do)
+
+
+def test_the_last_worker_with_requests_ends_the_server(tmp_path: Path) -> None:
+    async def do(server: Server) -> None:
+        (first, first_says), (second, second_says), (_, third_says) = [
+            await server.connect() for _ in range(3)
+        ]
+        first_says.write(line(Drained()))
+        # it has died, with its requests
+        second_says.close()
+        first_says.close()
+        for reader in (first, second):
+            await reader.read()
+        third_says.write(line(Leaving()))
+        await server.told_to_go.wait()
+        assert not server.to_end.is_set()
+        third_says.write(line(Drained()))
+        await server.to_end.wait()
 
     on_a_board(tmp_path, do)

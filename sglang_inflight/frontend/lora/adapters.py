@@ -7,7 +7,8 @@ caller says. The old adapter is unloaded when its last request has ended, and no
 that. Each adapter has prefixes of its own in the cache, by its id.
 
 Requests look their adapter's id up by its name and are counted for the id until they end. So
-the front end's counts say who uses an adapter, wherever a request may wait.
+the front end's counts say who uses an adapter, wherever a request may wait. Where workers take
+requests, they count them (``workers/uses.py``).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from sglang_inflight.errors import (
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
 from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from sglang_inflight.frontend.lora.loading import new_name, unload_unused
+from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.messages import (
@@ -40,12 +42,13 @@ from sglang_inflight.messages import (
     MoveRequestsCall,
     NameAdaptersCall,
 )
-from sglang_inflight.unsupported import why_no_pause
-from sglang_inflight.upstream.runtime_context import get_lora, get_memory, get_parallel, get_serving
+from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.upstream.runtime_context import get_lora, get_memory, get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.workers.board import Board
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +78,8 @@ class Adapters:
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
         self._in_background = in_background
+        # to the processes whose requests use adapters, where this one takes none
+        self.board: Board | None = None
         # of all adapters
         self._loads = itertools.count(1)
         # by name: what was loaded last from a folder, and its version
@@ -102,7 +107,7 @@ class Adapters:
 
         What was loaded stays then. A load that was begun is carried through, whoever leaves.
         """
-        _require_one_registry()
+        _require_one_replica()
         return await carry_through(self._tasks, self._load(body))
 
     async def unload(self, body: UnloadAdapterBody, *, forget: bool = False) -> AdapterAnswer:
@@ -110,7 +115,7 @@ class Adapters:
 
         With ``forget`` no request loads it again, as SGLang lets them.
         """
-        _require_one_registry()
+        _require_one_replica()
         if body.non_blocking:
             await carry_through(self._tasks, self._take_name(body.lora_name))
         else:
@@ -258,6 +263,8 @@ class Adapters:
         """
         registry = self._tokenizer_manager.lora_registry
         try:
+            if self.board is not None:
+                await self.board.until_heard()
             counter = registry._counters.get(old_id)
             while counter is not None and counter.value():
                 try:
@@ -296,13 +303,10 @@ class Adapters:
         rids = {rid for answer in answers for rid in answer.rids}
         # the ranks of a replica hold the same requests
         retracted = {answer.dp_rank: answer.retracted for answer in answers}
-        for rid in rids:
-            state = self._tokenizer_manager.rid_to_state.get(rid)
-            # what has ended by now was counted for the old one to its end
-            if state is not None and not state.lora_released and state.obj.lora_id == old_id:
-                state.obj.lora_id = move.to_id
-                await new.increment()
-                await old.decrement()
+        await count_as_moved(self._tokenizer_manager, rids, old_id, move.to_id)
+        if self.board is not None and rids:
+            self.board.tell_of_move(sorted(rids), old_id, move.to_id)
+            await self.board.until_heard()
         await new.decrement()
         return len(rids), sum(retracted.values())
 
@@ -334,17 +338,12 @@ class Adapters:
             return
         if get_parallel().pp_size > 1:
             raise Refused('running="move" needs --pp-size 1: nobody has tried both')
-        if (reason := why_no_pause()) is not None:
+        if (reason := why_no_retraction()) is not None:
             raise Refused(f'running="move" is not possible here: {reason}')
         if get_memory().enable_hierarchical_cache:
             raise Refused('running="move" is not possible with --enable-hierarchical-cache')
 
 
-def _require_one_registry() -> None:
+def _require_one_replica() -> None:
     if get_parallel().dp_size > 1:
         raise NotOffered("SGLang loads and unloads no adapters while it runs with --dp-size > 1")
-    if get_serving().tokenizer_worker_num > 1:
-        raise NotOffered(
-            "with --tokenizer-worker-num above 1 there are the adapters of --lora-paths alone: "
-            "each worker has a registry of its own, and would not find one that another loaded"
-        )

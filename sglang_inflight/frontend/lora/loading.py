@@ -30,7 +30,9 @@ Load = Callable[..., Awaitable[Any]]
 async def load_everywhere(
     load: Load, tm: AdoptedTokenizerManager, obj: LoadAdapterRequest, *args: Any
 ) -> Any:
-    """Around SGLang's own loading, whoever asks for it."""
+    """Around SGLang's own loading, whoever asks for it. In a worker that is a request."""
+    if (worker := tm.inflight.worker) is not None:
+        return await worker.reload(obj)
     if (reason := await why_no_room_in_a_pause(tm)) is not None:
         return LoRAUpdateOutput(success=False, error_message=reason)
     request = _as_ours(tm, obj)

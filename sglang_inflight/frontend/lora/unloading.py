@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import Conflict
+from sglang_inflight.messages import ADAPTER_IN_USE
 from sglang_inflight.upstream.runtime_context import get_lora
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ async def refuse_to_unload_in_a_pause(
     It does not wait for its turn behind others that load and unload: one of them may be
     what waits.
     """
+    tm.inflight.require_owner()
     if tm.is_pause and _users(tm, obj.lora_name):
         # an older pause may be over
         await tm.inflight.pauses.ask_status()
@@ -47,9 +49,10 @@ async def stop_unloading_in_a_pause(
 
     As long as requests use the adapter nothing is sent to the schedulers, so the waiting
     can be given up. Upstream answers a ``ValueError`` with its message, takes no new
-    request for the adapter, and lets the unloading be asked for again.
+    request for the adapter, and lets the unloading be asked for again. So does a rank that has
+    requests of which nobody here knows any more: their worker has died.
     """
-    unloading = asyncio.ensure_future(unload(tm, obj))
+    unloading = asyncio.ensure_future(_unload_when_ranks_let(unload, tm, obj))
     try:
         while not unloading.done():
             await asyncio.wait({unloading}, timeout=LOOK_S)
@@ -59,6 +62,18 @@ async def stop_unloading_in_a_pause(
     finally:
         unloading.cancel()
         await asyncio.wait({unloading})
+
+
+async def _unload_when_ranks_let(
+    unload: Unload, tm: AdoptedTokenizerManager, obj: UnloadAdapterRequest
+) -> Any:
+    while True:
+        result = await unload(tm, obj)
+        if result.success or ADAPTER_IN_USE not in (result.error_message or ""):
+            return result
+        if tm.is_pause:
+            raise ValueError(_say_not(obj.lora_name, result.error_message))
+        await asyncio.sleep(LOOK_S)
 
 
 async def why_no_room_in_a_pause(tm: AdoptedTokenizerManager) -> str | None:
@@ -87,7 +102,9 @@ def _users(tm: AdoptedTokenizerManager, name: str) -> int:
 
 
 def _say(name: str, users: int) -> str:
-    return (
-        f"the adapter {name!r} cannot be unloaded while generation is paused: {users} paused "
-        f"request{'s' if users > 1 else ''} of it cannot end. Continue or abort, then unload it"
-    )
+    requests = f"{users} paused request{'s' if users > 1 else ''}"
+    return _say_not(name, f"{requests} of it cannot end. Continue or abort, then unload it")
+
+
+def _say_not(name: str, why: str) -> str:
+    return f"the adapter {name!r} cannot be unloaded while generation is paused: {why}"

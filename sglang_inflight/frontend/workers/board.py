@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from sglang_inflight.frontend.workers.news import Heard, News, line, read_said
+from sglang_inflight.frontend.workers.news import (
+    Drained,
+    Heard,
+    Leaving,
+    Moved,
+    News,
+    Uses,
+    Using,
+    line,
+    read_said,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +34,8 @@ class _Reader:
         self.heard = 0
         # nobody waits for it until it has said something
         self.is_silent = False
+        self.is_drained = False
+        self.uses: Uses = {}
 
 
 class Board:
@@ -34,21 +46,42 @@ class Board:
     reader any more, and nobody waits for it.
     """
 
-    def __init__(self, read: Callable[[], News], leave: Callable[[], None]) -> None:
-        """``read`` looks up what is so now; ``leave`` is called when a worker is told to go."""
+    def __init__(
+        self,
+        read: Callable[[], News],
+        count: Callable[[Uses, Uses], Awaitable[None]],
+        leave: Callable[[], None],
+        end: Callable[[], None],
+    ) -> None:
+        """``read`` looks up what is so now; ``count`` is told how a worker used adapters before,
+        and how it does now; ``leave`` is called when a worker is told to go, ``end`` once, when
+        no worker is left that has requests.
+        """
         self._read = read
+        self._count = count
         self._leave = leave
+        self._end: Callable[[], None] | None = end
+        self._any_is_drained = False
         self._news = msgspec.structs.replace(read(), number=1)
         self._readers: set[_Reader] = set()
         self._heard = asyncio.Condition()
 
     def post(self) -> None:
         """Tell what has changed, if anything has."""
-        number = self._news.number
-        news = msgspec.structs.replace(self._read(), number=number)
-        if news == self._news:
-            return
-        self._news = msgspec.structs.replace(news, number=number + 1)
+        news = msgspec.structs.replace(self._read(), number=self._news.number)
+        if news != self._news:
+            self._tell(news)
+
+    def tell_of_move(self, rids: list[str], from_id: str, to_id: str) -> None:
+        """Each worker knows the adapter by then that its requests go on with."""
+        self.post()
+        for reader in self._readers:
+            reader.writer.write(line(Moved(rids, from_id, to_id)))
+        # which is heard when that is
+        self._tell(self._news)
+
+    def _tell(self, news: News) -> None:
+        self._news = msgspec.structs.replace(news, number=self._news.number + 1)
         for reader in self._readers:
             reader.writer.write(line(self._news))
 
@@ -88,12 +121,28 @@ class Board:
                         one.heard, one.is_silent = number, False
                         async with self._heard:
                             self._heard.notify_all()
-                    case _:
+                    case Using(uses=uses):
+                        before, one.uses = one.uses, uses
+                        await self._count(before, uses)
+                    case Leaving():
                         self._leave()
+                    case Drained():
+                        one.is_drained = self._any_is_drained = True
+                        self._end_when_all_are_drained()
         except (ConnectionError, msgspec.DecodeError) as error:
             logger.warning("A tokenizer worker was lost: %r", error)
         finally:
             self._readers.discard(one)
+            self._end_when_all_are_drained()
+            await self._count(one.uses, {})
             async with self._heard:
                 self._heard.notify_all()
             writer.close()
+
+    def _end_when_all_are_drained(self) -> None:
+        """Those whose workers have died are none either."""
+        if self._end is None or not self._any_is_drained:
+            return
+        if all(reader.is_drained for reader in self._readers):
+            end, self._end = self._end, None
+            end()

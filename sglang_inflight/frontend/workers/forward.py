@@ -62,6 +62,13 @@ def mount(app: FastAPI, ours: Sequence[BaseRoute], calls: Path) -> None:
     ]
 
 
+def owners_client(calls: Path) -> httpx.AsyncClient:
+    """For one call to the owner, whose socket is ``calls``."""
+    transport = httpx.AsyncHTTPTransport(uds=str(calls), verify=False)
+    # no proxy of the environment's; and the caller's patience is the one that counts
+    return httpx.AsyncClient(transport=transport, trust_env=False, timeout=None)
+
+
 class Forward:
     """An ASGI app: what comes is sent to the owner as it comes, and so is the answer.
 
@@ -71,7 +78,7 @@ class Forward:
     """
 
     def __init__(self, calls: Path) -> None:
-        self._calls = str(calls)
+        self._calls = calls
         # SGLang's middleware for keys looks for it on an endpoint
         auth_level(AuthLevel.ADMIN_OPTIONAL)(self)
 
@@ -107,9 +114,7 @@ class Forward:
         await send({"type": "http.response.body", "body": answer.content})
 
     async def _ask(self, scope: Scope, body: _Body) -> httpx.Response:
-        transport = httpx.AsyncHTTPTransport(uds=self._calls, verify=False)
-        # no proxy of the environment's; and the caller's patience is the one that counts
-        async with httpx.AsyncClient(transport=transport, trust_env=False, timeout=None) as client:
+        async with owners_client(self._calls) as client:
             return await client.request(
                 scope["method"],
                 httpx.URL(

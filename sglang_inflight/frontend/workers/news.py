@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import msgspec
 
+# bytes; a line names every adapter, or every request that moves, and asyncio's limit is 64 KiB
+LONGEST_LINE = 64 << 20
 
-class News(msgspec.Struct, frozen=True, kw_only=True):
+
+# how many requests use an adapter, by its id; none that nobody uses
+Uses = dict[str, int]
+
+
+class Adapter(msgspec.Struct, frozen=True):
+    """A row of SGLang's registry."""
+
+    lora_id: str
+    lora_name: str | None
+    lora_path: str | None
+    pinned: bool | None
+
+
+class News(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """What SGLang's readers in a worker are to know of the server, all of it each time."""
 
     # counts up; what a worker has heard of it says by this
@@ -19,6 +35,17 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     hollow: bool
     # how often preprocessed images and the like were to be forgotten
     forgotten: int
+    # adapters that requests find, and those that they may have loaded again
+    adapters: tuple[Adapter, ...]
+    reloadable: tuple[Adapter, ...]
+
+
+class Moved(msgspec.Struct, tag=True, frozen=True):
+    """Requests that go on with another adapter, whichever worker has them."""
+
+    rids: list[str]
+    from_id: str
+    to_id: str
 
 
 class Heard(msgspec.Struct, tag=True, frozen=True):
@@ -27,15 +54,26 @@ class Heard(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class Using(msgspec.Struct, tag=True, frozen=True):
+    """All that a worker's requests use now."""
+
+    uses: Uses
+
+
 class Leaving(msgspec.Struct, tag=True, frozen=True):
     """A worker was told to go, and with it the server."""
 
 
-Said = Heard | Leaving
-
-read_news = msgspec.json.Decoder(News).decode
-read_said = msgspec.json.Decoder(Heard | Leaving).decode
+class Drained(msgspec.Struct, tag=True, frozen=True):
+    """A worker that was told to go has no request any more."""
 
 
-def line(content: News | Said) -> bytes:
+Told = News | Moved
+Said = Heard | Using | Leaving | Drained
+
+read_told = msgspec.json.Decoder(News | Moved).decode
+read_said = msgspec.json.Decoder(Heard | Using | Leaving | Drained).decode
+
+
+def line(content: Told | Said) -> bytes:
     return msgspec.json.encode(content) + b"\n"

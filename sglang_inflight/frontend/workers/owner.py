@@ -28,23 +28,29 @@ import socket
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import uvicorn
 from fastapi import FastAPI, Query, Response
+from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
 from sglang_inflight.frontend.farewell import let_go
+from sglang_inflight.frontend.workers import reloading
 from sglang_inflight.frontend.workers.board import Board
 from sglang_inflight.frontend.workers.forward import FLUSH
 from sglang_inflight.frontend.workers.invitation import Invitation
-from sglang_inflight.frontend.workers.news import News
+from sglang_inflight.frontend.workers.news import LONGEST_LINE, Adapter, News
+from sglang_inflight.frontend.workers.uses import OwnersRegistry
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.frontend.upstream.lora_registry import LoRARef, LoRARegistry
     from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -68,6 +74,7 @@ class OwnersManager(TokenizerManager):
     """A ``TokenizerManager`` without requests, and so without what only they need."""
 
     board: Board | None = None
+    lora_registry: LoRARegistry
 
     def init_tokenizer_and_processor(self) -> None:
         self.tokenizer = self.processor = self.mm_processor = None
@@ -78,6 +85,15 @@ class OwnersManager(TokenizerManager):
 
     def init_disaggregation(self, **_: Any) -> None:
         """The router has begun what there is one of in a server."""
+
+    def init_lora(self) -> None:
+        super().init_lora()
+        adapters = list(self.lora_registry.get_all_adapters().values())
+        self.lora_registry = OwnersRegistry(adapters, self._until_known)
+
+    async def _until_known(self) -> None:
+        assert self.board is not None
+        await self.board.until_heard()
 
     def record_config_updates(self, source: str, **fields: Any) -> None:
         super().record_config_updates(source, **fields)
@@ -128,18 +144,26 @@ class Owner:
         manager: AdoptedTokenizerManager = made
         made.mm_processor = self._preprocessed
         manager.auto_create_handle_loop()
-        board = Board(lambda: self._news(manager), lambda: self._go(manager))
-        made.board = board
+        board = Board(
+            lambda: self._news(manager),
+            made.lora_registry.count,
+            lambda: self._go(manager),
+            lambda: manager._dispatch_to_scheduler(ShutdownReq()),
+        )
+        made.board = manager.inflight.adapters.board = board
         manager.set_engine_state_changed_callback(board.post)
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
+        reloading.mount(app, manager)
         calls = socket.socket(socket.AF_UNIX)
         calls.bind(str(self.invitation.calls))
         calls.listen(128)
         config = uvicorn.Config(AnswersWhenHeard(app, board), lifespan="off", log_config=None)
         # the worker that was called has a line of it, and nobody else answers here
         logging.getLogger("uvicorn.access").addFilter(lambda _: False)
-        async with await asyncio.start_unix_server(board.attend, self.invitation.news):
+        async with await asyncio.start_unix_server(
+            board.attend, self.invitation.news, limit=LONGEST_LINE
+        ):
             self._serves.set_result(None)
             await uvicorn.Server(config).serve(sockets=[calls])
 
@@ -151,6 +175,8 @@ class Owner:
             paused=manager.is_pause,
             hollow=manager.inflight.is_hollow,
             forgotten=self._preprocessed.forgotten,
+            adapters=_rows(manager.lora_registry.get_all_adapters()),
+            reloadable=_rows(manager.lora_ref_cache),
         )
 
     def _go(self, manager: AdoptedTokenizerManager) -> None:
@@ -158,6 +184,10 @@ class Owner:
         if not manager.gracefully_exit:
             manager.gracefully_exit = True
             let_go(manager)
+
+
+def _rows(adapters: Mapping[str, LoRARef]) -> tuple[Adapter, ...]:
+    return tuple(msgspec.convert(ref, Adapter, from_attributes=True) for ref in adapters.values())
 
 
 class AnswersWhenHeard:

@@ -9,12 +9,29 @@ from typing import TYPE_CHECKING
 
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.workers.invitation import Invitation
-from sglang_inflight.frontend.workers.news import Heard, Leaving, News, line, read_news
+from sglang_inflight.frontend.workers.news import (
+    LONGEST_LINE,
+    Drained,
+    Heard,
+    Leaving,
+    Moved,
+    News,
+    Said,
+    Uses,
+    Using,
+    line,
+    read_told,
+)
+from sglang_inflight.frontend.workers.reloading import reload
+from sglang_inflight.frontend.workers.uses import WorkersRegistry, as_sglangs
 
 if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.upstream.requests import LoadAdapterRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +50,19 @@ class Worker:
         self._frontend = frontend
         self._tokenizer_manager = tokenizer_manager
         self._writer: asyncio.StreamWriter | None = None
+        self._calls = invitation.calls
+        self._adapters = WorkersRegistry(self._uses_have_changed)
+        tokenizer_manager.lora_registry = self._adapters
+        self._told_uses: Uses = {}
+        self._tells_uses_soon = False
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(invitation.news))
         # no byte more than the line, because the rest is read elsewhere
         with connection.makefile("rb", buffering=0) as file:
-            self._news = read_news(file.readline())
-        self._act(self._news)
+            first = read_told(file.readline())
+        assert isinstance(first, News)
+        self._news = first
+        self._act(first)
         connection.setblocking(False)
         keep(tokenizer_manager.asyncio_tasks, self._listen(connection))
 
@@ -52,15 +76,34 @@ class Worker:
 
     def leave(self) -> None:
         """This worker was told to go, so that pauses must end."""
-        if self._writer is not None:
-            self._writer.write(line(Leaving()))
+        self._say(Leaving())
+
+    def end(self) -> None:
+        """Its requests have ended. SGLang would end the schedulers now, and with them the
+        requests of other workers.
+        """
+        self._say(Drained())
+
+    async def reload(self, request: LoadAdapterRequest) -> AdapterAnswer:
+        """An adapter that was unloaded to make room, and that a request asks for."""
+        return await reload(self._calls, request)
 
     async def _listen(self, connection: socket.socket) -> None:
-        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
-        self._writer.write(line(Heard(self._news.number)))
-        while news := await reader.readline():
-            self._act(read_news(news))
-            self._writer.write(line(Heard(self._news.number)))
+        reader, self._writer = await asyncio.open_unix_connection(
+            sock=connection, limit=LONGEST_LINE
+        )
+        self._tell_uses()
+        self._say(Heard(self._news.number))
+        while told := await reader.readline():
+            match read_told(told):
+                case News() as news:
+                    self._act(news)
+                    await self._adapters.until_counted()
+                    self._tell_uses()
+                    self._say(Heard(news.number))
+                case Moved(rids=rids, from_id=from_id, to_id=to_id):
+                    await count_as_moved(self._tokenizer_manager, rids, from_id, to_id)
+                    self._tell_uses()
         logger.error("The process that owns the server's state has ended.")
 
     def _act(self, news: News) -> None:
@@ -76,3 +119,23 @@ class Worker:
             clear_preprocessed(tokenizer_manager)
         tokenizer_manager.is_pause = news.paused
         self._frontend.is_hollow = news.hollow
+        self._adapters.become(news.adapters)
+        refs = map(as_sglangs, news.reloadable)
+        tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}
+
+    def _uses_have_changed(self) -> None:
+        """Told once for all that begin or end in one turn of the event loop."""
+        if not self._tells_uses_soon:
+            self._tells_uses_soon = True
+            asyncio.get_running_loop().call_soon(self._tell_uses)
+
+    def _tell_uses(self) -> None:
+        self._tells_uses_soon = False
+        uses = self._adapters.uses()
+        if uses != self._told_uses and self._writer is not None:
+            self._told_uses = uses
+            self._say(Using(uses))
+
+    def _say(self, said: Said) -> None:
+        if self._writer is not None:
+            self._writer.write(line(said))

@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sglang_inflight.errors import Conflict, NotFound, RankFailed
-from sglang_inflight.messages import MoveRequestsCall, NameAdaptersCall, RequestsMoved
+from sglang_inflight.messages import (
+    ADAPTER_IN_USE,
+    MoveRequestsCall,
+    NameAdaptersCall,
+    RequestsMoved,
+)
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.lora.fit import why_it_does_not_fit
 from sglang_inflight.scheduler.provenance.adapter_versions import FIRST_VERSION, AdapterVersions
@@ -75,11 +80,28 @@ class Adapters:
     def unload(
         self, unload: Callable[[], LoRAUpdateOutput], request: UnloadAdapterRequest
     ) -> LoRAUpdateOutput:
-        """Around SGLang's handler."""
+        """Around SGLang's handler. Not while there are requests of it, which ends SGLang: the
+        front end counts them, and does not know those of a worker that has died.
+        """
+        if request.lora_id is not None and (users := self._requests_of(request.lora_id)):
+            return self._manager.create_lora_update_result(
+                success=False, error_message=f"{len(users)} {ADAPTER_IN_USE}"
+            )
         result = unload()
         if result.success and request.lora_id is not None:
             self.versions.forget(request.lora_id)
         return result
+
+    def admit(self, req: Req) -> None:
+        """A request, new or retracted, enters the waiting queue.
+
+        What a worker has sent that died, or was not heard of, may come when its adapter is
+        unloaded. SGLang ends when it is about to run such a request.
+        """
+        if req.lora_id is not None and req.lora_id not in self._manager.loras:
+            req.lora_id = None
+            req.set_finish_with_abort("the adapter that it asks for was unloaded meanwhile")
+        self.versions.begin(req)
 
     def name(self, call: NameAdaptersCall) -> None:
         """Names are what a load is refused for, and what answers list."""

@@ -1,0 +1,59 @@
+"""A request asks for an adapter that was unloaded to make room: its worker has the owner load it
+again, as SGLang does by itself where there is one worker.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput
+
+from sglang_inflight.frontend.workers.forward import owners_client
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
+    from sglang_inflight.upstream.requests import LoadAdapterRequest
+
+# on the owner's socket alone
+_PATH = "/inflight/reload_lora_adapter"
+
+
+class _Asked(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    pinned: bool | None
+
+
+class _Answer(msgspec.Struct):
+    success: bool
+    error_message: str
+
+
+async def reload(calls: Path, request: LoadAdapterRequest) -> AdapterAnswer:
+    """In a worker. When it returns, the worker finds the adapter."""
+    asked: Any = msgspec.convert(request, _Asked, from_attributes=True)
+    async with owners_client(calls) as client:
+        response = await client.post(f"http://owner{_PATH}", content=msgspec.json.encode(asked))
+        response.raise_for_status()
+    answer = msgspec.json.decode(response.content, type=_Answer)
+    return LoRAUpdateOutput(success=answer.success, error_message=answer.error_message)
+
+
+def mount(app: FastAPI, manager: AdoptedTokenizerManager) -> None:
+    """In the owner."""
+
+    async def load(request: Request) -> Response:
+        asked = msgspec.json.decode(await request.body(), type=_Asked)
+        result = await manager.load_lora_adapter(
+            LoadLoRAAdapterReqInput(
+                lora_name=asked.lora_name, lora_path=asked.lora_path, pinned=asked.pinned
+            )
+        )
+        answer = _Answer(success=result.success, error_message=result.error_message or "")
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    app.router.add_api_route(_PATH, load, methods=["POST"])
