@@ -19,8 +19,10 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.runtime_context import (
     get_disagg,
     get_exec,
+    get_lora,
     get_model,
     get_parallel,
+    get_serving,
     get_spec,
 )
 
@@ -36,9 +38,9 @@ ONE_TOKENIZER = (
 NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
 NO_RAY = "SGLang Inflight needs a server without --use-ray: SGLang loads no plugins in Ray's actors"
 NO_LOCAL_BROADCAST = (
-    "SGLang Inflight needs a server without "
-    "--enable-dp-attention-local-control-broadcast, which elastic expert parallelism and "
-    "DWDP switch on: control messages then reach ranks in different steps"
+    "SGLang Inflight needs a server without --enable-dp-attention-local-control-broadcast where "
+    "that comes with elastic expert parallelism, DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER or "
+    "--pp-size above 1: control messages then reach ranks in different steps"
 )
 NO_FIRST_UPDATE = (
     "SGLANG_INFLIGHT_REQUIRE_UPDATE needs --pp-size 1, no --disaggregation-mode and no "
@@ -93,9 +95,21 @@ def why_not(engine_class: type, server_args: ServerArgs, *, is_engine: bool = Fa
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
     if Settings.from_environment().require_update and (resolved.pp_size > 1 or other_loop):
         return NO_FIRST_UPDATE
-    if resolved.enable_dp_attention_local_control_broadcast:
+    if _hears_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST
     return None
+
+
+def _hears_in_different_steps(resolved: ServerArgs) -> bool:
+    """``scheduler/in_step.py`` needs ranks that are there and meet before each forward."""
+    if not resolved.enable_dp_attention_local_control_broadcast:
+        return False
+    return (
+        resolved.elastic_ep_backend is not None
+        or resolved.dwdp_size > 1
+        or resolved.pp_size > 1
+        or envs.SGLANG_SCHEDULER_SKIP_ALL_GATHER.get()
+    )
 
 
 def why_refused(why: str, *, off: bool, in_fork: bool) -> str | None:
@@ -132,10 +146,38 @@ def why_no_pause() -> str | None:
             return "a pause needs --pp-size 1 with --enable-dp-attention: nobody has tried both"
         if get_spec().speculative_algorithm is not None:
             return "a pause needs --pp-size 1 with speculative decoding: nobody has tried both"
-    if get_disagg().disaggregation_mode != "null":
-        return "a pause needs a server without --disaggregation-mode"
+        if get_disagg().disaggregation_mode != "null":
+            return "a pause needs --pp-size 1 with --disaggregation-mode: it has loops of its own"
     if get_disagg().enable_pdmux:
         return "a pause needs a server without --enable-pdmux"
+    return None
+
+
+def why_no_retraction() -> str | None:
+    """Why this server cannot have running requests start anew, or None where it can."""
+    if (reason := why_no_pause()) is not None:
+        return reason
+    if get_disagg().disaggregation_mode != "null":
+        return (
+            "one server makes the KV of a request's prompt and another one uses it "
+            "(--disaggregation-mode)"
+        )
+    return None
+
+
+def why_not_sent_for_again(*, is_multimodal: bool) -> str | None:
+    """Why a decode server cannot have the KV of its requests made anew, or None where it can.
+
+    SGLang then sends the prefill server the tokens that a request has, and nothing else of it.
+    """
+    lacks = {
+        "no adapter (--enable-lora)": get_lora().enable_lora,
+        "no images": is_multimodal,
+        "no key (--api-key)": get_serving().api_key is not None,
+    }
+    for what, is_wanted in lacks.items():
+        if is_wanted:
+            return f"SGLang sends for a prompt's KV again with {what}"
     return None
 
 

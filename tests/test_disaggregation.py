@@ -14,11 +14,22 @@ import pytest
 
 from harness.marker import FIRST
 from harness.server import Server, serve
-from tests.support.load import Generation, Output, labels_of, status, until, update
+from tests.support.load import (
+    Generation,
+    Output,
+    labels_of,
+    pause,
+    resume,
+    settle,
+    status,
+    until,
+    until_waiting,
+    update,
+)
 from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"
-POOL = 1024  # tokens
+POOL, PROMPT = 1024, 16  # tokens
 _rooms = itertools.count(1)
 
 
@@ -46,6 +57,7 @@ def decode_server(
 
 @pytest.fixture
 def server(decode_server: Server, checkpoints: Path) -> Server:
+    resume(decode_server)
     update(decode_server, checkpoints, 0)
     return decode_server
 
@@ -62,8 +74,9 @@ def expect_whole(generation: Generation) -> Output:
     assert output.finish_reason == "length", output.meta
     assert len(output.tokens) == generation.max_new_tokens
     labels = labels_of(output.meta["weight_versions"])
-    # the first token is nobody's
+    # the first token is nobody's, and the prompt's KV
     assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
+    assert labels_of(output.meta["kv_versions"])[PROMPT:] == labels[1:]
     return output
 
 
@@ -89,16 +102,80 @@ def test_spans_of_what_memory_drove_out(server: Server, checkpoints: Path) -> No
     assert any(output.meta["num_retractions"] for output in outputs)
 
 
+def test_an_update_in_a_pause(server: Server, checkpoints: Path) -> None:
+    """Exact to the token, in a server that accepts requests and is healthy meanwhile."""
+    running = start(server, 2, tokens=240)
+    for generation in running:
+        generation.wait_for_tokens(3)
+    pause(server, "in_place")
+    (later,) = start(server, 1, tokens=10)
+    until_waiting(server, 1)
+    counts = settle(server, [*running, later])
+    assert server.get("/health_generate")["status_code"] == 200
+    update(server, checkpoints, 1, kv_cache="fence")
+    resume(server)
+    for generation, count in zip(running, counts, strict=False):
+        labels = labels_of(expect_whole(generation).meta["weight_versions"])
+        assert labels == ["v0"] * count + ["v1"] * (240 - count)
+    assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v1"}
+
+
+def test_pauses_that_drain(server: Server, checkpoints: Path) -> None:
+    """One lets requests run to their end and no other begin, one ends all, those that wait too."""
+    (running,) = start(server, 1, tokens=100)
+    running.wait_for_tokens(3)
+    (rank,) = pause(server, "wait")["ranks"]
+    assert rank["running"] == 0
+    expect_whole(running)
+    waiting = start(server, 2, tokens=10)
+    until_waiting(server, 2)
+    assert settle(server, waiting) == [0, 0]
+    (rank,) = pause(server, "abort")["ranks"]
+    assert (rank["running"], rank["waiting"], rank["aborted"]) == (0, 0, 2)
+    for generation in waiting:
+        generation.wait_for_end()
+    # nothing has KV, so all of it can be made anew
+    update(server, checkpoints, 1)
+    (later,) = start(server, 1, tokens=10)
+    resume(server)
+    assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v1"}
+
+
+def test_a_pause_that_retracts(server: Server, checkpoints: Path) -> None:
+    """The prefill server makes the KV anew, which here is nobody. What was retracted can end."""
+    running = start(server, 2, tokens=120)
+    for generation in running:
+        generation.wait_for_tokens(3)
+    (rank,) = pause(server, "retract")["ranks"]
+    assert rank["retracted"] == 2
+    left, _ = counts = settle(server, running)
+    running[0].abort()
+    output = running[0].output()
+    assert (output.finish_reason, len(output.tokens)) == ("abort", left)
+    update(server, checkpoints, 1)
+    resume(server)
+    output = running[1].output()
+    labels = labels_of(output.meta["weight_versions"])
+    assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
+    assert labels == ["v0"] * counts[1] + ["v1"] * (120 - counts[1])
+    assert set(labels_of(output.meta["kv_versions"])) == {"v1"}
+
+
 def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) -> None:
-    """A request retracted here waits for a continue before its prompt is sent for again."""
+    """A request that is retracted here has to be sent to the prefill server again."""
     (running,) = start(server, 1, tokens=240)
     running.wait_for_tokens(3)
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}
     refuse(server.post("/update_weights_from_disk", body), "--disaggregation-mode")
     refuse(server.post("/inflight/rollback", {"flush_cache": True}), "--disaggregation-mode")
-    refuse(server.post("/pause_generation", {"mode": "in_place"}), "--disaggregation-mode")
     # SGLang's own release asks for CUDA when the memory is gone, and ends the scheduler
     refuse(server.post("/release_memory_occupation", {}), "--disaggregation-mode")
+    pause(server, "in_place")
+    waits = {**body, "non_blocking": False}
+    refuse(
+        server.post("/update_weights_from_disk", waits), "--disaggregation-mode", status_code=409
+    )
+    resume(server)
     assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 240
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.scheduler.pause import pause as module
@@ -20,6 +21,7 @@ class Scheduler:
         self.told: list[str] = []
         self.running: set[Any] = {object(), object()}
         self.chunked_req = self.cur_batch_for_debug = None
+        self.disaggregation_mode = DisaggregationMode.NULL
         # no socket: it does not sleep
         self.ipc_channels = SimpleNamespace(recv_from_tokenizer=None)
         self.fails = False
@@ -56,6 +58,11 @@ class Scheduler:
 
     def live_requests(self) -> set[Any]:
         return set()
+
+    def between_servers(self) -> list[Any]:
+        return []
+
+    may_be_written_to = False
 
 
 class Answers:

@@ -323,6 +323,15 @@ def test_what_a_mode_does_first(mode: str, moves: tuple[type, ...]) -> None:
     assert tuple(type(move) for move in done.moves) == moves
 
 
+def test_retract_drains_where_a_server_says_so() -> None:
+    call = PauseCall(call_id="a retracts", mode="retract", pause_id="a")
+    asked = transition(HeldPauses(), Asked(call, 0.0, (*machine.DRAINING_MODES, "retract")))
+    assert (asked.pauses.state, asked.moves, asked.sayings) == (DRAINING, (Drain(),), ())
+    drained = transition(asked.pauses, Drained())
+    assert (drained.pauses.state, drained.pauses.mode) == (FROZEN, "retract")
+    assert drained.sayings == (Grant(call),)
+
+
 def test_one_who_is_refused_is_told_why() -> None:
     pauses = after("a wait")
     refused, granted = transition(pauses, EVENTS["b in_place"](2)).sayings

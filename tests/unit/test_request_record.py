@@ -22,7 +22,7 @@ class Queues:
     def running_requests(self) -> set[Req]:
         return self.running
 
-    def waiting_requests(self) -> list[Req]:
+    def requests_without_kv(self) -> list[Req]:
         return self.waiting
 
 

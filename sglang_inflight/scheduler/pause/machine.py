@@ -19,6 +19,8 @@ The loop runs in RUNNING; in DRAINING, but for what it admits; and in FROZEN not
 event that is about a pause which is not held changes nothing, and a call is refused then.
 What else decides is who holds pauses and whose call still waits for the draining to end:
 
+- On a prefill server ``retract`` drains as ``wait`` does: what has begun there is soon over, and
+  another server waits for it.
 - RUNNING is where nobody holds a pause, DRAINING where a call waits, FROZEN all else.
 - A pause that freezes at once ends the draining: the calls that wait for it are refused, and
   hold nothing. Those that drain as well wait together.
@@ -42,7 +44,7 @@ from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.status import MEMORY
 
 # They let requests run on until none does. The other modes freeze at once.
-_DRAINING_MODES = ("abort", "wait")
+DRAINING_MODES: tuple[PauseMode, ...] = ("abort", "wait")
 
 
 class PauseState(enum.Enum):
@@ -79,6 +81,8 @@ class Asked:
 
     call: PauseCall
     now: float
+    # the modes that drain on this server
+    draining: tuple[PauseMode, ...] = DRAINING_MODES
 
 
 @dataclass(frozen=True)
@@ -240,8 +244,8 @@ class Transition(NamedTuple):
 def transition(pauses: HeldPauses, event: Event) -> Transition:
     """Defined for each event in each state; what cannot happen in a state changes nothing."""
     match event:
-        case Asked(call, now):
-            return _ask(pauses, call, now)
+        case Asked():
+            return _ask(pauses, event)
         case Continued(released):
             return _continue(pauses, released)
         case LeaseOver(pause_id):
@@ -256,32 +260,35 @@ def transition(pauses: HeldPauses, event: Event) -> Transition:
             return _wake(pauses)
 
 
-def _ask(pauses: HeldPauses, call: PauseCall, now: float) -> Transition:
+def _ask(pauses: HeldPauses, asked: Asked) -> Transition:
+    call = asked.call
     held = pauses.find(call.pause_id)
     if call.renews or (call.may_be_held and held is not None):
-        return _renew(pauses, held, call, now)
+        return _renew(pauses, held, asked)
     if call.yields and pauses.state is PauseState.FROZEN:
         # it would let run what somebody else has frozen, and nothing runs anyhow
         return Transition(pauses, sayings=(Grant(call),))
     assert call.mode is not None
-    return _take(pauses, call, call.mode, now)
+    return _take(pauses, asked, call.mode)
 
 
-def _renew(pauses: HeldPauses, held: Holder | None, call: PauseCall, now: float) -> Transition:
+def _renew(pauses: HeldPauses, held: Holder | None, asked: Asked) -> Transition:
+    call = asked.call
     if held is None:
         return Transition(pauses, sayings=(_refuse_unheld(call, call.pause_id),))
     mode = call.mode or held.mode
     if pauses.state is not PauseState.FROZEN or mode != held.mode:
-        return _take(pauses, call, mode, now)
+        return _take(pauses, asked, mode)
     # what a "wait" left frozen must not run again
-    renewed = replace(held, expires_at=_after(now, call.lease_s))
+    renewed = replace(held, expires_at=_after(asked.now, call.lease_s))
     holders = tuple(renewed if holder is held else holder for holder in pauses.holders)
     return Transition(replace(pauses, holders=holders), sayings=(Grant(call),))
 
 
-def _take(pauses: HeldPauses, call: PauseCall, mode: PauseMode, now: float) -> Transition:
+def _take(pauses: HeldPauses, asked: Asked, mode: PauseMode) -> Transition:
+    call, now = asked.call, asked.now
     # while memory is away nothing can run to its end
-    drains = mode in _DRAINING_MODES and pauses.memory is None
+    drains = mode in asked.draining and pauses.memory is None
     pauses, refusals = _withdraw(
         pauses,
         f"a pause of mode {mode} took its place",

@@ -56,6 +56,7 @@ from sglang_inflight.scheduler.pause.machine import (
     transition,
 )
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
+from sglang_inflight.scheduler.pause.transfers import Transfers
 from sglang_inflight.status import Holder, PauseStatus
 from sglang_inflight.upstream.runtime_context import get_parallel
 
@@ -80,11 +81,14 @@ class Pause:
         self._answers = answers
         self._metrics = metrics
         self._sleeper = Sleeper(scheduler)
+        self._transfers = Transfers(scheduler, boundary)
         self._held = HeldPauses()
         # events that it went through, by which a message knows whether it is still true
         self._seen = 0
         # while the loop drains: requests that ran when it began
         self._may_run: set[Req] = set()
+        # those that were ended between two servers, where it takes the loop to let go of them
+        self._ending: set[Req] = set()
         # by the id of the call that they were ended for, until it is answered
         self._aborted: dict[str, int] = {}
         # by the move that is being made
@@ -106,7 +110,7 @@ class Pause:
 
     def ask(self, call: PauseCall) -> None:
         """Take or renew a pause; answered here, or at the boundary where draining ends."""
-        self._go_through(Asked(call, time.monotonic()))
+        self._go_through(Asked(call, time.monotonic(), self._transfers.draining_modes))
 
     def resume(self, call: ContinueCall) -> None:
         """Let go of one pause, or of all; run on when none is left."""
@@ -146,6 +150,7 @@ class Pause:
         self._publish_load()
         # a step's result answers the health checks that came in meanwhile; here is no step
         self._scheduler.maybe_send_health_check_signal()
+        self._transfers.go_on()
         self.sleep()
         return True
 
@@ -163,7 +168,10 @@ class Pause:
 
     def sleep(self) -> None:
         """Until a message comes or a time runs out."""
-        self._sleeper.sleep(min((at for at, _ in self._held.alarms), default=None))
+        alarms = [at for at, _ in self._held.alarms]
+        if (look := self._transfers.next_look) is not None:
+            alarms.append(look)
+        self._sleeper.sleep(min(alarms, default=None))
 
     def admits(self, req: Req) -> bool:
         """While draining, run only what already ran, or was aborted and must be ended."""
@@ -236,7 +244,8 @@ class Pause:
                 self._freeze()
             case Drain():
                 self._end_freeze(torch_empty_cache=False)
-                self._may_run = self._boundary.running_requests()
+                self._may_run = self._boundary.running_requests() | self._ending
+                self._ending = set()
             case RunOn(torch_empty_cache):
                 self._end_freeze(torch_empty_cache=torch_empty_cache)
                 self._may_run = set()
@@ -273,8 +282,10 @@ class Pause:
 
     def _abort_all(self) -> int:
         self._boundary.drain()
-        aborted = len(self._boundary.running_requests()) + len(self._boundary.waiting_requests())
+        waiting = {*self._boundary.waiting_requests(), *self._boundary.between_servers()}
+        aborted = len(self._boundary.running_requests() | waiting)
         self._scheduler.abort_request(AbortReq(abort_all=True))
+        self._ending = set(self._boundary.between_servers())
         return aborted
 
     def _still_drains(self) -> bool:
@@ -283,6 +294,8 @@ class Pause:
             or bool(self._boundary.pending_batches)
             or self._scheduler.chunked_req is not None
             or any(self.admits(req) for req in self._boundary.waiting_requests())
+            or any(req in self._may_run for req in self._boundary.between_servers())
+            or self._boundary.may_be_written_to
         )
 
     def _freeze(self) -> None:
@@ -290,7 +303,7 @@ class Pause:
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
         # the watchdog takes a batch that makes no step for a hang
         self._scheduler.cur_batch_for_debug = None
-        self._may_run = set()
+        self._may_run = self._ending = set()
         if self._frozen_at is None:
             self._frozen_at = time.perf_counter()
             self._metrics.paused.set(1)
@@ -315,3 +328,4 @@ class Pause:
                 stats.wait_queue_entry_time += seconds
             if stats.forward_entry_time > 0:
                 stats.forward_entry_time += seconds
+        self._transfers.forgive(seconds)

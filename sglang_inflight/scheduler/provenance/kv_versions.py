@@ -16,7 +16,8 @@ puts the cached slot in its place. A forward that overlap scheduling launches be
 reads the new slot, and the spans show the cached one.
 
 With a hierarchical cache KV is copied to slots of the host and back, to other slots of the pool.
-Its version goes with it.
+Its version goes with it. So it does where a decode server that is short of memory keeps a
+request's KV on the host. KV that comes from a prefill server comes with its versions.
 
 Stream order: recording and reading are enqueued on the scheduler's stream, as the allocation
 of the slots and of a request's row are. So a read sees what was recorded before it and waits
@@ -25,20 +26,24 @@ for no forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.utils import is_pin_memory_available
 
 from sglang_inflight.scheduler.host_tier import count_host_slots
-from sglang_inflight.scheduler.provenance.request_record import Spans
+from sglang_inflight.scheduler.provenance.request_record import Spans, record_of
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+
+
+# what made a request's KV, from its first position on: a label, and of how many positions
+LabelRuns = list[tuple[VersionLabel, int]]
 
 
 class KVVersions:
@@ -53,17 +58,39 @@ class KVVersions:
         # the same of the host's slots; None where there are none, too
         self._of_host_slot: torch.Tensor | None = None
         self._labels: list[VersionLabel] = []
+        self._indices: dict[VersionLabel, int] = {}
+        # of the labels that were this server's own, in order: the last is that of the next forward
+        self._own: list[int] = []
 
     def change(self, old: VersionLabel, new: VersionLabel) -> None:
         """Forwards that are launched from now on write KV of ``new``."""
+        self._begin(old)
+        self._own.append(self._index(new))
+
+    def _begin(self, current: VersionLabel) -> torch.Tensor:
+        """All KV so far is of ``current``, if there was no other label before."""
         if self._of_slot is None:
-            self._labels = [old]
+            self._own = [self._index(current)]
             # a page more than there are slots: the first page takes what padding writes
             slots = self._scheduler.token_to_kv_pool_allocator.size + self._scheduler.page_size
             self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
             if (host_slots := count_host_slots(self._scheduler.tree_cache)) > 0:
                 self._of_host_slot = torch.zeros(host_slots, dtype=torch.int32, device=self._device)
-        self._labels.append(new)
+        return self._of_slot
+
+    def _index(self, label: VersionLabel) -> int:
+        if label not in self._indices:
+            self._indices[label] = len(self._labels)
+            self._labels.append(label)
+        return self._indices[label]
+
+    def has_been(self, label: VersionLabel) -> bool:
+        """Was it this server's own, before or after a change? Others' name their server."""
+        return label in self._indices
+
+    def own_labels(self) -> Iterator[VersionLabel]:
+        """Those before and after each change so far, the newest first."""
+        return (self._labels[index] for index in reversed(self._own))
 
     def follow_to_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
         """The KV in ``slots`` is about to be copied to ``host_slots``."""
@@ -83,7 +110,7 @@ class KVVersions:
         if self._of_slot is None or batch.out_cache_loc is None:
             return
         if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
-            self._of_slot.index_fill_(0, batch.out_cache_loc, len(self._labels) - 1)
+            self._of_slot.index_fill_(0, batch.out_cache_loc, self._own[-1])
 
     def record_taken(
         self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int
@@ -106,34 +133,76 @@ class KVVersions:
         at = torch.tensor([rows, positions], dtype=torch.int64, pin_memory=self._pins)
         row, position = at.to(self._device, non_blocking=True)
         slots = self._scheduler.req_to_token_pool.req_to_token[row, position]
-        self._of_slot.index_fill_(0, slots.long(), len(self._labels) - 1 - behind)
+        self._of_slot.index_fill_(0, slots.long(), self._own[-1 - behind])
+
+    def record_received(self, req: Req, made_by: LabelRuns, current: VersionLabel) -> None:
+        """Another server has written the KV of ``req``, and says who made it from its start on.
+
+        But for a prefix that was found in this server's own cache, and was not sent.
+        """
+        if self._of_slot is None and all(label == current for label, _ in made_by):
+            return
+        of_slot = self._begin(current)
+        slots = self._slots(req, req.kv.kv_committed_len)
+        end = 0
+        for label, length in made_by:
+            start, end = max(end, req.kv.cache_protected_len), end + length
+            if start < end:
+                of_slot.index_fill_(0, slots[start:end], self._index(label))
+
+    def back_up(self, req: Req) -> None:
+        """The KV of ``req`` is about to be kept on the host, and its slots are let go."""
+        if self._of_slot is None:
+            # all is of the first label, and may not be when it comes back
+            record_of(req).kv_backup = torch.zeros(1, dtype=torch.int32, device=self._device)
+        else:
+            record_of(req).kv_backup = self._of_slot[self._slots(req, req.seqlen - 1)]
+
+    def restore(self, req: Req) -> None:
+        """It comes back, to other slots."""
+        record = record_of(req)
+        backup, record.kv_backup = record.kv_backup, None
+        # there is none where it comes to the host first from a prefill server
+        if self._of_slot is not None and backup is not None:
+            self._of_slot[self._slots(req, req.seqlen - 1)] = backup
 
     def read(self, req: Req, current: VersionLabel) -> Spans | None:
-        """Spans over the KV of ``req``: its prompt and its output, but for the last token.
+        """Spans of ``runs``. None where the slots do not tell."""
+        made_by = self.runs(req, current)
+        if made_by is None:
+            return None
+        spans: Spans = []
+        start = 0
+        for label, length in made_by:
+            spans.append(label.span(start, start + length))
+            start += length
+        return spans
+
+    def runs(self, req: Req, current: VersionLabel) -> LabelRuns | None:
+        """Of the KV of ``req``: its prompt and its output, but for the last token.
 
         The last token was sampled and never computed. ``current`` is the label while
-        there was only one. None where the slots do not tell: in a disaggregated server
-        another one wrote them, and where chunks of prompts are mixed with speculation
-        only the GPU knows them.
+        there was only one. None where the slots do not tell: where chunks of prompts are
+        mixed with speculation only the GPU knows them.
         """
         scheduler = self._scheduler
-        if scheduler.disaggregation_mode.value != "null":
-            return None
         if scheduler.is_mixed_chunk and not scheduler.spec_algorithm.is_none():
             return None
         used = min(req.kv.kv_committed_len, _computed(req))
         if used == 0:
             return []
         if self._of_slot is None:
-            return [current.span(0, used)]
-        row = scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :used]
-        runs, lengths = torch.unique_consecutive(self._of_slot[row.long()], return_counts=True)
-        spans: Spans = []
-        start = 0
-        for index, length in zip(runs.tolist(), lengths.tolist(), strict=True):
-            spans.append(self._labels[index].span(start, start + length))
-            start += length
-        return spans
+            return [(current, used)]
+        of_position = self._of_slot[self._slots(req, used)]
+        indices, lengths = torch.unique_consecutive(of_position, return_counts=True)
+        return [
+            (self._labels[index], length)
+            for index, length in zip(indices.tolist(), lengths.tolist(), strict=True)
+        ]
+
+    def _slots(self, req: Req, end: int) -> torch.Tensor:
+        """Of the first ``end`` positions of ``req``."""
+        return self._scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end].long()
 
 
 def _computed(req: Req) -> int:

@@ -35,8 +35,16 @@ class PrefixFence:
         for req in self._boundary.running_requests():
             self.keep_out(req)
         forget_embeddings()
-        for req in self._boundary.waiting_requests():
+        for req in self._boundary.requests_without_kv():
             self.admit(req)
+
+    def receive(self, req: Req, *, is_of_others: bool) -> None:
+        """A prefill server's KV is there for ``req``, made by other weights than serve here or not.
+
+        Its key says when the request came, and not what that server's weights were.
+        """
+        if is_of_others and self._epoch:
+            self.keep_out(req)
 
     def keep_out(self, req: Req) -> None:
         """What ``req`` holds now is put into no cache."""

@@ -9,9 +9,12 @@ so has a record of its own. The record goes when the ``Req`` goes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sglang_inflight.scheduler.upstream.req import Req
+
+if TYPE_CHECKING:
+    import torch
 
 Spans = list[dict[str, Any]]
 
@@ -25,6 +28,9 @@ class RequestRecord:
     first_epoch: int | None = None
     # of a request that has ended: by what weights the KV was computed that it used
     kv_versions: Spans | None = None
+    # of KV that the host keeps while the request waits for room: the versions of its positions, as
+    # ``KVVersions`` counts them
+    kv_backup: torch.Tensor | None = None
     # it ran across a fence, or moved with its KV: that KV is nobody else's
     is_fenced_off: bool = False
 

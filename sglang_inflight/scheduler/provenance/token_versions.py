@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.utils.weight_versions import record_weight_version_events
+from sglang.srt.utils.weight_versions import WeightVersionEvent, record_weight_version_events
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.provenance.adapter_versions import cut, split_marks
@@ -27,6 +27,7 @@ from sglang_inflight.upstream.runtime_context import get_context, get_serving
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
 
 # The epoch of what is processed now. The name is upstream's, and as this one it is the
@@ -69,20 +70,34 @@ class Versions:
         return self._pending[-1][1] if self._pending else _processed()
 
     @property
+    def processed(self) -> VersionLabel:
+        """Of the tokens whose results are processed now."""
+        return _processed()
+
+    def of_first_token(self, req: Req) -> VersionLabel:
+        """``req`` has one, or more."""
+        changes, _ = split_marks(req.weight_version_events)
+        return VersionLabel.unpack(changes[0].old_version) if changes else _processed()
+
+    def forget_tokens(self, req: Req) -> None:
+        """``req`` has none of its tokens any more, and begins anew."""
+        req.weight_version_events.clear()
+
+    @property
     def changes_behind(self) -> int:
         """How many changes of the label came after the launch of what is processed now."""
         return len(self._pending)
 
     def begin_epoch(self, version: str | None) -> None:
         """Other weights are in place from now on. ``version`` is their name; None keeps it."""
-        epoch, name = self.label
-        self._change(VersionLabel(epoch + 1, name if version is None else version))
+        now = self.label
+        self._change(VersionLabel(now.epoch + 1, now.version if version is None else version))
 
     def rename(self, version: str | None) -> None:
         """The weights in place are called ``version`` from now on. None keeps the name."""
-        epoch, name = self.label
-        if version is not None and version != name:
-            self._change(VersionLabel(epoch, version))
+        now = self.label
+        if version is not None and version != now.version:
+            self._change(VersionLabel(now.epoch, version))
 
     def after_result(self, batch: ScheduleBatch) -> None:
         """Called after every processed result."""
@@ -102,7 +117,19 @@ class Versions:
         old = _processed()
         _epoch = label.epoch
         get_context().override("scheduler.weight_version", weight_version=label.version)
-        record_weight_version_events(self._boundary.live_requests(), old_version=old.pack())
+        _record(self._boundary.live_requests(), old)
+
+
+def _record(reqs: set[Req], old: VersionLabel) -> None:
+    """The tokens that ``reqs`` have were made by ``old``, or by what came before."""
+    # a decode server that sends for a prompt again takes the last token off a request, and gives
+    # it back with the KV
+    lack_a_token = {req for req in reqs if req.pd_rebootstrap_forced_output_id is not None}
+    record_weight_version_events(reqs - lack_a_token, old_version=old.pack())
+    for req in lack_a_token:
+        req.weight_version_events.append(
+            WeightVersionEvent(old_version=old.pack(), num_output_tokens=len(req.output_ids) + 1)
+        )
 
 
 def _processed() -> VersionLabel:

@@ -1,7 +1,7 @@
 """What the supported versions of SGLang do differently. Nothing else asks for the version.
 
-0.5.22 keeps no time of a pause's begin, and sends the outputs of control calls from its loop
-alone. ``patches/README.md`` has the whole list.
+0.5.22 keeps no time of a pause's begin, and sends the outputs of control calls and of aborts from
+where they are made. ``patches/README.md`` has the whole list.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class _Since0523(Protocol):
     _pause_started_at: float | None
 
     def send_control_output(self, output: Any, recv_req: Any) -> None: ...
+    def send_abort_output(self, abort_req: Any, req: Any) -> None: ...
 
 
 @contextmanager
@@ -48,3 +49,11 @@ def send_control_output(scheduler: Scheduler, output: Any, request: Any) -> None
         scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
     else:
         cast(_Since0523, scheduler).send_control_output(output, request)
+
+
+def send_abort_output(scheduler: Scheduler, abort: Any, request: Any) -> None:
+    """Tell the front end that a request has ended of which no forward tells it."""
+    if _IS_0_5_22:
+        scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
+    else:
+        cast(_Since0523, scheduler).send_abort_output(abort, request)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 from typing import Any, Protocol
 
 from sglang_inflight.upstream.describes import describes
@@ -15,6 +15,21 @@ class ReqKvInfo(Protocol):
 
     req_pool_idx: int | None
     kv_committed_len: int
+    # of its first positions the prefix cache has the KV
+    cache_protected_len: int
+
+    @property
+    def holds_kv(self) -> bool: ...
+
+
+@describes(
+    "sglang.srt.disaggregation.common.conn.CommonKVSender",
+    "sglang.srt.disaggregation.common.conn.CommonKVReceiver",
+)
+class KVConnection(Protocol):
+    """One end of a request's way between two servers. Since ``time.time()``, or None."""
+
+    init_time: float | None
 
 
 @describes("sglang.srt.observability.req_time_stats.SchedulerReqTimeStats")
@@ -36,7 +51,7 @@ class Req(Protocol):
     is_retracted: bool
     kv: ReqKvInfo
     origin_input_ids: Sequence[int]
-    output_ids: Sequence[int]
+    output_ids: MutableSequence[int]
     return_logprob: bool
     sampling_params: SamplingParams
     skip_radix_cache_insert: bool
@@ -44,8 +59,22 @@ class Req(Protocol):
     weight_version_events: list[Any]
     # the reason for which it ends with its next result
     to_finish: Any | None
+    # between a prefill server and a decode server: of the transfer, and its row
+    bootstrap_room: int | None
+    metadata_buffer_index: int
+    # the last token of a request whose prompt is sent for again, while it is not in ``output_ids``
+    pd_rebootstrap_forced_output_id: int | None
+    # of a prefill server alone. Its way to the decode server is known only when the latter has
+    # asked for its KV, and it may be prefilled before
+    disagg_kv_sender: KVConnection | None
+    pending_bootstrap: bool
+
+    # prompt and output
+    @property
+    def seqlen(self) -> int: ...
 
     @property
     def output_ids_through_stop(self) -> Sequence[int]: ...
     def finished(self) -> bool: ...
+    def set_finish_with_abort(self, error_msg: str) -> None: ...
     def update_finish_state(self) -> None: ...

@@ -28,6 +28,8 @@ class ScheduleBatch(Protocol):
     out_cache_loc: torch.Tensor | None
     forward_mode: ForwardMode
     spec_algorithm: SpeculativeAlgorithm
+    # of a prefill server alone: what its chunked request was given is cached, and may be sent
+    prefill_chunk_processed: bool
 
     def is_empty(self) -> bool: ...
 

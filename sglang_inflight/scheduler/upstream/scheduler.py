@@ -20,6 +20,7 @@ from sglang_inflight.scheduler.upstream.queues import (
     DecodeTransferQueue,
     GrammarManager,
     HiSparseCoordinator,
+    MetadataBuffers,
     PrefillBootstrapQueue,
 )
 from sglang_inflight.scheduler.upstream.req import Req
@@ -52,11 +53,16 @@ class Scheduler(Protocol):
     mb_metadata: list[PPBatchMetadata | None]
     # the mode's class is an enum of upstream's; the queues are of servers of that mode alone
     disaggregation_mode: Any
+    disagg_metadata_buffers: MetadataBuffers
     disagg_prefill_bootstrap_queue: PrefillBootstrapQueue
     disagg_prefill_inflight_queue: list[Req]
     disagg_decode_prealloc_queue: DecodePreallocQueue
     disagg_decode_transfer_queue: DecodeTransferQueue
 
+    def process_prefill_chunk(
+        self, last_batch: ScheduleBatch | None, running_batch: ScheduleBatch
+    ) -> None: ...
+    def process_disagg_prefill_inflight_queue(self) -> list[Req]: ...
     def collect_inflight_reqs(self) -> set[Req]: ...
     def _collect_inflight_batches(self) -> list[ScheduleBatch | None]: ...
     def process_batch_result(self, batch: ScheduleBatch, result: Any) -> None: ...

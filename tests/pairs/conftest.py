@@ -1,0 +1,45 @@
+"""A real disaggregated pair: the prompt's KV goes from one server to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.load import pause, resume, update
+from tests.support.pair import Pair, serve_pair, why_no_pair
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if why_not := why_no_pair():
+        for item in items:
+            if "pair" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.skip(reason=why_not))
+
+
+# the one whose decode server keeps prefixes, too
+OVERLAP = pytest.param(((), ("--disaggregation-decode-enable-radix-cache",)), id="overlap")
+NORMAL = pytest.param((("--disable-overlap-schedule",), ()), id="normal")
+
+
+@pytest.fixture(scope="module", params=[OVERLAP, NORMAL])
+def a_pair(
+    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    of_both, of_decode = request.param
+    flags = ("--weight-version", "v0", "--enable-metrics", *of_both)
+    folder = tmp_path_factory.mktemp("pair")
+    with serve_pair(checkpoints / "v0", *flags, folder=folder, of_decode=of_decode) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(a_pair: Pair, checkpoints: Path) -> Pair:
+    for server in a_pair.servers:
+        # what a test that failed has left would be waited for
+        pause(server, "abort")
+        update(server, checkpoints, 0)
+    for server in a_pair.servers:
+        resume(server)
+    return a_pair

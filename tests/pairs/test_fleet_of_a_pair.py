@@ -1,0 +1,96 @@
+"""A fleet updates a prefill server and a decode server as one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from sglang_inflight.client import Fleet, FleetRefused, FleetSplit
+from sglang_inflight.errors import Conflict
+from tests.support.load import (
+    prompt,
+    status,
+)
+from tests.support.pair import Pair, expect_labels, of_tokens
+from tests.support.proxy import Proxy
+
+END = "/end_weight_update"
+
+
+@dataclass
+class Ways:
+    """A fleet's ways to a pair. The decode server is named first."""
+
+    prefill: Proxy
+    decode: Proxy
+    fleet: Fleet
+
+
+@pytest.fixture
+def ways(pair: Pair) -> Iterator[Ways]:
+    with (
+        Proxy(pair.prefill).serving() as prefill,
+        Proxy(pair.decode).serving() as decode,
+        Fleet([decode.url, prefill.url], timeout_s=20) as fleet,
+    ):
+        yield Ways(prefill, decode, fleet)
+
+
+def test_a_fleet_updates_a_pair_as_one(pair: Pair, ways: Ways, checkpoints: Path) -> None:
+    roles = {url: said.role for url, said in ways.fleet.status().answers.items()}
+    assert roles == {ways.prefill.url: "prefill", ways.decode.url: "decode"}
+    served: list[str] = []
+    # when the decode server is asked to, the prefill server has committed
+    ways.decode.before(END, lambda: served.append(status(pair.prefill)["weight_version"]))
+    running = pair.generate(tokens=2000, input_ids=prompt(40))
+    running.wait_for_tokens(3)
+    report = ways.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+    assert [receipt["weight_version"] for receipt in report.answers.values()] == ["v1", "v1"]
+    assert served == ["v1"]
+    running.wait_for_tokens(running.count + 3)
+    running.abort()
+    expect_labels(running.output(), prompt_by=["v0"] * 40)
+    output = pair.generate(tokens=8, input_ids=prompt(40)).output()
+    assert of_tokens(output) == ["v1"] * 8
+    expect_labels(output, prompt_by=["v1"] * 40)
+
+
+def test_a_prefill_server_that_refuses_to_seal(pair: Pair, ways: Ways, checkpoints: Path) -> None:
+    ways.prefill.before(
+        "/seal_weight_update", lambda: pair.prefill.post("/abort_weight_update", {})
+    )
+    with pytest.raises(FleetRefused):
+        ways.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+    output = pair.generate(tokens=8, input_ids=prompt(40)).output()
+    assert of_tokens(output) == ["v0"] * 8
+    assert status(pair.decode)["staging"]["state"] == "empty"
+
+
+# ---- the last one, because it ends the prefill server ----------------------------------------
+
+
+def test_a_prefill_server_that_dies_before_it_commits(
+    pair: Pair, ways: Ways, checkpoints: Path
+) -> None:
+    running = pair.generate(tokens=400, input_ids=prompt(40))
+    running.wait_for_tokens(3)
+
+    def die() -> None:
+        pair.prefill.process.kill()
+        pair.prefill.process.wait()
+
+    ways.prefill.before(END, die)
+    with pytest.raises(FleetSplit, match="was not asked to") as split:
+        ways.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+    report = split.value.report
+    assert (report.phase, report.answers) == ("commit", {})
+    assert report.uncertain == [ways.prefill.url]
+    assert isinstance(report.failures[ways.decode.url], Conflict)
+    # what it had staged is gone, and what runs there goes on
+    assert status(pair.decode)["staging"]["state"] == "empty"
+    output = running.output()
+    assert of_tokens(output) == ["v0"] * 400
+    expect_labels(output, prompt_by=["v0"] * 40)
