@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 import msgspec
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.status import MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
+from sglang_inflight.status import MemoryStatus, PauseStatus, Role, StagingStatus, WeightsStatus
 from sglang_inflight.status import PauseMode as PauseMode
 
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ else:
         LoadLoRAAdapterReqInput,
         PauseGenerationReqInput,
     )
+
+# of a rank's answer to an unloading, after how many there are
+ADAPTER_IN_USE = "requests of it have not ended"
 
 KVPolicy = Literal["recompute", "fence", "keep"]
 # of requests that go on with another adapter: prefixes of one are never another's
@@ -101,7 +104,10 @@ Payload = bytes | PayloadFile
 
 
 class TensorSource(msgspec.Struct, tag=True, kw_only=True):
-    """Tensors serialized by ``MultiprocessingSerializer``, one payload per rank."""
+    """Tensors serialized by ``MultiprocessingSerializer``, one payload per rank.
+
+    Replicas, and stages of a pipeline, may share them.
+    """
 
     serialized_named_tensors: list[Payload]
     load_format: str | None = None
@@ -233,6 +239,7 @@ class TransferGivenUp(RankAnswer, kw_only=True):
 
 
 class Described(RankAnswer, kw_only=True):
+    role: Role = "both"
     pause: PauseStatus
     weights: WeightsStatus
     staging: StagingStatus
@@ -354,6 +361,12 @@ class SealCall(UpdateCall, kw_only=True):
     """Nothing more will be staged: check the whole and vote."""
 
     answer = Voted
+
+
+class MayRecomputeCall(Call, kw_only=True):
+    """A vote on the KV, between two servers: can all of it be made anew by the new weights?"""
+
+    answer = Done
 
 
 class CommitCall(Call, kw_only=True):
@@ -527,6 +540,7 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     OpenCall,
     StageCall,
     SealCall,
+    MayRecomputeCall,
     CommitCall,
     DropCall,
     RollbackCall,

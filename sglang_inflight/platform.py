@@ -80,9 +80,11 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         # it imports what asks for the platform
         from sglang_inflight.reference.host_tier import keep_a_host_tier
+        from sglang_inflight.reference.transfer import send_without_events
 
         serve_adapters_without_pinning()
         keep_a_host_tier()
+        send_without_events()
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
         """What the user left open: dtype, threads, idle loops, cores of ranks, kernels' memory.

@@ -78,6 +78,12 @@ class Settings:
         _natural,
         "end a request at the commit that leaves its first token further behind, in commits",
     )
+    pd_mismatch: str = _setting(
+        "keep",
+        _one_of("keep", "abort"),
+        "what a decode server does with a request that comes from a prefill server with another "
+        "version: keep says so in its spans; abort ends it with 503",
+    )
     pace_bytes_per_s: int | None = _setting(
         None,
         _natural,

@@ -9,6 +9,8 @@ import msgspec
 from sglang_inflight.answer import Answer
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
+# of a server of a pair: it makes prompts' KV, or goes on from it. Any other does both
+Role = Literal["prefill", "decode", "both"]
 
 # the pause_id under which memory that is released holds generation back
 MEMORY = "memory"
@@ -104,6 +106,7 @@ class Status(State, frozen=True, kw_only=True):
 
     # a server that runs without us says no more than that it is false, and why
     active: bool = True
+    role: Role = "both"
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
 
 

@@ -4,6 +4,9 @@ to process with each token.
 The name alone does not tell weights apart: trainers need not name a commit, may use a name
 twice, and a rollback returns to one. The epoch counts commits and rollbacks. Of a request with
 an adapter the text has the adapter's name and version, too.
+
+Each server counts its own epochs. Of what another server made the text says so: in a pair of a
+prefill server and a decode server, the one's first tokens and KV are in the other's answers.
 """
 
 from __future__ import annotations
@@ -14,18 +17,27 @@ from typing import NamedTuple
 class VersionLabel(NamedTuple):
     epoch: int
     version: str
+    # whose epoch and version it is, where it is not the answering server's own
+    server: str = ""
 
     def pack(self) -> str:
-        return f"{self.epoch} {self.version}"
+        whose = f"@{self.server}" if self.server else ""
+        return f"{self.epoch}{whose} {self.version}"
 
     @classmethod
     def unpack(cls, packed: str) -> VersionLabel:
-        epoch, _, version = packed.partition(" ")
-        return cls(int(epoch), version)
+        count, _, version = packed.partition(" ")
+        epoch, _, server = count.partition("@")
+        return cls(int(epoch), version, server)
 
     def span(self, start: int, end: int) -> dict[str, str | int]:
         """As answers have it."""
-        return {"version": self.version, "epoch": self.epoch, "start": start, "end": end}
+        return {"version": self.version, "start": start, "end": end, **self.beside_the_name()}
+
+    def beside_the_name(self) -> dict[str, str | int]:
+        """What a span says besides what SGLang's own says."""
+        whose = {"server": self.server} if self.server else {}
+        return {"epoch": self.epoch, **whose}
 
 
 # in no version's name, because these are printable

@@ -9,6 +9,10 @@
 What a server can refuse, it refuses before it is sealed. So the last phase fails only where
 a server dies or is cut off, or loses its session, in the moment between the two. No
 protocol closes that window; the report says on which side of it each server is.
+
+Of prefill servers and decode servers the prefill servers come first: they commit, pause and go
+on before any other does, because a decode server may need a prompt's KV of the new weights.
+Where one of them fails to commit, no other server is asked to.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from sglang_inflight.client.progress import OnProgress
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
 from sglang_inflight.client.together import Blocks, together
 from sglang_inflight.client.unheard import NoAnswer
-from sglang_inflight.errors import InflightError
+from sglang_inflight.errors import Conflict, InflightError
 from sglang_inflight.grants import Grant
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
@@ -96,9 +100,15 @@ class AsyncFleet:
                 block = server.paused(mode, lease_s=lease_s, timeout_s=timeout_s)
                 return await blocks.enter(server.url, block)
 
-            yield await self._all_or_none("pause", enter)
+            turns = _prefill_first(await self._all_or_none("pause", AsyncClient.status))
+            granted = Report[Grant]("pause")
+            for turn in turns:
+                await self._everywhere(granted, enter, turn)
+                _require_all(granted)
+            yield granted
             report = Report[Answer]("resume")
-            await blocks.leave(report)
+            for turn in turns:
+                await blocks.leave(report, turn)
             if report.failures:
                 raise PauseLost(report)
 
@@ -182,7 +192,11 @@ class AsyncFleet:
                 weight_version=weight_version, expected_version=expected_version
             )
 
-        report = await self._everywhere(Report("roll back"), roll_back, only)
+        report = Report[Receipt]("roll back")
+        wanted = [server.url for server in self.servers if only is None or server.url in only]
+        # one that does not say what it is keeps no other from rolling back
+        for turn in _prefill_first(await self.status(), wanted):
+            await self._everywhere(report, roll_back, turn)
         _require_one_side(report)
         return report
 
@@ -199,9 +213,11 @@ class AsyncFleet:
         **fields: Any,
     ) -> AsyncIterator[Report[Receipt]]:
         report = Report[Receipt]("commit")
+        found = Report[Status]("status")
         async with Blocks() as blocks:
 
             async def begin(server: AsyncClient) -> Begun:
+                found.answers[server.url] = await server.status()
                 block = server.opened(on_busy=on_busy, **fields)
                 return await blocks.enter(server.url, block)
 
@@ -211,14 +227,17 @@ class AsyncFleet:
             await self._all_or_none("begin", begin)
             yield report
             await self._all_or_none("seal", AsyncClient.seal)
-            await self._commit(report, end)
+            await self._commit(report, end, _prefill_first(found))
             _require_one_side(report)
 
     async def _commit(
-        self, report: Report[Receipt], end: Callable[[AsyncClient], Awaitable[Receipt]]
+        self,
+        report: Report[Receipt],
+        end: Callable[[AsyncClient], Awaitable[Receipt]],
+        turns: list[list[str]],
     ) -> None:
         """Whoever cancels it waits a little: half of a commit is a split fleet."""
-        task = asyncio.create_task(self._everywhere(report, end))
+        task = asyncio.create_task(self._one_turn_after_the_other(report, end, turns))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -229,6 +248,19 @@ class AsyncFleet:
             if report.failures:
                 logger.error("A commit was interrupted: %s", FleetSplit(report))
             raise
+
+    async def _one_turn_after_the_other(
+        self,
+        report: Report[Receipt],
+        call: Callable[[AsyncClient], Awaitable[Receipt]],
+        turns: list[list[str]],
+    ) -> None:
+        for turn in turns:
+            if report.failures:
+                why = f"was not asked to, after {', '.join(report.failures)} failed"
+                report.failures |= dict.fromkeys(turn, Conflict(why))
+            else:
+                await self._everywhere(report, call, turn)
 
     async def _stage(self, source: Source, **fields: Any) -> Report[Receipt | StagedSoFar]:
         async def stage(server: AsyncClient) -> Receipt | StagedSoFar:
@@ -241,8 +273,7 @@ class AsyncFleet:
     ) -> Report[A]:
         """A phase that changes nothing that is served, so a failure can be taken back."""
         report = await self._everywhere(Report(phase), call)
-        if report.failures:
-            raise FleetRefused(report)
+        _require_all(report)
         return report
 
     async def _everywhere(
@@ -266,6 +297,18 @@ class AsyncFleet:
             attempt(server) for server in self.servers if only is None or server.url in only
         )
         return report
+
+
+def _prefill_first(found: Report[Status], urls: Collection[str] | None = None) -> list[list[str]]:
+    """``urls``, or all that were found, in the order in which they change."""
+    urls = list(found.answers) if urls is None else urls
+    prefill = [u for u in urls if u in found.answers and found.answers[u].role == "prefill"]
+    return [turn for turn in (prefill, [u for u in urls if u not in prefill]) if turn]
+
+
+def _require_all(report: Report[A]) -> None:
+    if report.failures:
+        raise FleetRefused(report)
 
 
 def _require_one_side(report: Report[Receipt]) -> None:

@@ -14,13 +14,15 @@ Of = Literal["weight_versions", "kv_versions", "adapter_versions"]
 class Span(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) belong to ``version``.
 
-    The epoch counts a server's commits and rollbacks: one version may serve in several.
+    The epoch counts a server's commits and rollbacks: one version may serve in several. It is
+    that of ``server``, or of the server that answers where that is None.
     """
 
     version: str
     start: int
     end: int
     epoch: int | None = None
+    server: str | None = None
 
 
 def read_spans(meta_info: Mapping[str, Any], of: Of = "weight_versions") -> list[Span]:
@@ -32,7 +34,7 @@ def read_spans(meta_info: Mapping[str, Any], of: Of = "weight_versions") -> list
     """
     try:
         return [
-            Span(span["version"], span["start"], span["end"], span.get("epoch"))
+            Span(span["version"], span["start"], span["end"], span.get("epoch"), span.get("server"))
             for span in meta_info.get(of) or []
         ]
     except (LookupError, TypeError, AttributeError) as error:

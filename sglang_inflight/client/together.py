@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -42,7 +42,7 @@ async def together(work: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 
 class Blocks(AbstractAsyncContextManager["Blocks"]):
-    """An ``async with`` block of each server. All are left at once, as the whole is."""
+    """An ``async with`` block of each server. Those not left before are left as the whole is."""
 
     def __init__(self) -> None:
         self._entered: dict[str, AbstractAsyncContextManager[Any]] = {}
@@ -52,17 +52,17 @@ class Blocks(AbstractAsyncContextManager["Blocks"]):
         self._entered[url] = block
         return entered
 
-    async def leave(self, report: Report[Answer]) -> None:
+    async def leave(self, report: Report[Answer], urls: Collection[str]) -> None:
         """As blocks are left that ended well. The report says what each made of it."""
-        await self._leave(_WELL, report)
+        await self._leave(_WELL, report, urls)
 
     async def __aexit__(self, *how: Any) -> None:
         """Does not raise what a block makes of a failure: the failure itself tells more."""
         with anyio.CancelScope(shield=how != _WELL):
-            await self._leave(how, Report("resume"))
+            await self._leave(how, Report("resume"), list(self._entered))
 
-    async def _leave(self, how: HowItEnded, report: Report[Answer]) -> None:
-        entered, self._entered = self._entered, {}
+    async def _leave(self, how: HowItEnded, report: Report[Answer], urls: Collection[str]) -> None:
+        entered = {url: self._entered.pop(url) for url in urls}
 
         async def leave(url: str, block: AbstractAsyncContextManager[Any]) -> None:
             try:

@@ -8,7 +8,7 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.tiers import why_out_of_reach
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -31,7 +31,7 @@ class Caches:
         ``Conflict`` where it is false and requests run, ``Refused`` where the server's loop
         cannot retract, or the cache has tiers that a flush does not reach.
         """
-        if (reason := why_no_pause()) is not None:
+        if (reason := why_no_retraction()) is not None:
             raise Refused(f"running requests cannot be retracted: {reason}")
         if (reason := why_out_of_reach()) is not None:
             raise Refused(f"the cache cannot be flushed: {reason}")

@@ -94,12 +94,15 @@ class Frontend:
     @property
     def calls(self) -> Calls:
         """Raises ``NotOffered`` in a worker, where two would take turns without each other."""
+        self.require_owner()
+        return self._calls
+
+    def require_owner(self) -> None:
         if self.worker is not None:
             raise NotOffered(
                 "this process is one of several tokenizer workers, and owns none of the server's "
                 "state: call the server over HTTP"
             )
-        return self._calls
 
     def _hear(self, answer: RankAnswer) -> None:
         """Of a call of ours, or of one of upstream's: ids tell them apart."""

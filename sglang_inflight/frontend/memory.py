@@ -33,7 +33,7 @@ from sglang_inflight.messages import (
     StayCall,
 )
 from sglang_inflight.status import GONE
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -76,11 +76,11 @@ class Memory:
         released already, and leaves every rank as it was.
         """
         tags = read_tags(body.tags)
-        if (reason := why_no_pause()) is not None:
+        if (reason := why_no_retraction()) is not None:
             if body.keep_weights is not None:
                 raise Refused(f"keep_weights is not offered here: {reason}")
             if not torch.cuda.is_available():
-                raise Refused(f"SGLang's own release needs CUDA, and ours a pause: {reason}")
+                raise Refused(f"memory is released as SGLang does it, which needs CUDA: {reason}")
             await self._tokenizer_manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)
             )
@@ -103,7 +103,7 @@ class Memory:
         ``until_filled`` they wait. Raises ``Conflict`` where it was not released.
         """
         tags = read_tags(body.tags)
-        if why_no_pause() is not None:
+        if why_no_retraction() is not None:
             await self._tokenizer_manager.resume_memory_occupation(
                 ResumeMemoryOccupationReqInput(tags=tags)
             )

@@ -26,7 +26,8 @@ from sglang_inflight.messages import (
     StatusCall,
 )
 from sglang_inflight.status import MEMORY
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.unsupported import why_no_pause, why_not_sent_for_again
+from sglang_inflight.upstream.runtime_context import get_disagg
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -72,6 +73,10 @@ class Pauses:
         """
         if (reason := why_no_pause()) is not None:
             raise Refused(reason)
+        if body.mode == "retract" and get_disagg().disaggregation_mode == "decode":
+            is_multimodal = self._tokenizer_manager.model_config.is_multimodal
+            if (reason := why_not_sent_for_again(is_multimodal=is_multimodal)) is not None:
+                raise Refused(f"running requests cannot be retracted: {reason}")
         if self._tokenizer_manager.gracefully_exit:
             raise Conflict("the server is told to go: it ends its requests, and pauses no more")
         if body.pause_id is not None and body.new_id is not None:

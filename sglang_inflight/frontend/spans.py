@@ -43,7 +43,7 @@ def write_spans(
     write(meta_info, named, num_output_tokens)
     # upstream leaves out those behind the last token, and changes no order
     for said, label in zip(meta_info["weight_versions"], labels, strict=False):
-        said["epoch"] = label.epoch
+        said |= label.beside_the_name()
 
 
 def _of_adapters(

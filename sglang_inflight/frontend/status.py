@@ -13,6 +13,7 @@ def write_status(ranks: list[Described]) -> Status:
     ``paused``, which is true where any rank is."""
     return Status(
         **_side_by_side(ranks[0]) | {"paused": any(rank.pause.paused for rank in ranks)},
+        role=ranks[0].role,
         ranks=tuple(
             RankStatus(
                 **_side_by_side(rank),

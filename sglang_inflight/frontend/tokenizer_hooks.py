@@ -32,7 +32,7 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
     convert,
 )
-from sglang_inflight.frontend.farewell import end_pauses
+from sglang_inflight.frontend.farewell import end_pauses, end_schedulers
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.loading import load_everywhere
 from sglang_inflight.frontend.lora.unloading import (
@@ -50,7 +50,7 @@ from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.frontend.workers.invitation import ATTRIBUTE, Invitation
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import KV_VERSIONS
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.unsupported import why_no_retraction
 from sglang_inflight.upstream.runtime_context import get_context, get_serving
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ async def release_memory_occupation(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if why_no_pause() is not None:
+    if why_no_retraction() is not None:
         await release(tm, obj, *args, **kwargs)
     else:
         await tm.inflight.calls.release_memory(_convert(obj, ReleaseMemoryBody))
@@ -206,7 +206,7 @@ async def resume_memory_occupation(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    if why_no_pause() is not None:
+    if why_no_retraction() is not None:
         await resume(tm, obj, *args, **kwargs)
     else:
         await tm.inflight.calls.resume_memory(_convert(obj, ResumeMemoryBody))
@@ -254,6 +254,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
         *after(end_pauses),
     ),
+    (f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", *around(end_schedulers)),
     *(
         (f"{_TOKENIZER_MANAGER}.{name}", *around(load_everywhere))
         for name in ("load_lora_adapter", "load_lora_adapter_from_tensors")

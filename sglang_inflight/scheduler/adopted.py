@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
 from sglang_inflight.scheduler.upstream.pools import L2TransferEngine, ReqToTokenPool
+from sglang_inflight.scheduler.upstream.queues import DecodePreallocQueue, DecodeTransferQueue
 from sglang_inflight.scheduler.upstream.result_processor import SchedulerBatchResultProcessor
 from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
@@ -32,6 +33,10 @@ class AdoptedResultProcessor(SchedulerBatchResultProcessor, Protocol):
     req_to_token_pool: AdoptedReqToTokenPool
 
 
+class AdoptedPreallocQueue(DecodePreallocQueue, Protocol):
+    scheduler: AdoptedScheduler
+
+
 class AdoptedOutputStreamer(SchedulerOutputStreamer, Protocol):
     inflight: Controller
 
@@ -40,3 +45,7 @@ class AdoptedScheduler(ReservingScheduler, Protocol):
     inflight: Controller
     output_streamer: AdoptedOutputStreamer
     req_to_token_pool: AdoptedReqToTokenPool
+
+
+class AdoptedTransferQueue(DecodeTransferQueue, Protocol):
+    scheduler: AdoptedScheduler

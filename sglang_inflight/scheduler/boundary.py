@@ -14,16 +14,18 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
 from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
 from sglang.srt.managers.schedule_batch import retract_all
+from sglang.srt.managers.scheduler import _make_abort_req
 
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was
+from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was, send_abort_output
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.upstream.requests import AbortRequest
 
 
 class Boundary:
@@ -77,6 +79,7 @@ class Boundary:
         runs. The loop must not wait for that result again: patch 0001 sees to it.
         """
         scheduler = self._scheduler
+        self._finish_chunk()
         while self._result_queue:
             batch, result = scheduler.result_queue.popleft()
             scheduler.process_batch_result(batch, result)
@@ -86,6 +89,20 @@ class Boundary:
         if scheduler.device != "cpu":
             scheduler.forward_stream.synchronize()
             scheduler.device_module.current_stream().synchronize()
+
+    def _finish_chunk(self) -> None:
+        """What the loop of a prefill server does before it processes a result.
+
+        The KV of a chunk is sent with the result of its forward, as far as is known then to be
+        cached. SGLang does not do it a second time.
+        """
+        scheduler = self._scheduler
+        last = scheduler.last_batch
+        if not self._result_queue or last is None or last.prefill_chunk_processed:
+            return
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            scheduler.process_prefill_chunk(last_batch=last, running_batch=scheduler.running_batch)
+            last.prefill_chunk_processed = True
 
     def live_requests(self) -> set[Req]:
         """Every request this scheduler holds, in whatever queue or batch."""
@@ -102,10 +119,10 @@ class Boundary:
         # prefilled, and in no batch until HiSparse has backed their KV up
         if scheduler.hisparse_coordinator is not None:
             live.update(act.req for act in scheduler.hisparse_coordinator.ack_staging_queue)
-        live.update(self._between_servers())
+        live.update(self.between_servers())
         return live
 
-    def _between_servers(self) -> Iterator[Req]:
+    def between_servers(self) -> Iterator[Req]:
         """Requests in the queues that only a prefill server has, or a decode server."""
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
@@ -114,6 +131,8 @@ class Boundary:
         elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
             prealloc = scheduler.disagg_decode_prealloc_queue
             yield from prealloc.retracted_queue
+            # they are sent for again when generation goes on
+            yield from prealloc.held_rebootstrap_reqs
             transfers = scheduler.disagg_decode_transfer_queue.queue
             yield from (entry.req for entry in (*prealloc.queue, *transfers))
 
@@ -123,11 +142,88 @@ class Boundary:
         admitted = scheduler.collect_inflight_reqs()
         if scheduler.chunked_req is not None:
             admitted.add(scheduler.chunked_req)
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            # until the decode server has their KV
+            admitted.update(scheduler.disagg_prefill_inflight_queue)
         return {req for req in admitted if not req.finished() and not req.is_retracted}
 
     def waiting_requests(self) -> list[Req]:
+        """Those that are to run, but for those whose KV is on its way to this server."""
         scheduler = self._scheduler
-        return [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            waiting += scheduler.disagg_prefill_bootstrap_queue.queue
+        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            prealloc = scheduler.disagg_decode_prealloc_queue
+            waiting += [entry.req for entry in prealloc.queue]
+            waiting += prealloc.held_rebootstrap_reqs
+        return waiting
+
+    def _queue_for_the_other_server(self) -> Iterator[list[Any]]:
+        """Where requests wait until both servers know of them."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            yield scheduler.disagg_prefill_bootstrap_queue.queue
+        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            yield scheduler.disagg_decode_prealloc_queue.queue
+
+    @property
+    def may_be_written_to(self) -> bool:
+        """Does the prefill server perhaps still write KV of a request that was ended?
+
+        SGLang keeps the memory until that server says no, for 30 s at most.
+        """
+        scheduler = self._scheduler
+        return (
+            scheduler.disaggregation_mode is DisaggregationMode.DECODE
+            and scheduler.disagg_decode_transfer_queue.has_pending_deferred_releases()
+        )
+
+    def why_not_recomputed(self) -> str | None:
+        """Why some KV must stay, whatever happens; None where all can be made anew."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.NULL:
+            return None
+        holding = sum(req.kv.holds_kv for req in self.live_requests())
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            holding += len(scheduler.disagg_decode_prealloc_queue.retracted_queue)
+        holding += self.may_be_written_to
+        if not holding:
+            return None
+        return (
+            f"{holding} requests have KV, and one server makes the KV of a request's prompt and "
+            "another one uses it (--disaggregation-mode)"
+        )
+
+    def requests_without_kv(self) -> list[Req]:
+        """Those that wait, here or for another server, and have not looked for a prefix yet."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            # what is in its waiting queue has its prompt's KV
+            asked_for = [entry.req for entry in scheduler.disagg_decode_prealloc_queue.queue]
+            held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
+            return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
+        return self.waiting_requests()
+
+    def abort_held(self, request: AbortRequest) -> None:
+        """End those that a decode server would send for again when generation goes on.
+
+        SGLang's own abort does not look there.
+        """
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
+            return
+        prealloc = scheduler.disagg_decode_prealloc_queue
+        held = prealloc.held_rebootstrap_reqs
+        rid = request.rid or ""
+        ended = [req for req in held if request.abort_all or req.rid.startswith(rid)]
+        prealloc.held_rebootstrap_reqs = [req for req in held if req not in ended]
+        for req in ended:
+            # its last token, which it was to begin with
+            if req.pd_rebootstrap_forced_output_id is not None:
+                req.output_ids.append(req.pd_rebootstrap_forced_output_id)
+                req.pd_rebootstrap_forced_output_id = None
+            send_abort_output(scheduler, _make_abort_req(req, request.finished_reason), req)
 
     def retract(self) -> int:
         """Send running requests back to the waiting queue and free their KV.
@@ -183,12 +279,15 @@ class Boundary:
         finish_copies(scheduler.tree_cache)
         # requests that wait, for a slot or for their grammar, hold no KV
         was_paused, scheduler._engine_paused = scheduler._engine_paused, True
-        grammar_queue = scheduler.grammar_manager.grammar_queue
-        scheduler.grammar_manager.grammar_queue = []
+        queues = [scheduler.grammar_manager.grammar_queue, *self._queue_for_the_other_server()]
+        held = [list(queue) for queue in queues]
+        for queue in queues:
+            queue.clear()
         try:
             flushed = scheduler.flush_cache(empty_cache=empty_cache)
         finally:
-            scheduler.grammar_manager.grammar_queue = grammar_queue
+            for queue, reqs in zip(queues, held, strict=True):
+                queue.extend(reqs)
             scheduler._engine_paused = was_paused
         if not flushed:
             raise RuntimeError("the prefix cache could not be flushed: a request still holds KV")

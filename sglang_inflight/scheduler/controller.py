@@ -27,6 +27,7 @@ from sglang_inflight.messages import (
     InflightCall,
     JoinGroupCall,
     LeaveGroupCall,
+    MayRecomputeCall,
     MayReleaseCall,
     MayResumeCall,
     MoveRequestsCall,
@@ -49,10 +50,12 @@ from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.nodes.way import find_way
+from sglang_inflight.scheduler.pause.held_turns import HeldTurns
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.pause.still_pipeline import StillPipeline
 from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
+from sglang_inflight.scheduler.provenance.handover import Handover
 from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.provenance.request_record import record_of
@@ -70,8 +73,28 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.adopted import ReservingScheduler
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
-    from sglang_inflight.upstream.requests import ContinueRequest, PauseRequest
+    from sglang_inflight.status import Role
+    from sglang_inflight.upstream.requests import AbortRequest, ContinueRequest, PauseRequest
     from sglang_inflight.upstream.server_args import PortArgs
+
+# by SGLang's mode of disaggregation
+_ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
+
+
+# They read results that are in flight, or change what the forwards after them are made with.
+_AT_A_BOUNDARY = (
+    PauseGenerationReqInput,
+    ContinueGenerationReqInput,
+    CommitCall,
+    RollbackCall,
+    FlushCall,
+    MoveRequestsCall,
+    MayReleaseCall,
+    ReleaseCall,
+    StayCall,
+    MayResumeCall,
+    ResumeCall,
+)
 
 
 class Controller:
@@ -89,10 +112,19 @@ class Controller:
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         self._still = StillPipeline(boundary)
+        self._held_turns = HeldTurns()
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
+        self.handover = Handover(
+            scheduler,
+            self.versions,
+            kv_versions,
+            self.fence,
+            metrics,
+            ends_mismatched=settings.pd_mismatch == "abort",
+        )
         self.adapters = Adapters(scheduler, boundary, self.fence)
         self.live = LiveWeights(scheduler)
         self.staging = make_staging(
@@ -129,6 +161,7 @@ class Controller:
             StageCall: self.staging.stage,
             SealCall: self.staging.seal,
             DropCall: self.staging.drop,
+            MayRecomputeCall: self._may_recompute,
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
             MayReleaseCall: self.occupation.may_release,
@@ -188,14 +221,24 @@ class Controller:
             self.pause.sleep()
         return True
 
+    def needs_a_boundary(self, request: object) -> bool:
+        """Must it wait, with all behind it, while a prefill server takes in messages meanwhile?
+
+        Its loop may do so while it waits for a result, with two forwards in flight, of which
+        the later one may not be sampled yet. That is no boundary, and no clock is looked at.
+        """
+        return isinstance(request, _AT_A_BOUNDARY)
+
     def holds_the_turn(self) -> bool:
         """In each turn of a pipeline, after the messages: must it launch nothing?"""
-        return self._still.settle() or self.holds_the_loop()
+        held = self._still.settle() or self.holds_the_loop()
+        self._held_turns.begin(held=held, microbatches=len(self._scheduler.running_mbs))
+        return held
 
     @property
     def holds_back(self) -> bool:
         """Is there something that makes no step, and would make one otherwise?"""
-        return self.is_frozen or self._still.is_waited_for
+        return self.is_frozen or self._still.is_waited_for or self._held_turns.are_owed
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Around the choice of requests to prefill: show it only those that may run now."""
@@ -209,10 +252,31 @@ class Controller:
         finally:
             scheduler.waiting_queue = held + scheduler.waiting_queue
 
+    def ask_for_kv(self, ask: Callable[[], Any]) -> Any:
+        """Around the choice of requests whose KV the prefill server is to send: as above."""
+        if self.pause.state is not PauseState.DRAINING:
+            return ask()
+        prealloc = self._scheduler.disagg_decode_prealloc_queue
+        held = [entry for entry in prealloc.queue if not self.pause.admits(entry.req)]
+        prealloc.queue = [entry for entry in prealloc.queue if self.pause.admits(entry.req)]
+        try:
+            return ask()
+        finally:
+            prealloc.queue = prealloc.queue + held
+
     def enqueue(self, req: Req) -> None:
         """A request, new or retracted, enters the waiting queue."""
         self.fence.admit(req)
-        self.adapters.versions.begin(req)
+        self.adapters.admit(req)
+
+    def before_abort(self, request: AbortRequest) -> None:
+        """Requests are about to be ended: one by its id, or all."""
+        self._boundary.abort_held(request)
+
+    def begin_anew(self, req: Req) -> None:
+        """A prefill server lets go of what it had computed for ``req``, which waits again."""
+        self.versions.forget_tokens(req)
+        self.enqueue(req)
 
     def before_launch(self, batch: ScheduleBatch) -> None:
         """A forward of ``batch`` is about to be launched."""
@@ -225,6 +289,14 @@ class Controller:
     def follow_from_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
         """KV is about to be copied from the host's tier to ``slots``."""
         self._kv_versions.follow_from_host(host_slots, slots)
+
+    def back_up(self, req: Req) -> None:
+        """The KV of a request that a decode server has no room for goes to the host."""
+        self._kv_versions.back_up(req)
+
+    def restore(self, req: Req) -> None:
+        """It comes back."""
+        self._kv_versions.restore(req)
 
     def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
         """A speculating forward brought each of ``reqs`` its ``tokens``."""
@@ -282,6 +354,10 @@ class Controller:
         self.occupation.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
 
+    def _may_recompute(self, call: MayRecomputeCall) -> None:
+        self.commits.require_recomputable()
+        self._answers.succeed(call, Done())
+
     def _commit(self, call: CommitCall) -> None:
         was_hollow = self.live.hollow is not None
         try:
@@ -320,6 +396,7 @@ class Controller:
         self._answers.succeed(
             call,
             Described(
+                role=_ROLES[self._scheduler.disaggregation_mode.value],
                 pause=self.pause.describe(),
                 weights=self.commits.describe(),
                 staging=self.staging.describe(),

@@ -12,6 +12,7 @@ from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.guard.sampling import leave_a_token
 from sglang_inflight.scheduler.host_tier import engine_of
+from sglang_inflight.scheduler.in_step import IN_STEP
 from sglang_inflight.scheduler.nodes.meeting import meet
 from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
@@ -20,19 +21,29 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang_inflight.scheduler.adopted import (
+        AdoptedPreallocQueue,
         AdoptedReqToTokenPool,
         AdoptedResultProcessor,
         AdoptedScheduler,
         AdoptedTransferEngine,
+        AdoptedTransferQueue,
         ReservingScheduler,
     )
+    from sglang_inflight.scheduler.upstream.dp_attn import MLPSyncBatchInfo
     from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
     from sglang_inflight.scheduler.upstream.lora import LoRAUpdateOutput
     from sglang_inflight.scheduler.upstream.pools import L2Transfer
+    from sglang_inflight.scheduler.upstream.queues import DecodeRequest
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
-    from sglang_inflight.upstream.requests import LoadAdapterRequest, UnloadAdapterRequest
+    from sglang_inflight.upstream.requests import (
+        AbortRequest,
+        LoadAdapterRequest,
+        UnloadAdapterRequest,
+    )
     from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
 
 
@@ -60,8 +71,18 @@ def hold_back_while_draining(
     return scheduler.inflight.admit(lambda: schedule(scheduler, *args, **kwargs))
 
 
+def ask_for_no_kv_while_draining(
+    ask: Callable[..., Any], prealloc: AdoptedPreallocQueue, *args: Any, **kwargs: Any
+) -> Any:
+    return prealloc.scheduler.inflight.ask_for_kv(lambda: ask(prealloc, *args, **kwargs))
+
+
 def enqueue(scheduler: AdoptedScheduler, req: Req, *args: Any, **kwargs: Any) -> None:
     scheduler.inflight.enqueue(req)
+
+
+def abort_held(scheduler: AdoptedScheduler, recv_req: AbortRequest) -> None:
+    scheduler.inflight.before_abort(recv_req)
 
 
 def keep_accepted(limit: Callable[..., bool], scheduler: AdoptedScheduler, recv_req: Req) -> bool:
@@ -100,9 +121,30 @@ def hold_the_turn(
     return choose(scheduler, running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
 
 
+def take_in_step(
+    process: Callable[..., None], scheduler: AdoptedScheduler, recv_reqs: list[Any]
+) -> None:
+    process(scheduler, IN_STEP.take(recv_reqs))
+
+
+def tell_of_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return IN_STEP.tell(row)
+
+
+def tell_of_no_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return IN_STEP.tell_of_none(row)
+
+
+def hear_of_calls(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: Any) -> None:
+    IN_STEP.hear(exchanged)
+
+
 def stay_idle_while_held(idle: Callable[..., None], scheduler: AdoptedScheduler) -> None:
-    """A pipeline's loop that launches nothing takes itself for idle, and checks its pools."""
-    if not scheduler.inflight.holds_back:
+    """A pipeline's loop that launches nothing takes itself for idle, and checks its pools.
+
+    And an idle loop may sleep until a message comes, with a call that the next pass takes in.
+    """
+    if not scheduler.inflight.holds_back and not IN_STEP.is_waiting:
         idle(scheduler)
 
 
@@ -110,17 +152,24 @@ def count_those_held(
     collect: Callable[..., list[Any]], scheduler: AdoptedScheduler
 ) -> list[ScheduleBatch | None]:
     """A pipeline's requests that were prefilled, and would decode in a turn that is held."""
-    batches: list[ScheduleBatch | None] = collect(scheduler)
-    if get_parallel().pp_size > 1 and scheduler.inflight.holds_back:
-        batches = [*batches, *scheduler.last_mbs]
-    return batches
+    return [*collect(scheduler), *_owed_a_turn(scheduler)]
 
 
-def answer_health_while_frozen(
+def _owed_a_turn(scheduler: AdoptedScheduler) -> list[ScheduleBatch]:
+    if get_parallel().pp_size == 1 or not scheduler.inflight.holds_back:
+        return []
+    return [batch for batch in scheduler.last_mbs if batch is not None]
+
+
+def is_idle(
     is_fully_idle: Callable[..., bool], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
 ) -> bool:
-    """A health check must not wait for a forward that a pause holds back."""
+    """A health check must not wait for a forward that a pause holds back. And a pipeline is not
+    idle while a turn is owed to requests that were prefilled.
+    """
     if kwargs.get("for_health_check") and scheduler.inflight.is_frozen:
+        return False
+    if any(not req.finished() for batch in _owed_a_turn(scheduler) for req in batch.reqs):
         return False
     return is_fully_idle(scheduler, *args, **kwargs)
 
@@ -190,13 +239,54 @@ def follow_from_host(
             controller.follow_from_host(transfer.host_indices, transfer.device_indices)
 
 
+def note_who_made_it(
+    scheduler: AdoptedScheduler, req: Req, last_chunk: bool = False, *args: Any, **kwargs: Any
+) -> None:
+    if last_chunk:
+        scheduler.inflight.handover.send(req)
+
+
+def begin_anew(_: None, scheduler: AdoptedScheduler, req: Req) -> None:
+    scheduler.inflight.begin_anew(req)
+
+
+def label_what_is_received(
+    commit: Callable[..., None], queue: AdoptedTransferQueue, decode_req: DecodeRequest
+) -> None:
+    queue.scheduler.inflight.handover.receive(lambda: commit(queue, decode_req), decode_req)
+
+
+def back_up_versions(
+    req: Req,
+    tree_cache: object,
+    req_to_token_pool: AdoptedReqToTokenPool,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    req_to_token_pool.inflight.back_up(req)
+
+
+def restore_versions(
+    req: Req,
+    tree_cache: object,
+    req_to_token_pool: AdoptedReqToTokenPool,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    req_to_token_pool.inflight.restore(req)
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_DECODE = "sglang.srt.disaggregation.decode"
 _PROCESSOR = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
 )
 _SENDER = "sglang.srt.managers.scheduler_components.output_sender.SenderWrapper"
+_PREFILL = "sglang.srt.disaggregation.prefill.SchedulerDisaggregationPrefillMixin"
+_KV = "sglang.srt.mem_cache.common"
 _SPANS = "sglang.srt.utils.weight_versions"
 _TRANSFERS = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
+_EXCHANGE = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -205,10 +295,25 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
     (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
     (f"{_SCHEDULER}.get_new_batch_prefill", hold_back_while_draining, HookType.AROUND),
+    (
+        f"{_DECODE}.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch",
+        hold_back_while_draining,
+        HookType.AROUND,
+    ),
+    (
+        f"{_DECODE}.DecodePreallocQueue.pop_preallocated",
+        ask_for_no_kv_while_draining,
+        HookType.AROUND,
+    ),
     (f"{_SCHEDULER}.get_next_batch_to_run", hold_the_turn, HookType.AROUND),
+    (f"{_SCHEDULER}.process_input_requests", take_in_step, HookType.AROUND),
+    (f"{_EXCHANGE}._get_local_tensor", tell_of_calls, HookType.AFTER),
+    (f"{_EXCHANGE}._get_fallback_tensor", tell_of_no_calls, HookType.AFTER),
+    (f"{_EXCHANGE}.all_gather", hear_of_calls, HookType.AFTER),
     (f"{_SCHEDULER}.on_idle", stay_idle_while_held, HookType.AROUND),
     (f"{_SCHEDULER}._collect_inflight_batches", count_those_held, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
+    (f"{_SCHEDULER}.abort_request", abort_held, HookType.BEFORE),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),
@@ -216,7 +321,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
-    (f"{_SCHEDULER}.is_fully_idle", answer_health_while_frozen, HookType.AROUND),
+    (f"{_SCHEDULER}.is_fully_idle", is_idle, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
     (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
     (f"{_SCHEDULER}.load_lora_adapter", load_adapter, HookType.AROUND),
@@ -228,6 +333,16 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         read_before_release,
         HookType.BEFORE,
     ),
+    (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_release, HookType.BEFORE),
+    (f"{_PREFILL}.send_kv_chunk", note_who_made_it, HookType.BEFORE),
+    (f"{_PREFILL}.optimistic_release_and_requeue", begin_anew, HookType.AFTER),
+    (
+        f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req",
+        label_what_is_received,
+        HookType.AROUND,
+    ),
+    (f"{_KV}.backup_kv_cache", back_up_versions, HookType.BEFORE),
+    (f"{_KV}.restore_kv_cache", restore_versions, HookType.BEFORE),
     (f"{_TRANSFERS}.submit_device_to_host", follow_to_host, HookType.BEFORE),
     (f"{_TRANSFERS}.submit_host_to_device", follow_from_host, HookType.BEFORE),
     (f"{_SAMPLING}.apply_logits_bias", leave_a_token, HookType.AFTER),

@@ -53,6 +53,10 @@ class Metrics:
         self.outdated = counter(
             "sglang:inflight_outdated_requests", "Requests ended because of max_version_lag."
         )
+        self.prefill_mismatches = counter(
+            "sglang:inflight_prefill_mismatched_requests",
+            "Requests that came from a prefill server with another version than is served here.",
+        )
         self.staged_bytes = counter("sglang:inflight_staged_bytes", "Staged by this rank.")
         self.staged_seconds = counter(
             "sglang:inflight_staged_seconds", "Time that this rank spent staging."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from sglang_inflight.upstream.describes import describes
 
@@ -15,6 +15,14 @@ class Request(Protocol):
 
     rid: str | None
     http_worker_ipc: str | None
+
+
+@describes(f"{_IO}.AbortReq")
+class AbortRequest(Request, Protocol):
+    """Of one request, or of all."""
+
+    abort_all: bool
+    finished_reason: Any
 
 
 @describes(f"{_IO}.PauseGenerationReqInput")

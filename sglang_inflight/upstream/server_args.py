@@ -17,6 +17,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
     f"{_FIELDS}.parallel.Parallel",
     f"{_FIELDS}.serving.Serving",
     f"{_FIELDS}.disagg.Disagg",
+    f"{_FIELDS}.exec_.ExecMoe",
 )
 class ServerArgs(Protocol):
     """SGLang puts its fields together from these classes."""
@@ -32,6 +33,8 @@ class ServerArgs(Protocol):
     dp_size: int
     enable_dp_attention: bool
     enable_dp_attention_local_control_broadcast: bool
+    dwdp_size: int
+    elastic_ep_backend: str | None
     tokenizer_worker_num: int
     use_ray: bool
     disaggregation_mode: str

@@ -131,19 +131,18 @@ async def update_weights_from_disk(engine: AdoptedEngine, body: DiskBody) -> Out
 
 
 def _serialize(engine: AdoptedEngine, given: Given) -> Given:
-    """One payload per rank of each replica: a payload may be readable only once."""
+    """One payload per rank: a payload may be readable only once."""
     tensors = given.pop("named_tensors")
     if given.get("load_format") == FLATTENED_BUCKET:
         payloads = normalize_serialized_named_tensor_payloads(tensors)
     else:
-        # the stages of a pipeline share one
         ranks = manager_of(engine).inflight.ranks.all
-        readers = {(dp_rank, tp_rank) for dp_rank, _, tp_rank in ranks}
         if get_parallel().nnodes == 1:
-            payloads = [MultiprocessingSerializer.serialize(tensors) for _ in readers]
+            payloads = [MultiprocessingSerializer.serialize(tensors) for _ in ranks]
         else:
-            # what that makes is a handle, which is none on another machine
-            payloads = [_by_value(tensors)] * len(readers)
+            # what that makes is a handle, which is none on another machine; this one can be read
+            # by each replica and stage
+            payloads = [_by_value(tensors)] * len({tp_rank for _, _, tp_rank in ranks})
     return {**given, "serialized_named_tensors": payloads}
 
 

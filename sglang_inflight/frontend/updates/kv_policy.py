@@ -5,15 +5,15 @@ from __future__ import annotations
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.tiers import why_out_of_reach
 from sglang_inflight.messages import KVPolicy
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.unsupported import why_no_retraction
 
 
 def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
     """Raises ``Refused``. ``retracts`` where requests may be running at the commit."""
     if kv_cache != "keep" and (reason := why_out_of_reach()) is not None:
         raise Refused(f'kv_cache={kv_cache!r} is not supported: {reason}; pass kv_cache="keep"')
-    if retracts and kv_cache == "recompute" and (reason := why_no_pause()) is not None:
+    if retracts and kv_cache == "recompute" and (reason := why_no_retraction()) is not None:
         raise Refused(
-            'kv_cache="recompute" (flush_cache=true) retracts running requests, as a pause '
-            f'does: {reason}; pass kv_cache="fence" or "keep"'
+            'kv_cache="recompute" (flush_cache=true) retracts running requests, which '
+            f'this server cannot: {reason}; pass kv_cache="fence" or "keep"'
         )

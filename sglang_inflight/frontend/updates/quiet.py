@@ -16,7 +16,7 @@ from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.unsupported import why_no_pause
-from sglang_inflight.upstream.runtime_context import get_serving
+from sglang_inflight.upstream.runtime_context import get_disagg, get_serving
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.lora_registry import RWLock
@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 
 # How often a call that waits for running requests looks whether somebody paused them.
 LOOK_S = 0.05
+
+
+def _why_no_pause_of_its_own() -> str | None:
+    if get_disagg().disaggregation_mode == "decode":
+        # and a pause would leave it here, so that not all could be made anew
+        return "KV comes in from the prefill server meanwhile (--disaggregation-mode decode)"
+    return why_no_pause()
 
 
 class Quiet:
@@ -44,7 +51,7 @@ class Quiet:
 
         Raises ``Conflict`` where requests still run when ``deadline`` is over.
         """
-        if (reason := why_no_pause()) is None:
+        if (reason := _why_no_pause_of_its_own()) is None:
             block = self._pauses.held_while_nothing_runs(f"update-{update_id}", deadline)
         elif get_serving().tokenizer_worker_num > 1:
             raise Refused(
@@ -71,7 +78,7 @@ class Quiet:
 
     @asynccontextmanager
     async def _locked(self, deadline: Deadline) -> AsyncIterator[None]:
-        """By upstream's lock of requests and updates, on servers that have no pauses.
+        """By upstream's lock of requests and updates, on servers where no pause does it.
 
         The lock is either never taken or given back, wherever a cancellation comes: taking
         it is a task of its own, which is over before this is.

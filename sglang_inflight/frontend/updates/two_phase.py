@@ -35,9 +35,11 @@ from sglang_inflight.messages import (
     DropCall,
     Failed,
     InflightCall,
+    MayRecomputeCall,
     RollbackCall,
 )
 from sglang_inflight.receipt import Receipt
+from sglang_inflight.upstream.runtime_context import get_disagg
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -148,6 +150,12 @@ class TwoPhase:
 
     async def _call(self, call: InflightCall[A], deadline: Deadline) -> list[A]:
         return await self._ranks.call(call, deadline.seconds_left + GRACE_S)
+
+    async def vote_on_kv(self, update: OpenUpdate, deadline: Deadline) -> None:
+        """Raises ``Conflict`` where KV that is to be made anew cannot be, on any rank."""
+        if update.kv_policy == "recompute" and get_disagg().disaggregation_mode != "null":
+            await self._call(MayRecomputeCall(), deadline)
+            update.require_alive()
 
     # ---- commit --------------------------------------------------------------------
 

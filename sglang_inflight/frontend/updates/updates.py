@@ -87,6 +87,7 @@ class Updates:
             if not wanted.non_blocking and not wanted.aborts_requests:
                 await self._quiet.enter(stack, update, wanted.deadline)
             await self._two_phase.stage_whole(update, wanted)
+            await self._two_phase.vote_on_kv(update, wanted.deadline)
             return await self._two_phase.commit(update)
 
     async def roll_back(self, body: RollbackBody) -> Receipt:
@@ -175,6 +176,7 @@ class Updates:
             if not ending.non_blocking and not session.aborts_requests:
                 await self._quiet.enter(stack, session, deadline)
             await self._seal(session, deadline)
+            await self._two_phase.vote_on_kv(session, deadline)
             return await self._two_phase.commit(session)
 
     async def abort(self, body: AbortUpdateBody) -> None:

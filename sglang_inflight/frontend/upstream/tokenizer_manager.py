@@ -26,6 +26,7 @@ class ModelConfig(Protocol):
     hidden_size: int
     # tokens
     context_len: int
+    is_multimodal: bool
     dtype: torch.dtype
     # transformers' own, of the part that takes text
     hf_text_config: Any
@@ -87,6 +88,7 @@ class TokenizerManager(Protocol):
 
     def config_value(self, name: str) -> Any: ...
     def record_config_updates(self, source: str, **fields: Any) -> None: ...
+    def _dispatch_to_scheduler(self, obj: Any) -> None: ...
     async def _async_dispatch_to_scheduler(self, obj: Any) -> None: ...
 
 

@@ -26,7 +26,7 @@ from sglang_inflight.scheduler.update.worker import (
     streams_of,
 )
 from sglang_inflight.settings import Settings
-from sglang_inflight.unsupported import why_no_pause, why_no_update
+from sglang_inflight.unsupported import why_no_retraction, why_no_update
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def make_staging(
 
 def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
     """Why no update can be taken in, or None where it can."""
-    if in_place and (reason := why_no_pause()) is not None:
+    if in_place and (reason := why_no_retraction()) is not None:
         return f"weights cannot be written in place, between two steps: {reason}"
     if in_place and get_parallel().pp_size > 1:
         # a stage that a piece is for would stand still, and the others would wait for it

@@ -60,6 +60,9 @@ class Commits:
     def commit(self, call: CommitCall) -> Committed:
         """Swap in a sealed update. Returns the rank's part of the receipt."""
         sealed = self._staging.take(call.update_id)
+        if call.kv_cache == "recompute":
+            # all ranks were asked before; somebody may have continued generation since
+            self.require_recomputable()
         committed = self._go_live(
             sealed.digest,
             sealed.swap,
@@ -96,6 +99,14 @@ class Commits:
             digest=self._live.digest,
             previous_version=self._live.previous.version if self._live.previous else None,
         )
+
+    def require_recomputable(self) -> None:
+        """Raises ``Conflict`` where KV is held that cannot be made anew."""
+        if (why := self._boundary.why_not_recomputed()) is not None:
+            raise Conflict(
+                f'kv_cache="recompute" (flush_cache=true) is not possible now: {why}; pause with '
+                'mode "abort" or "retract", or pass kv_cache="fence" or "keep"'
+            )
 
     def _go_live(
         self,

@@ -278,8 +278,8 @@ class Groups:
     def describe(self) -> dict[str, str]:
         """How each is, by name."""
         with self._lock:
-            joining = dict.fromkeys(self._joining, "waiting for its trainer")
-            return {name: group.describe() for name, group in self._groups.items()} | joining
+            known: dict[str, Group | Rendezvous] = {**self._groups, **self._joining}
+        return {name: each.describe() for name, each in known.items()}
 
 
 def own_index() -> int:

@@ -56,11 +56,14 @@ class Rendezvous:
         self._address = NetworkAddress(call.master_address, call.master_port)
         self._lock = threading.Lock()
         self._has_ended = False
-        # what has not happened yet
+        # what has not happened yet; the thread alone writes it
         self._lacks = "nobody came"
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="inflight-rendezvous", daemon=True).start()
+
+    def describe(self) -> str:
+        return f"waiting for its trainer: {self._lacks}"
 
     def give_up(self, reason: str) -> None:
         self._end(self._refusal(reason))
@@ -97,6 +100,7 @@ class Rendezvous:
                 time.sleep(LOOK_S)
 
     def _form(self) -> Formed:
+        self._lacks = "somebody listened there, and not every rank came"
         if self._call.rendezvous == "stateless":
             return self._form_stateless()
         return form_group(
@@ -109,16 +113,16 @@ class Rendezvous:
         )
 
     def _form_stateless(self) -> Formed:
-        self._lacks = (
-            "somebody listens there and left no NCCL id, as vLLM's trainers do when all ranks have "
-            "come (one that meets through torch.distributed says so: rendezvous 'torch')"
-        )
         met = StatelessRendezvous(
             self._call.master_address,
             self._call.master_port,
             rank=self._rank,
             world_size=self._call.world_size,
             timeout=datetime.timedelta(seconds=self._timeout_s),
+        )
+        self._lacks = (
+            "somebody listens there and left no NCCL id, as vLLM's trainers do when all ranks have "
+            "come (one that meets through torch.distributed says so: rendezvous 'torch')"
         )
         unique_id = met.read_unique_id()
         self._lacks = "not every rank formed it"

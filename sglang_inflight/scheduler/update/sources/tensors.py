@@ -18,12 +18,18 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, Flattene
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
 from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.groups import own_index
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 from sglang_inflight.scheduler.upstream.serialized_tensor import SerializedTensor
 from sglang_inflight.upstream.runtime_context import get_parallel
+
+# Torch asks a process of its own for shared memory. On busy cores that may have none for a second:
+# then torch gives up, and has opened nothing.
+_LATE = "Shared memory manager connection has timed out"
+TRIES = 10
 
 
 def read_tensors(source: TensorSource, device: torch.device, check: Callable[[], None]) -> Weights:
@@ -76,32 +82,48 @@ def _of_rank(tensor: SerializedTensor) -> bytes:
 
 
 def _unpickle(payload: Payload) -> Any:
-    try:
-        if isinstance(payload, bytes):
-            return unpickle(payload)
-        with closing(RegularFile(payload.path, "the payload")) as file, Stream.of(file) as stream:
-            return unpickle(stream)
-    except Exception as error:
-        raise Refused(f"serialized_named_tensors cannot be unpickled: {describe(error)}") from error
+    tries = TRIES
+    while True:
+        try:
+            return _read(payload)
+        except Exception as error:
+            tries -= 1
+            if not tries or _LATE not in str(error):
+                raise Refused(
+                    f"serialized_named_tensors cannot be unpickled: {describe(error)}"
+                ) from error
+
+
+def _read(payload: Payload) -> Any:
+    if isinstance(payload, bytes):
+        return unpickle(payload)
+    with closing(RegularFile(payload.path, "the payload")) as file, Stream.of(file) as stream:
+        return unpickle(stream)
 
 
 def _own_payload(payloads: list[Payload]) -> Payload:
-    """One payload per tensor-parallel rank, or one for each rank of each replica.
+    """This rank's, of payloads for as many ranks as they can be counted for.
 
-    A payload may be readable once only (it can be a handle to shared memory), so
-    replicas need payloads of their own, unless the trainer's can be read again.
+    A payload may be readable once only (it can be a handle to shared memory), so replicas, and
+    the stages of a pipeline, need payloads of their own, unless the trainer's can be read again.
+    They are ordered as SGLang counts ranks: by replica, then by stage, then by tensor-parallel
+    rank.
     """
     parallel = get_parallel()
-    ranks = parallel.tp_size
+    ranks, stages = parallel.tp_size, parallel.pp_size
     replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
-    if len(payloads) == ranks:
-        return payloads[parallel.tp_rank]
-    if len(payloads) == ranks * replicas:
-        return payloads[(parallel.dp_rank or 0) * ranks + parallel.tp_rank]
+    taken = {ranks: (parallel.tp_rank, "one for each tensor-parallel rank")}
+    if replicas > 1:
+        own = (parallel.dp_rank or 0) * ranks + parallel.tp_rank
+        taken[ranks * replicas] = own, "one for each tensor-parallel rank of each replica"
+    if stages > 1:
+        taken[ranks * stages * replicas] = own_index(), "one for each rank of each stage"
+    if len(payloads) in taken:
+        own, _ = taken[len(payloads)]
+        return payloads[own]
     raise Refused(
         f"serialized_named_tensors holds {len(payloads)} payloads; this server takes "
-        f"{ranks}, one for each tensor-parallel rank"
-        + (f", or {ranks * replicas}, one for each rank of each replica" if replicas > 1 else "")
+        + ", or ".join(f"{count}, {what}" for count, (_, what) in taken.items())
     )
 
 
