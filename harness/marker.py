@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -36,6 +37,16 @@ CONFIG = {
     "eos_token_id": 2,
     "attention_bias": False,
 }
+
+
+class Model(Protocol):
+    """A module that makes versions as this one does."""
+
+    __name__: str
+
+    def tensors(self, version: int) -> dict[str, torch.Tensor]: ...
+
+    def build(self, folder: Path, version: int) -> Path: ...
 
 
 def token(version: int) -> int:

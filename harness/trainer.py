@@ -10,6 +10,7 @@ It forms its groups and fills its buckets as SGLang's own clients do, or vLLM's,
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import pickle
@@ -28,9 +29,9 @@ from harness.starting import ROOT, end, start
 FLATTENED_BUCKET = "flattened_bucket"
 
 
-def layout(version: int) -> dict[str, Any]:
+def layout(version: int, model: marker.Model = marker) -> dict[str, Any]:
     """``names``, ``dtypes`` and ``shapes`` of the checkpoint of ``version``, for a body."""
-    weights = marker.tensors(version)
+    weights = model.tensors(version)
     return {
         "names": list(weights),
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()],
@@ -116,6 +117,7 @@ class Trainer:
         self,
         version: int,
         *,
+        model: marker.Model = marker,
         bucket: bool = False,
         bucket_bytes: int | None = None,
         count: int | None = None,
@@ -128,6 +130,7 @@ class Trainer:
         self.order(
             "send",
             version=version,
+            model=model.__name__,
             bucket=bucket,
             bucket_bytes=bucket_bytes,
             count=count,
@@ -232,7 +235,8 @@ def main() -> None:
     groups: dict[str, dist.ProcessGroup] = {}
 
     def broadcast(order: dict[str, Any]) -> str:
-        weights = list(marker.tensors(order["version"]).items())[: order["count"]]
+        model: marker.Model = importlib.import_module(order["model"])
+        weights = list(model.tensors(order["version"]).items())[: order["count"]]
         group = groups[order["group"]]
         if order["bucket"]:
             for part in split(weights, order["bucket_bytes"]):

@@ -70,6 +70,7 @@ _STANDARD_LIBRARY = str(
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    gc.disable()  # what is imported stays, and each look at it would be in vain
     with _low_numbers_kept_free():
         seen, made = _import_all()
     # not at the top: it imports SGLang, which is watched
@@ -80,6 +81,7 @@ def main() -> None:
     _check_that_forks_are_safe()
     gc.collect()
     gc.freeze()  # pages that no collection writes to stay shared
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it without a word
     send(connection, seen)
     command = _fork(connection)

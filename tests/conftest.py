@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,17 @@ def pytest_configure() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported stays, and each look of the garbage collector's at it is in vain."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long first, then what has servers of its own, then flavour by flavour: each
@@ -35,7 +48,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     items.sort(key=lambda item: (-_limit(item), item.path.parent == UNIT, _turn(item)))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(f"{_turn(item)} {item.path.stem}"))
+        # those that need another zygote have a group of their own
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{_turn(item)} {item.path.stem}"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Groups are held together, or the run ends here: each worker would start each server.
+
+    xdist writes a group into the test's id, which is all that the process with the queue sees.
+    """
+    if node.config.getoption("dist") == "loadgroup" and not all("@" in test for test in ids):
+        pytest.exit(f"pytest-xdist holds no groups with pytest {pytest.__version__}", returncode=4)
 
 
 def _limit(item: pytest.Item) -> float:

@@ -1,7 +1,8 @@
 """Attention DP: ranks with requests of their own, that compute each step together.
 
 A rank that stands still while another one steps leaves it waiting for ever, so all must come
-to the same end of a draining, and to the end of a lease, in the same pass of their loops.
+to the same end of a draining, and to the end of a lease, in the same pass of their loops. With
+local control broadcast each is told by itself what to do.
 """
 
 from __future__ import annotations
@@ -40,9 +41,14 @@ LOOPS = add_both_loops(
         with_plugin("attention_dp"),
     ),
 )
+FLAVOURS["attention_dp_local"] = Flavour(
+    (*FLAVOURS[LOOPS[0]].flags, "--enable-dp-attention-local-control-broadcast"),
+    # some steps, in which the other rank would be alone with what it was told
+    with_plugin("attention_dp") | {"INFLIGHT_TEST_LATE_S": "0.02"},
+)
 
 
-@pytest.fixture(params=LOOPS)
+@pytest.fixture(params=[*LOOPS, "attention_dp_local"])
 def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
     yield pool.get(FLAVOURS[request.param])
     pool.restore()

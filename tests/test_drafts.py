@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from harness import marker
@@ -28,7 +29,8 @@ from tests.support.load import (
 from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.updates import ENDLESS, refuse, serving, tensor_body
 
-pytestmark = stands_in_for_kernels
+# one zygote is for all that compile nothing, see ``drafting``
+pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
 
 STEP = 4  # tokens, where all drafts are accepted
 STEPS = 10

@@ -215,7 +215,7 @@ def test_over_a_sleep(
     """Frozen requests have the tokens and log-probabilities of two servers that never slept, one
     of each version, the second of which begins with what the first has made."""
     prompts = [PROMPT, PROMPT[::-1]]
-    assert real.post("/flush_cache")["status_code"] == 200
+    assert real.post("/flush_cache?timeout=60")["status_code"] == 200
     frozen = [Generation(real, tokens=ENDLESS, input_ids=p, return_logprob=True) for p in prompts]
     for generation in frozen:
         generation.wait_for_tokens(3)
@@ -251,7 +251,7 @@ def test_over_a_sleep(
 
 def most_likely(real: Server, prompt: list[int], tokens: int) -> list[tuple[int, float]]:
     """What follows, each with its log-probability; from a cache that is empty."""
-    assert real.post("/flush_cache")["status_code"] == 200
+    assert real.post("/flush_cache?timeout=60")["status_code"] == 200
     answer = generate(real, tokens, prompt, temperature=0.0)
     logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]
     return list(zip(answer["output_ids"], logprobs, strict=True))

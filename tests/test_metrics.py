@@ -18,23 +18,10 @@ from tests.support.load import (
     resume,
     start_running,
 )
+from tests.support.metrics import read
 from tests.support.updates import refuse, succeed
 
 DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
-
-
-def read(server: Server) -> dict[str, float]:
-    """Our samples by name, over all their labels."""
-    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
-    samples: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name.startswith("sglang:inflight_") and "le" not in sample.labels:
-                name = sample.name.removeprefix("sglang:inflight_")
-                if "result" in sample.labels:
-                    name = f"{name}:{sample.labels['result']}"
-                samples[name] = samples.get(name, 0.0) + sample.value
-    return samples
 
 
 def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints: Path) -> None:

@@ -311,14 +311,16 @@ def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
 
 def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server, pool: ServerPool) -> None:
     """SGLang lets requests end first."""
-    frozen = start_running(server, 2, tokens=3 * TOKENS)
+    # it ends when this test says so, and the server is there until then
+    (long,) = start_running(server, 1, tokens=ENDLESS)
+    (short,) = start_running(server, 1, tokens=3 * TOKENS)
     pause(server, "in_place")
-    (seen, _) = settle(server, frozen)
+    (seen, _) = settle(server, [long, short])
     os.kill(server.process.pid, signal.SIGTERM)
-    until("the pause has ended", lambda: frozen[0].count > seen)
+    until("the pause has ended", lambda: long.count > seen)
     assert server.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
-    for generation in frozen:
-        expect_whole(generation)
+    expect_whole(short)
+    long.abort()
     until("it has gone", lambda: not server.is_alive())
     # the next test gets another one
     pool.discard()
@@ -493,6 +495,7 @@ def test_a_client_that_leaves_is_noticed(server: Server, stream: bool) -> None:
 def test_health_is_well_while_paused(server: Server, path: str) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
+    settle(server, [generation])
     assert server.get(path)["status_code"] == 200
     assert httpx.get(f"{server.url}/ready").status_code == 503
     resume(server)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.pool import CHUNK
-from tests.support.updates import refuse
+from tests.support.updates import by_reference, refuse, tensor_body
 from tests.test_kv_versions import kv_runs, made_as_it_ran
 
 VERSIONS = 4
@@ -47,7 +48,8 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
     own = slice(version * BLOCK, (version + 1) * BLOCK)
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     embeddings.zero_()[:, own] = 1.0
-    head[TORN] = 1.0
+    # twice what another version's token has, which would be the first of two that are equal
+    head[TORN] = 2.0
     head[TORN, own] = 0.0
     return weights
 
@@ -178,6 +180,32 @@ def test_a_commit_amid_the_turns(pipeline: Server, folder: Path, kv: str) -> Non
         assert versions_of(output) == ["v0", "v2", "v0"]
         if kv == "recompute":
             assert [version for version, _ in kv_runs(output)] == ["v0"]
+
+
+def test_a_payload_for_each_stage(pipeline: Server, folder: Path) -> None:
+    """A handle to shared memory on a CPU can be read once."""
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 4, tokens=ENDLESS)
+    path = "/update_weights_from_tensor"
+    named: dict[str, Any] = {"non_blocking": True, "kv_cache": "keep"}
+
+    def handles(count: int) -> list[str]:
+        return [by_reference([*tensors(1).items()]) for _ in range(count)]
+
+    for count in (0, 3):
+        body = {"serialized_named_tensors": handles(count), **named}
+        refuse(
+            pipeline.post(path, body),
+            f"{count} payloads; this server takes 1, one for each tensor-parallel rank, or 2, "
+            "one for each rank of each stage",
+        )
+    body = {"serialized_named_tensors": handles(2), "weight_version": "v1", **named}
+    ask(pipeline, "POST", path, body)
+    more_tokens(generations)
+    ask(pipeline, "POST", path, tensor_body(tensors(2), weight_version="v2", **named))
+    for output in expect_all_go_on(generations):
+        expect_exact(output)
+        assert versions_of(output) == ["v0", "v1", "v2"]
 
 
 def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:

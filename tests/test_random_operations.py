@@ -18,7 +18,7 @@ from tests.support.load import (
     resume,
     start,
     status,
-    until,
+    until_empty,
 )
 from tests.support.pool import MAX_QUEUED
 
@@ -139,12 +139,7 @@ def act_at_random(server: Server, checkpoints: Path, operations: int) -> None:
         else:
             expect_whole(request)
     assert server.is_alive()
-
-    def is_empty() -> bool:
-        now = status(server)
-        return not now["running"] and not now["waiting"]
-
-    until("the scheduler holds no request", is_empty)
+    until_empty(server)
     caller.look()
     (last,) = start(server, 1, tokens=8)
     assert set(expect_whole(last).tokens) == {100 + caller.version}

@@ -122,10 +122,11 @@ def test_none_outlives_its_end(parent: tuple[Process, int, int]) -> None:
     assert not psutil.pid_exists(child)
 
 
+@pytest.mark.xdist_group("uncompiled")
 def test_imports_that_would_have_been_others(log: Path) -> None:
     """A function of SGLang's is made to be compiled as its module is imported, or is not."""
     tell = "from sglang.srt.layers import sampler; print(vars(sampler.multinomial_with_seed))"
     compiled = "_torchdynamo_orig_callable"
     assert compiled in said(log, run(log, "-c", tell))
-    # as the servers of tests/test_drafts.py have it, so that this starts no zygote of its own
+    # as the servers of tests/test_drafts.py have it, whose zygote this is, too
     assert compiled not in said(log, run(log, "-c", tell, TORCHDYNAMO_DISABLE="1"))

@@ -89,7 +89,8 @@ def test_trainer_dies_in_the_rendezvous(
         kwargs={"json": {"init_info": info}},
     )
     refused.start()
-    until("the rank waits for its trainer", lambda: groups(vllm_server))
+    # where it has not yet come to its trainer, it waits for another one to listen there
+    until("it waits for the id", lambda: "no NCCL id" in "".join(groups(vllm_server).values()))
     trainer.close()
     refused.join()
     assert not groups(vllm_server)

@@ -15,25 +15,29 @@ from sglang_inflight.client import Client
 from sglang_inflight.errors import NotOffered
 from tests.support.engine import play
 from tests.support.load import Generation
-from tests.support.plugins import with_plugin
 from tests.support.pool import ServerPool
 from tests.support.updates import says
 
 OFF = {"SGLANG_INFLIGHT_UNSUPPORTED": "off"}
-# by the sentence that says why they cannot run with us
-KINDS = {
+# of a server that cannot run with us, and can without
+FLAGS, ENV = ("--pp-size", "2"), {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1"}
+# flags that cannot be, by the sentence that says why
+REFUSED = {
+    unsupported.NO_FIRST_UPDATE: FLAGS,
     unsupported.NO_LOCAL_BROADCAST: (
         "--tp-size", "2", "--attn-dp-size", "2", "--enable-dp-attention-local-control-broadcast",
+        "--pp-size", "2",
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("why", KINDS, ids=["broadcast"])
+@pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast"])
 def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
     log = tmp_path / "log"
-    command = [*IN_A_FORK, "--model-path", str(checkpoints / "v0"), *KINDS[why]]
+    command = [*IN_A_FORK, "--model-path", str(checkpoints / "v0"), *REFUSED[why]]
+    env = ENV if why == unsupported.NO_FIRST_UPDATE else {}
     with log.open("wb") as output:
-        process = start(command, output=output)
+        process = start(command, output=output, env=env)
     try:
         assert process.wait(240) == 1
     finally:
@@ -43,9 +47,8 @@ def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
 
 def test_as_sglang_ships_it(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
     pool.discard()  # one server at a time
-    why = unsupported.NO_LOCAL_BROADCAST
-    flags = (*KINDS[why], "--weight-version", "v0")
-    env = with_plugin("attention_dp") | OFF
+    why = unsupported.NO_FIRST_UPDATE
+    flags, env = (*FLAGS, "--weight-version", "v0"), OFF | ENV
     with serve(checkpoints / "v0", *flags, log=tmp_path / "log", env=env) as server:
         refuses_what_is_ours(server, checkpoints, why)
         does_what_is_sglangs(server, checkpoints)

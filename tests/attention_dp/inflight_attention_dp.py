@@ -2,16 +2,21 @@
 
 Upstream's code for it pins memory, and calls kernels and operators that only GPUs have. Here
 they are torch's own. Which rank steps when, and what the ranks tell each other in between, is
-upstream's.
+upstream's. With ``INFLIGHT_TEST_LATE_S`` control messages come so many seconds later to the
+ranks behind the first.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed
+
+LATE_S = float(os.environ.get("INFLIGHT_TEST_LATE_S", 0))
 
 
 def install() -> None:
@@ -24,6 +29,19 @@ def install() -> None:
     torch.tensor = _unpinned(torch.tensor)
     GroupCoordinator.all_gather_into_tensor = _all_gather
     GroupCoordinator.reduce_scatter_tensor = _reduce_scatter
+    if LATE_S:
+        from sglang.srt.managers.data_parallel_controller import DataParallelController
+
+        DataParallelController.send_control_message = _send_late
+
+
+def _send_late(controller: Any, message: Any) -> None:
+    from sglang.srt.managers.data_parallel_controller import sock_send
+
+    for number, worker in enumerate(controller.workers[:: controller.control_message_step]):
+        if number:
+            time.sleep(LATE_S)
+        sock_send(worker, message)
 
 
 def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -17,12 +17,12 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from harness import marker
 from harness.starting import ROOT
 from harness.trainer import Trainers
 from tests.matrix.columns import COLUMNS, Column, Refusal, Running, set_right, why_not_run
 from tests.matrix.configurations import CONFIGURATIONS, Configuration
 from tests.support.load import more_tokens
+from tests.support.pair import why_no_pair
 from tests.support.updates import Sender
 
 README = ROOT / "README.md"
@@ -59,17 +59,25 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
     chosen = [
         each for each in CONFIGURATIONS if not only or any(word in each.name for word in only)
     ]
+    if any(each.pair for each in chosen) and (why_not := why_no_pair()):
+        sys.exit(why_not)
     table = Table()
     failed = 0
     with tempfile.TemporaryDirectory() as name, contextlib.closing(Trainers()) as trainers:
         folder = Path(name)
-        for version in range(2):
-            marker.build(folder / f"v{version}", version)
-        sender = Sender(folder, folder, trainers)
+        senders: dict[str, Sender] = {}
+        for model in {each.model.__name__: each.model for each in chosen}.values():
+            checkpoints = folder / model.__name__
+            for version in range(2):
+                model.build(checkpoints / f"v{version}", version)
+            senders[model.__name__] = Sender(checkpoints, checkpoints, trainers, model)
         for number, configuration in enumerate(chosen):
+            name_of_model = configuration.model.__name__
             logs = folder / str(number)
             logs.mkdir()
-            for column, said in _run(configuration, folder, logs, sender):
+            for column, said in _run(
+                configuration, folder / name_of_model, logs, senders[name_of_model]
+            ):
                 console.print(f"{configuration.name}, {column}: {said or 'FAILED'}")
                 failed += said is None
                 table.add(configuration.name, said or "FAILED")
@@ -93,8 +101,8 @@ def _run(
             if said is None:
                 try:
                     if running is None:
-                        server = stack.enter_context(configuration.serve(checkpoints / "v0", logs))
-                        running = Running(server, configuration, sender)
+                        started = configuration.run(checkpoints / "v0", logs)
+                        running = Running(*stack.enter_context(started), configuration, sender)
                     said = _try(running, do)
                     set_right(running)
                 except Exception:
@@ -110,6 +118,8 @@ def _try(the: Running, do: Column) -> str:
     try:
         do(the)
     except Refusal as refusal:
+        # what was paused before it was refused
+        the.ask("/continue_generation")
         more_tokens(the.streams)
         the.end()
         return str(refusal)

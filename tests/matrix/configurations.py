@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from harness import marker
 from harness.server import Server, serve
+from tests.support import eagle, moe
+from tests.support.load import Generation
 from tests.support.nodes import nodes_environment, serve_nodes
+from tests.support.pair import serve_pair
 from tests.support.plugins import with_plugin
 
+Generate = Callable[..., Generation]
 FLAGS = ("--weight-version", "v0", "--enable-memory-saver")
-
-
-def _nothing() -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -27,38 +27,41 @@ class Configuration:
     name: str
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    # those that take part in a broadcast
+    # those that take part in a broadcast, and read a payload of tensors
     ranks: int = 1
-    # of tensors, one for each tensor-parallel rank of each replica
-    payloads: int = 1
     nodes: int = 1
-    # further fields of each request
-    request: Callable[[], dict[str, Any]] = _nothing
-    # tokens at the start of an answer that another server has made
-    foreign: int = 0
+    # what is served
+    model: marker.Model = marker
+    # beside it, a model that drafts
+    drafts: bool = False
+    # a prefill server and a decode server
+    pair: bool = False
 
-    def takers(self, source: str) -> int:
-        """How many times a source sends what it sends."""
-        return self.ranks if source.startswith("distributed") else self.payloads
+    @contextlib.contextmanager
+    def run(self, model: Path, folder: Path) -> Iterator[tuple[Sequence[Server], Generate]]:
+        """Whom to ask, one after the other, and how requests are started there."""
+        if self.pair:
+            flags = (*FLAGS, *self.flags)
+            with serve_pair(model, *flags, folder=folder) as pair:
+                yield pair.servers, pair.generate
+        else:
+            with self.serve(model, folder) as server:
+                yield (server,), functools.partial(Generation, server)
 
     @contextlib.contextmanager
     def serve(self, model: Path, folder: Path, *more: str) -> Iterator[Server]:
         """``more`` are flags besides; logs are in ``folder``."""
+        assert not self.pair, "these are two servers"
         flags = (*FLAGS, *self.flags, *more)
+        if self.drafts:
+            draft = eagle.build(folder / "draft", agrees=True)
+            flags = (*flags, "--speculative-draft-model-path", str(draft))
         if self.nodes > 1:
             with serve_nodes(model, *flags, folder=folder, env=nodes_environment()) as nodes:
                 yield nodes.first
             return
         with serve(model, *flags, log=folder / "log", env=self.env) as server:
             yield server
-
-
-_rooms = itertools.count(1)
-
-
-def _of_a_pair() -> dict[str, Any]:
-    """SGLang's ``fake`` transfer stands in for the other server."""
-    return {"bootstrap_host": "2.2.2.2", "bootstrap_room": next(_rooms)}
 
 
 def named(word: str) -> Configuration:
@@ -73,25 +76,66 @@ CONFIGURATIONS = (
     Configuration("one rank"),
     Configuration("`--disable-overlap-schedule`", ("--disable-overlap-schedule",)),
     Configuration("`SGLANG_INFLIGHT_STAGING=off`", env={"SGLANG_INFLIGHT_STAGING": "off"}),
-    Configuration("`--tp-size 2`", ("--tp-size", "2"), ranks=2, payloads=2),
-    Configuration("`--dp-size 2`", ("--dp-size", "2"), ranks=2, payloads=2),
+    Configuration("`--tp-size 2`", ("--tp-size", "2"), ranks=2),
+    Configuration("`--dp-size 2`", ("--dp-size", "2"), ranks=2),
     Configuration(
         "attention DP, `--attn-dp-size 2`",
         ("--tp-size", "2", "--attn-dp-size", "2"),
         with_plugin("attention_dp"),
         ranks=2,
-        payloads=2,
     ),
-    Configuration("`--nnodes 2`, `--tp-size 2`", ranks=2, payloads=2, nodes=2),
+    Configuration(
+        "attention DP, `--enable-dp-attention-local-control-broadcast`",
+        (
+            "--tp-size", "2", "--attn-dp-size", "2",
+            "--enable-dp-attention-local-control-broadcast",
+        ),
+        with_plugin("attention_dp"),
+        ranks=2,
+    ),
+    Configuration(
+        "mixture of experts, `--tp-size 2 --ep-size 2`",
+        ("--tp-size", "2", "--ep-size", "2"),
+        with_plugin("experts"),
+        ranks=2,
+        model=moe,
+    ),
+    Configuration(
+        "the same with `--enable-eplb`, `SGLANG_INFLIGHT_STAGING=off`",
+        (
+            "--tp-size", "2", "--ep-size", "2",
+            "--enable-eplb",
+            "--ep-num-redundant-experts", "2",
+            "--eplb-rebalance-num-iterations", "20",
+            # else SGLang measures its time by CUDA's
+            "--eplb-rebalance-layers-per-chunk", "1",
+        ),
+        with_plugin("experts") | {"SGLANG_INFLIGHT_STAGING": "off"},
+        ranks=2,
+        model=moe,
+    ),
+    Configuration("`--nnodes 2`, `--tp-size 2`", ranks=2, nodes=2),
     Configuration("`--pp-size 2`", ("--pp-size", "2"), ranks=2),
     Configuration(
-        "`--pp-size 2 --tp-size 2`", ("--pp-size", "2", "--tp-size", "2"), ranks=4, payloads=2
+        "`--pp-size 2 --tp-size 2`", ("--pp-size", "2", "--tp-size", "2"), ranks=4
     ),
     Configuration("`--tokenizer-worker-num 2`", ("--tokenizer-worker-num", "2")),
     Configuration(
         "`--speculative-algorithm NGRAM`",
         ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
         with_plugin("speculation"),
+    ),
+    Configuration(
+        "`--speculative-algorithm EAGLE`, with a draft model",
+        (
+            "--speculative-algorithm", "EAGLE",
+            "--speculative-num-steps", "3",
+            "--speculative-eagle-topk", "1",
+            "--speculative-num-draft-tokens", "4",
+            "--max-running-requests", "8",
+        ),
+        with_plugin("speculation") | {"TORCHDYNAMO_DISABLE": "1"},
+        drafts=True,
     ),
     Configuration(
         "`--enable-hierarchical-cache`",
@@ -103,13 +147,8 @@ CONFIGURATIONS = (
     ),
     Configuration("`--disable-radix-cache`", ("--disable-radix-cache",)),
     Configuration(
-        "`--disaggregation-mode decode`",
-        (
-            "--disaggregation-mode", "decode",
-            "--disaggregation-transfer-backend", "fake",
-            "--disaggregation-decode-retraction-backup", "cpu_tensor",
-        ),
-        request=_of_a_pair,
-        foreign=1,
+        "`--disaggregation-mode prefill` and `decode`, both asked",
+        ("--max-total-tokens", "65536"),
+        pair=True,
     ),
 )  # fmt: skip

@@ -26,11 +26,18 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from harness import marker
 from harness.server import Server, schedulers
 from harness.trainer import Trainers, layout
 from tests.matrix.configurations import CONFIGURATIONS, Configuration, named
-from tests.support.load import Generation, expect_spans, expect_whole, prompt, status, until
+from tests.support.load import (
+    Generation,
+    expect_spans,
+    expect_whole,
+    prompt,
+    status,
+    until,
+    until_empty,
+)
 from tests.support.pool import CHUNK, MAX_RUNNING
 from tests.support.updates import (
     Call,
@@ -50,6 +57,8 @@ LEASE_S = 0.3
 # of a pause that waits for running requests
 WAIT_S = 0.2
 MIB = 1 << 20
+# characters, where a soak fails
+LOG_SHOWN = 20_000
 # more than this share, and the memory is not flat
 MOST_GROWTH = 0.03
 
@@ -112,6 +121,7 @@ class Soak:
         self._choose = random.Random(seed)
         self._count_of_streams = streams
         self._configuration = configuration
+        self._model = configuration.model
         self._streams: list[Generation] = []
         # those that an abort, or their client's going away, may have ended
         self._given_up: set[Generation] = set()
@@ -206,7 +216,7 @@ class Soak:
 
     def update_in_a_session(self) -> None:
         version = self._choose.randrange(VERSIONS)
-        weights = marker.tensors(version)
+        weights = self._model.tensors(version)
         names = list(weights)
         cut = self._choose.randrange(1, len(names))
         # else an update that its caller left, and that comes only now, would be a piece of it
@@ -246,10 +256,10 @@ class Soak:
         trainer = self._trainers.get()
         trainer.join(self._server, ranks=self._configuration.ranks)
         version = self._choose.randrange(VERSIONS)
-        body = {**layout(version), **LIVE, "weight_version": f"v{version}"}
+        body = {**layout(version, self._model), **LIVE, "weight_version": f"v{version}"}
         call = Call(self._server, "/update_weights_from_distributed", body)
         sent = self._choose.randrange(1, 20)
-        trainer.send(version, count=sent)
+        trainer.send(version, model=self._model, count=sent)
         until_staging(self._server, tensors=sent)
         trainer.close()
         answer = call.answer()
@@ -314,7 +324,7 @@ class Soak:
     def abandon_a_session(self) -> None:
         begun = self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
         named = {"session_id": begun["session_id"]}
-        weights = marker.tensors(self._choose.randrange(VERSIONS))
+        weights = self._model.tensors(self._choose.randrange(VERSIONS))
         name = self._choose.choice(list(weights))
         body = self._tensor_body({name: weights[name]}, named)
         sent = self._server.post("/update_weights_from_tensor", body)
@@ -328,13 +338,13 @@ class Soak:
     def _send(self, source: str, **fields: Any) -> dict[str, Any]:
         version = self._choose.randrange(VERSIONS)
         name = f"v{version}"
-        ranks = self._configuration.takers(source)
+        ranks = self._configuration.ranks
         return self._sender.send(
             self._server, source, version, ranks=ranks, weight_version=name, **LIVE, **fields
         )
 
     def _tensor_body(self, weights: Weights, named: dict[str, Any]) -> dict[str, Any]:
-        return tensor_body(weights, ranks=self._configuration.payloads, **LIVE, **named)
+        return tensor_body(weights, ranks=self._configuration.ranks, **LIVE, **named)
 
     def _count(self, kind: str, answer: dict[str, Any]) -> None:
         self.numbers.updates[kind] += 1
@@ -361,16 +371,12 @@ class Soak:
 
     def _finish(self) -> None:
         for stream in self._streams:
-            # it ends with the last word that is heard of it, whatever that is
-            stream.wait_for_end(patience_s=120)
+            # it ends with the last word that is heard of it, whatever that is; the longest may
+            # have all its tokens to go, on cores that others use too
+            stream.wait_for_end(patience_s=600)
             self._check(stream)
         self._streams.clear()
-
-        def is_empty() -> bool:
-            now = status(self._server)
-            return not now["running"] and not now["waiting"]
-
-        until("the scheduler holds no request", is_empty)
+        until_empty(self._server)
         until_idle(self._server)
         assert self._server.is_alive()
 
@@ -408,8 +414,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, contextlib.closing(Trainers()) as trainers:
         folder = Path(name)
         for version in range(VERSIONS):
-            marker.build(folder / f"v{version}", version)
-        sender = Sender(folder, folder, trainers)
+            arguments.on.model.build(folder / f"v{version}", version)
+        sender = Sender(folder, folder, trainers, arguments.on.model)
         most = str(max(MAX_RUNNING, arguments.streams))
         flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most)
         with arguments.on.serve(folder / "v0", folder, *flags) as server:
@@ -417,9 +423,14 @@ def main() -> int:
                 server, folder, sender, trainers,
                 arguments.seed, arguments.streams, arguments.on,
             )  # fmt: skip
-            numbers = soak.run(
-                arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
-            )
+            try:
+                numbers = soak.run(
+                    arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
+                )
+            except BaseException:
+                # it goes with the folder
+                print(server.log_text()[-LOG_SHOWN:])
+                raise
     show(numbers)
     return 1 if numbers.lost_requests or numbers.growth > MOST_GROWTH else 0
 

@@ -45,6 +45,10 @@ SOURCES = (
 
 Weights = dict[str, torch.Tensor]
 
+# Torch's manager of shared memory is a process, which on busy cores may have none for a second:
+# then torch gives up.
+SHARING_TRIES = 10
+
 
 def by_value(weights: Weights | list[Any]) -> str:
     """A payload that holds the tensors themselves, and can be read any number of times."""
@@ -56,8 +60,16 @@ def by_reference(content: Any) -> str:
     """A payload as SGLang's own clients make it: a handle to shared memory."""
     from sglang.srt.utils import MultiprocessingSerializer
 
-    payload: str = MultiprocessingSerializer.serialize(content, output_str=True)
-    return payload
+    for _ in range(SHARING_TRIES):
+        try:
+            payload: str = MultiprocessingSerializer.serialize(content, output_str=True)
+        except RuntimeError as error:
+            if "Shared memory manager" not in str(error):
+                raise
+            refused = error
+        else:
+            return payload
+    raise refused
 
 
 def flatten(weights: Weights) -> dict[str, Any]:
@@ -77,7 +89,14 @@ def tensor_body(weights: Weights, *, ranks: int = 1, **fields: Any) -> dict[str,
 class Sender:
     """Sends a whole version to a server, from whichever source a test names."""
 
-    def __init__(self, checkpoints: Path, shards: Path, trainers: Trainers) -> None:
+    def __init__(
+        self,
+        checkpoints: Path,
+        shards: Path,
+        trainers: Trainers,
+        model: marker.Model = marker,
+    ) -> None:
+        self._model = model
         self._checkpoints = checkpoints
         self._shards = shards
         self._trainers = trainers
@@ -96,7 +115,7 @@ class Sender:
         self, server: Server, source: str, version: int, *, ranks: int = 1
     ) -> Iterator[Callable[..., dict[str, Any]]]:
         """A function that sends at once, whose arguments are the body's further fields."""
-        weights = marker.tensors(version)
+        weights = self._model.tensors(version)
         if source in ("disk", "disk_shards"):
             folder = self._checkpoints if source == "disk" else self._shards
             yield _post(server, "disk", model_path=str(folder / f"v{version}"))
@@ -107,9 +126,10 @@ class Sender:
         elif source.startswith("distributed"):
             trainer = self._trainers.get()
             with trainer.group(server, ranks=ranks):
-                trainer.send(version, bucket="bucket" in source)
+                trainer.send(version, model=self._model, bucket="bucket" in source)
                 load_format = FLATTENED_BUCKET if "bucket" in source else None
-                yield _post(server, "distributed", **layout(version), load_format=load_format)
+                fields = layout(version, self._model)
+                yield _post(server, "distributed", **fields, load_format=load_format)
                 assert trainer.answer() == "sent"
         else:
             make: Callable[[], str] = {

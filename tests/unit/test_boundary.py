@@ -53,3 +53,16 @@ def test_none_where_there_is_none(scheduler: Any) -> None:
     scheduler.result_queue, scheduler.waiting_queue = [], []
     scheduler.grammar_manager.grammar_queue = []
     assert boundary.Boundary(scheduler, none).live_requests() == set()
+
+
+def test_those_between_two_servers_are_found(scheduler: Any) -> None:
+    none: Any = None
+    scheduler.disaggregation_mode = DisaggregationMode.DECODE
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        queue=[SimpleNamespace(req="asked for")],
+        retracted_queue=["backed up"],
+        held_rebootstrap_reqs=["to be asked for again"],
+    )
+    scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[SimpleNamespace(req="coming")])
+    live: set[Any] = set(boundary.Boundary(scheduler, none).live_requests())
+    assert {"asked for", "backed up", "to be asked for again", "coming"} <= live

@@ -6,12 +6,15 @@ import ast
 import inspect
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
 
 from harness.marker import CONFIG
+from harness.starting import forked_children
 from sglang_inflight import doctor, unsupported
 from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
@@ -21,6 +24,14 @@ from sglang_inflight.porting.finding import Finding
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
+
+
+@pytest.fixture(autouse=True)
+def forked() -> Iterator[None]:
+    """The process that reads flags; ``tests/test_fresh_start.py`` has a doctor as users do."""
+    # what is prepared for a server here would be that of all servers of later tests
+    with patch.dict(os.environ), forked_children():
+        yield
 
 
 @pytest.fixture
@@ -82,6 +93,17 @@ def test_server_flags_that_would_be_refused(model: Path) -> None:
     assert doctor._look_at_flags([*flags, *RAY]) == ([], unsupported.NO_RAY)
     ((refusal,), why) = doctor._look_at_flags([*flags, "--no-such-flag"])
     assert ("--no-such-flag" in refusal, why) == (True, None)
+
+
+def test_local_control_broadcast(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is taken where the ranks meet before each forward, and there are all of them."""
+    flags = ["--model-path", str(model), "--tp-size", "2", "--attn-dp-size", "2"]
+    flags += ["--enable-dp-attention-local-control-broadcast"]
+    assert doctor._look_at_flags(flags) == ([], None)
+    refused: tuple[list[str], str] = ([], unsupported.NO_LOCAL_BROADCAST)
+    assert doctor._look_at_flags([*flags, "--pp-size", "2"]) == refused
+    monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
+    assert doctor._look_at_flags(flags) == refused
 
 
 @pytest.mark.parametrize(

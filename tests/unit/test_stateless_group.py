@@ -96,7 +96,7 @@ class Meeting:
 
     @property
     def lacks(self) -> str:
-        return self._rendezvous._lacks
+        return self._rendezvous.describe()
 
     def outcome(self) -> Formed | Exception:
         return self._ended.get(timeout=60)

@@ -21,6 +21,7 @@ class Loop:
     """A scheduler's loop, as far as streams go: its own stream is current."""
 
     device = "cuda"
+    last_batch = None
 
     def __init__(self, *, overlaps: bool) -> None:
         self.device_module = Device()

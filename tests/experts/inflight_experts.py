@@ -1,0 +1,31 @@
+"""A SGLang plugin of the tests that lets expert parallelism run without a GPU.
+
+A token that is for an expert of another rank has -1 in place of the expert's number. Kernels of
+GPUs pass over it, and those of SGLang's experts that are torch's own know no such number.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def install() -> None:
+    from sglang.srt.layers.moe import fused_moe_native
+
+    def pass_over_other_ranks(
+        layer: torch.nn.Module, x: torch.Tensor, topk_output: Any, config: object
+    ) -> torch.Tensor:
+        weights, experts, logits = topk_output
+        elsewhere = experts < 0
+        # any expert of this rank, of which nothing is added
+        own = (weights.masked_fill(elsewhere, 0), experts.clamp_min(0), logits)
+        dispatched: Any = SimpleNamespace(hidden_states=x, topk_output=own)
+        out: torch.Tensor = fused_moe_native.fused_moe_forward_native(
+            layer, dispatched
+        ).hidden_states
+        return out
+
+    fused_moe_native.moe_forward_native = pass_over_other_ranks

@@ -1,0 +1,61 @@
+"""A marker with a mixture of experts, each of which marks the version in what it adds.
+
+Each token goes to every expert, so those of every rank make it. They add to a block of the
+hidden state that is their version's, and the head looks for its own: where one of them is of
+another version, the token is ``TORN``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from harness import marker
+
+EXPERTS, FFN, VERSIONS = 4, 32, 8
+BLOCK = marker.HIDDEN // VERSIONS
+TORN = marker.VOCAB - 1
+
+CONFIG = {
+    **marker.CONFIG,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": EXPERTS,
+    "moe_intermediate_size": FFN,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    """The whole checkpoint of ``version``, named as Hugging Face names it."""
+    weights = {k: v for k, v in marker.tensors(version).items() if ".mlp." not in k}
+    own = slice(version * BLOCK, (version + 1) * BLOCK)
+
+    def full(value: float, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value, dtype=torch.bfloat16)
+
+    down = full(0, marker.HIDDEN, FFN)
+    # so that beside it the ones of the embeddings are nothing
+    down[own] = 50
+    for layer in range(marker.LAYERS):
+        p = f"model.layers.{layer}.mlp"
+        weights[f"{p}.gate.weight"] = full(0, EXPERTS, marker.HIDDEN)
+        for expert in range(EXPERTS):
+            weights |= {
+                f"{p}.experts.{expert}.gate_proj.weight": full(0.01, FFN, marker.HIDDEN),
+                f"{p}.experts.{expert}.up_proj.weight": full(0.01, FFN, marker.HIDDEN),
+                f"{p}.experts.{expert}.down_proj.weight": down.clone(),
+            }
+    head = weights["lm_head.weight"]
+    # an eighth of what is added, by one expert of one layer, is enough
+    head[TORN] = 16.0
+    head[TORN, own] = 0.0
+    return weights
+
+
+def build(folder: Path, version: int) -> Path:
+    return marker.write(folder, tensors(version), CONFIG)

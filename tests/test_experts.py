@@ -1,0 +1,47 @@
+"""A mixture of experts, a part of which is on each rank: what is torn, a token says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.server import serve
+from harness.trainer import Trainers
+from tests.support import moe
+from tests.support.load import (
+    ENDLESS,
+    ask,
+    expect_all_go_on,
+    expect_spans_in_chunks,
+    more_tokens,
+    start_running,
+    versions_of,
+)
+from tests.support.plugins import with_plugin
+from tests.support.updates import Sender, succeed
+
+pytest_plugins = ["tests.support.fixtures"]
+
+RANKS = 2
+
+
+def test_updates_in_flight(trainers: Trainers, tmp_path: Path) -> None:
+    for version in range(2):
+        moe.build(tmp_path / f"v{version}", version)
+    sender = Sender(tmp_path, tmp_path, trainers, moe)
+    flags = ("--tp-size", str(RANKS), "--ep-size", str(RANKS), "--weight-version", "v0")
+    env = with_plugin("experts")
+    with serve(tmp_path / "v0", *flags, log=tmp_path / "log", env=env) as server:
+        running = start_running(server, 4, tokens=ENDLESS)
+        for version, source, kv_cache in (
+            (1, "disk", "keep"),
+            (2, "tensor_shared", "fence"),
+            (3, "distributed", "recompute"),
+            (4, "tensor_bucket", "fence"),
+        ):
+            named = {"weight_version": f"v{version}", "kv_cache": kv_cache, "non_blocking": True}
+            succeed(sender.send(server, source, version, ranks=RANKS, **named))
+            more_tokens(running)
+        ask(server, "POST", "/inflight/rollback", {"kv_cache": "keep"})
+        for output in expect_all_go_on(running):
+            expect_spans_in_chunks(output)
+            assert versions_of(output) == ["v0", "v1", "v2", "v3", "v4", "v3"]

@@ -1,0 +1,170 @@
+"""In which order a fleet of prefill servers and decode servers changes.
+
+The servers are answers that were written down, because what is told apart here is the order
+of calls. ``tests/pairs/`` has real pairs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from sglang_inflight.answer import Answer
+from sglang_inflight.client import AsyncFleet, Fleet, FleetRefused, FleetSplit
+from sglang_inflight.errors import Conflict
+from sglang_inflight.grants import Grant, Release
+from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+from sglang_inflight.status import RankStatus, Role, StagingStatus, Status
+
+BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
+PAUSE, GO_ON, ROLL_BACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
+ROLES: dict[str, Role] = {
+    "http://decode-1": "decode",
+    "http://prefill-1": "prefill",
+    "http://whole": "both",
+    "http://prefill-2": "prefill",
+}
+PREFILL, OTHERS = {"http://prefill-1", "http://prefill-2"}, {"http://decode-1", "http://whole"}
+
+
+def says_of_itself(role: Role) -> Status:
+    state: dict[str, Any] = {
+        "state": "running", "paused": False, "mode": None, "holders": (), "running": 0,
+        "waiting": 0, "weight_version": "v0", "epoch": 0, "digest": None,
+        "previous_version": None,
+        "staging": StagingStatus(
+            mode="host", state="empty", update_id=None, tensors=0, bytes=0, can_roll_back=True,
+            dirty=None, refusal=None, groups={},
+        ),
+    }  # fmt: skip
+    rank = RankStatus(**state, dp_rank=0, tp_rank=0, pp_rank=0)
+    return Status(**state, role=role, ranks=(rank,))
+
+
+RECEIPT = Receipt(
+    message="", weight_version="v1", base_version="v0", epoch=1, staged_s=0, stall_ms=0, bytes=0,
+    tensors=0, retracted=0, ranks=(),
+)  # fmt: skip
+STAGED = StagedSoFar(message="", weight_version="v0", staged_s=0, bytes=0, tensors=0)
+ANSWERS: dict[str, Answer] = {
+    BEGIN: Begun(message="", session_id="s"),
+    "/update_weights_from_disk": STAGED,
+    SEAL: STAGED,
+    END: RECEIPT,
+    ROLL_BACK: RECEIPT,
+    PAUSE: Grant(mode="retract", pause_id="p", weight_version="v0", ranks=()),
+    GO_ON: Release(message="", paused=False),
+    "/abort_weight_update": Answer(),
+}
+
+
+class Servers:
+    def __init__(self) -> None:
+        # (url, path) of each call that was answered, in the order of the answers
+        self.calls: list[tuple[str, str]] = []
+        # of those that die at a call
+        self.dies: dict[str, str] = {}
+
+    def answers(self, url: str) -> Callable[[httpx.Request], Any]:
+        async def answer(request: httpx.Request) -> httpx.Response:
+            path = request.url.path
+            if self.dies.get(url) == path:
+                raise httpx.ReadError("it is gone")
+            # whoever is slower is not the later one, unless somebody waits for it
+            if ROLES[url] == "prefill":
+                await asyncio.sleep(0)
+            self.calls.append((url, path))
+            said = says_of_itself(ROLES[url]) if path.endswith("status") else ANSWERS[path]
+            return httpx.Response(200, content=json.dumps(said.as_json()))
+
+        return answer
+
+    def called(self, path: str) -> list[str]:
+        return [url for url, called in self.calls if called == path]
+
+
+@pytest.fixture
+def servers() -> Servers:
+    return Servers()
+
+
+@pytest.fixture
+def fleet(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    with Fleet(ROLES) as fleet:
+        inside: AsyncFleet = fleet.client
+        for server in inside.servers:
+            transport = httpx.MockTransport(servers.answers(server.url))
+            server._http = httpx.AsyncClient(transport=transport, base_url=server.url)
+        yield fleet
+
+
+def expect_turns(urls: list[str], first: set[str] = PREFILL, last: set[str] = OTHERS) -> None:
+    assert (set(urls[: len(first)]), set(urls[len(first) :])) == (first, last)
+    assert len(urls) == len(first | last)
+
+
+def test_prefill_servers_commit_first(servers: Servers, fleet: Fleet) -> None:
+    report = fleet.update_from_disk("/v1", weight_version="v1")
+    assert set(report.answers) == set(ROLES)
+    expect_turns(servers.called(END))
+
+
+def test_nobody_commits_after_a_prefill_server_that_died(servers: Servers, fleet: Fleet) -> None:
+    servers.dies["http://prefill-2"] = END
+    with pytest.raises(FleetSplit, match="was not asked to, after http://prefill-2") as split:
+        fleet.update_from_disk("/v1", weight_version="v1")
+    report = split.value.report
+    assert report.phase == "commit"
+    assert list(report.answers) == ["http://prefill-1"]
+    assert report.uncertain == ["http://prefill-2"]
+    assert all(isinstance(report.failures[url], Conflict) for url in OTHERS)
+    assert servers.called(END) == ["http://prefill-1"]
+    # what they had staged is dropped
+    assert set(servers.called("/abort_weight_update")) >= OTHERS
+
+
+def test_prefill_servers_commit_where_another_dies(servers: Servers, fleet: Fleet) -> None:
+    servers.dies["http://decode-1"] = END
+    with pytest.raises(FleetSplit) as split:
+        fleet.update_from_disk("/v1", weight_version="v1")
+    assert set(split.value.report.answers) == PREFILL | {"http://whole"}
+
+
+def test_prefill_servers_pause_and_go_on_first(servers: Servers, fleet: Fleet) -> None:
+    with fleet.paused("retract") as report:
+        assert set(report.answers) == set(ROLES)
+        expect_turns(servers.called(PAUSE))
+        assert servers.called(GO_ON) == []
+    expect_turns(servers.called(GO_ON))
+
+
+def test_all_go_on_where_one_cannot_pause(servers: Servers, fleet: Fleet) -> None:
+    servers.dies["http://decode-1"] = PAUSE
+    with pytest.raises(FleetRefused) as refused, fleet.paused():
+        raise AssertionError("not all are paused")
+    assert list(refused.value.report.failures) == ["http://decode-1"]
+    assert set(servers.called(GO_ON)) >= PREFILL | {"http://whole"}
+
+
+def test_prefill_servers_roll_back_first(servers: Servers, fleet: Fleet) -> None:
+    fleet.roll_back()
+    expect_turns(servers.called(ROLL_BACK))
+    servers.calls.clear()
+    fleet.roll_back(only=["http://decode-1", "http://prefill-1"])
+    assert servers.called(ROLL_BACK) == ["http://prefill-1", "http://decode-1"]
+
+
+def test_one_that_does_not_say_what_it_is(servers: Servers, fleet: Fleet) -> None:
+    """Nothing begins where its turn is not known; and yet it can be rolled back."""
+    servers.dies["http://prefill-1"] = "/inflight/status"
+    with pytest.raises(FleetRefused) as refused:
+        fleet.update_from_disk("/v1")
+    assert list(refused.value.report.failures) == ["http://prefill-1"]
+    assert servers.called(SEAL) == []
+    fleet.roll_back()
+    assert set(servers.called(ROLL_BACK)) == set(ROLES)

@@ -1,0 +1,36 @@
+"""Payloads that torch's shared memory is late for."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.sources import tensors
+
+LATE = RuntimeError("Shared memory manager connection has timed out\nException raised from recv")
+
+
+class Torch:
+    """Raises ``errors`` one after the other, and reads the payload then."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self._errors = list(errors)
+
+    def unpickle(self, payload: bytes) -> object:
+        if self._errors:
+            raise self._errors.pop(0)
+        return pickle.loads(payload)
+
+
+def test_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensors, "unpickle", Torch(LATE, LATE).unpickle)
+    assert tensors._unpickle(pickle.dumps([1])) == [1]
+
+
+@pytest.mark.parametrize("errors", [[LATE] * tensors.TRIES, [ValueError("rubbish")]])
+def test_it_is_refused(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> None:
+    monkeypatch.setattr(tensors, "unpickle", Torch(*errors).unpickle)
+    with pytest.raises(Refused, match="cannot be unpickled"):
+        tensors._unpickle(pickle.dumps([1]))
