@@ -59,6 +59,12 @@ class NotOffered(Refused):
     status = 501
 
 
+class Gone(Refused):
+    """The server ends, or the engine was shut down: no rank is there to answer. Ask another."""
+
+    status = 503
+
+
 class RankFailed(Refused):
     """A rank could not do its part. The old weights go on serving everywhere."""
 

@@ -141,7 +141,7 @@ def test_shutdown_ends_what_waits(answers: dict[str, Any]) -> None:
     for call in ("update", "async update", "async pause"):
         assert ended[call].startswith("OutcomeUnknown: the engine was shut down"), call
     assert "the engine was shut down" in ended["async generate"]
-    assert ended["later"] == ended["later generate"] == "Refused: the engine was shut down"
+    assert ended["later"] == ended["later generate"] == "Gone: the engine was shut down"
 
 
 def test_upstreams_forms(answers: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from harness import marker
-from harness.server import Server, free_port, schedulers
+from harness.server import Server, schedulers
 from harness.trainer import Trainer, Trainers, layout
 from tests.support.faults import Faults, Kind, Phase
 from tests.support.load import Generation, start_running, status, until
@@ -22,6 +22,7 @@ from tests.support.updates import (
     ENDLESS,
     Call,
     Sender,
+    empty_rendezvous,
     expect_to_run_on,
     refuse,
     says,
@@ -287,20 +288,10 @@ def test_dead_trainers_leave_nothing(
     assert fail(3) == before
 
 
-def rendezvous(port: int) -> dict[str, Any]:
-    return {
-        "master_address": "127.0.0.1",
-        "master_port": port,
-        "rank_offset": 1,
-        "world_size": 2,
-        "backend": "gloo",
-    }
-
-
 def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None:
     """A rendezvous ends in its time, and no update waits behind it."""
     server = faulty_server
-    joining = Call(server, JOIN, rendezvous(free_port()))
+    joining = Call(server, JOIN, empty_rendezvous())
     until("the ranks wait for the trainer", lambda: groups(server))
     succeed(sender.send(server, "disk", 1, **V1))
     assert not joining.is_answered
@@ -313,7 +304,7 @@ def test_caller_of_a_join_leaves(faulty_server: Server, trainers: Trainers) -> N
     """Its rendezvous is given up, and another one can have its name."""
     server = faulty_server
     with pytest.raises(httpx.ReadTimeout):
-        server.post(JOIN, rendezvous(free_port()), timeout=0.5)
+        server.post(JOIN, empty_rendezvous(), timeout=0.5)
     until("it is given up", lambda: not groups(server))
     trainers.get().join(server)
     trainers.get().leave(server)
@@ -352,7 +343,7 @@ def test_group_of_use_does_not_give_way(
 ) -> None:
     server, trainer = faulty_server, trainers.get()
     trainer.join(server)
-    refuse(server.post(JOIN, rendezvous(free_port())), "is taken")
+    refuse(server.post(JOIN, empty_rendezvous()), "is taken")
     trainer.send(1)
     succeed(server.post(DISTRIBUTED, {**layout(1), **V1}))
     assert trainer.answer() == "sent"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +40,6 @@ from tests.support.pool import (
     MAX_RUNNING,
     WAITING_TIMEOUT_S,
     WATCHDOG_S,
-    ServerPool,
 )
 
 MODES = ("in_place", "retract", "abort", "wait")
@@ -307,23 +304,6 @@ def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
         pause(server, "in_place", lease_s=lease_s)
     assert server.get("/ready")["status_code"] == 503
     until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
-
-
-def test_a_server_that_is_told_to_go_ends_its_pauses(server: Server, pool: ServerPool) -> None:
-    """SGLang lets requests end first."""
-    # it ends when this test says so, and the server is there until then
-    (long,) = start_running(server, 1, tokens=ENDLESS)
-    (short,) = start_running(server, 1, tokens=3 * TOKENS)
-    pause(server, "in_place")
-    (seen, _) = settle(server, [long, short])
-    os.kill(server.process.pid, signal.SIGTERM)
-    until("the pause has ended", lambda: long.count > seen)
-    assert server.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
-    expect_whole(short)
-    long.abort()
-    until("it has gone", lambda: not server.is_alive())
-    # the next test gets another one
-    pool.discard()
 
 
 def test_a_renewed_lease_holds(server: Server) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import ERRORS, HandlerFailed
-from sglang_inflight.frontend.engine.lifetime import Lifetime
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 

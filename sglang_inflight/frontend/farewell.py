@@ -34,12 +34,21 @@ def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
 def end_schedulers(
     dispatch: Callable[..., None], tokenizer_manager: AdoptedTokenizerManager, obj: object
 ) -> None:
-    """Around what goes to the schedulers: a worker may have no request when others have."""
-    worker = tokenizer_manager.inflight.worker if isinstance(obj, ShutdownReq) else None
-    if worker is None:
+    """Around what goes to the schedulers, of which upstream's last message ends them.
+
+    A worker may have no request when others have. Where it is for this process to end them,
+    what waits for them has no other answer: upstream's HTTP server would wait for its
+    connections for ever.
+    """
+    if not isinstance(obj, ShutdownReq):
         dispatch(tokenizer_manager, obj)
-    else:
-        worker.end()
+        return
+    frontend = tokenizer_manager.inflight
+    if frontend.worker is not None:
+        frontend.worker.end()
+        return
+    dispatch(tokenizer_manager, obj)
+    frontend.lifetime.end("the server was told to go, and its ranks ended")
 
 
 def let_go(tokenizer_manager: AdoptedTokenizerManager) -> None:

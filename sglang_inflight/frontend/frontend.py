@@ -12,7 +12,7 @@ from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
-from sglang_inflight.frontend.engine.lifetime import Lifetime
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.metrics import Metrics
@@ -56,7 +56,7 @@ class Frontend:
         # where this is one of several processes that take requests
         self.worker: Worker | None = None
         self.lifetime = Lifetime(tokenizer_manager)
-        self.ranks = Ranks(tokenizer_manager)
+        self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
         self._control_calls.adopt(tokenizer_manager)
         metrics = Metrics()

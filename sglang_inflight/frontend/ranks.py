@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer, RankIsSilent
 from sglang_inflight.upstream.runtime_context import get_parallel
 
@@ -50,8 +51,9 @@ class Ranks:
     dropped and never taken for the next one's. Lives on the front end's event loop.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+    def __init__(self, tokenizer_manager: TokenizerManager, lifetime: Lifetime) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._lifetime = lifetime
         # Now, because what SGLang keeps of a server's sizes belongs to the process, and to
         # the engine that was made last.
         self.all = _all_ranks()
@@ -62,13 +64,15 @@ class Ranks:
     async def call(self, call: InflightCall[A], timeout_s: float) -> list[A]:
         """Send ``call`` and return the answer of every rank, in the order of the ranks.
 
-        Raises what a rank raised, and ``RankSilent`` with the silent ranks' names after
-        ``timeout_s`` seconds.
+        Raises what a rank raised, ``RankSilent`` with the silent ranks' names after
+        ``timeout_s`` seconds, ``Gone`` when the ranks have ended, and ``OutcomeUnknown`` when
+        they end meanwhile.
         """
         return require_success(await self.ask(call, timeout_s))
 
     async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
         """As ``call``, for who looks at failures rank by rank: they are answers here."""
+        self._lifetime.require()
         self._tokenizer_manager.auto_create_handle_loop()
         call.call_id = uuid.uuid4().hex
         collector = self._collectors[call.call_id] = _Collector(self.all)
@@ -76,7 +80,7 @@ class Ranks:
             await self._tokenizer_manager._async_dispatch_to_scheduler(call)
             self._give_up_on_silent([collector])
             try:
-                await asyncio.wait_for(collector.complete, timeout_s)
+                await self._lifetime.attend(asyncio.wait_for(collector.complete, timeout_s))
             except TimeoutError:
                 silent = _name(sorted(collector.missing()))
                 raise RankSilent(f"{silent} did not answer within {timeout_s:g} s") from None

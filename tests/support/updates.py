@@ -14,7 +14,7 @@ import httpx
 import torch
 
 from harness import marker
-from harness.server import Server
+from harness.server import Server, free_port
 from harness.starting import UPSTREAM
 from harness.trainer import FLATTENED_BUCKET, Trainers, layout
 from tests.support.checkpoint_engine import checkpoint_engine
@@ -190,6 +190,17 @@ class Call:
         self._thread.join(2 * TIMEOUT_S)
         assert isinstance(self._answer, dict), self._answer
         return self._answer
+
+
+def empty_rendezvous() -> dict[str, Any]:
+    """Of a group whose trainer never comes."""
+    return {
+        "master_address": "127.0.0.1",
+        "master_port": free_port(),
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "gloo",
+    }
 
 
 def succeed(answer: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 
 SIZES = ("pp_size", "tp_size", "dp_size", "attn_dp_enabled", "attn_dp_size")
@@ -20,7 +21,7 @@ def sized(*sizes: int) -> Any:
 
 def ranks() -> Ranks:
     manager: Any = SimpleNamespace()
-    return Ranks(manager)
+    return Ranks(manager, Lifetime(manager))
 
 
 @pytest.mark.parametrize(

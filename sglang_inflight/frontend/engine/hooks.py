@@ -75,7 +75,7 @@ def end_what_waits(engine: AdoptedEngine) -> None:
     """Before the ranks are ended: nobody answers any more."""
     frontend = getattr(getattr(engine, "tokenizer_manager", None), "inflight", None)
     if frontend is not None:
-        frontend.lifetime.end()
+        frontend.lifetime.end("the engine was shut down")
 
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [

@@ -38,6 +38,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.adapters import with_adapter
+from sglang_inflight.frontend.http.attended import attended_by
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     guarded,
@@ -63,7 +64,7 @@ B = TypeVar("B", bound=Body)
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put our routes before upstream's of the same path."""
     routes = _Routes(frontend, tokenizer_manager)
-    router = APIRouter(tags=[TAG])
+    router = APIRouter(tags=[TAG], route_class=attended_by(frontend.lifetime))
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> None:
         reading = frontend.calls.piece if issubclass(shape, UpdateBody) else nullcontext

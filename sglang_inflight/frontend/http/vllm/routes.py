@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import ORJSONResponse
+from fastapi.routing import APIRoute
 
 from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
@@ -22,6 +23,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.attended import attended_by
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     Endpoint,
@@ -70,7 +72,7 @@ SLEEP_TAGS = ("kv_cache", "weights")
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put vLLM's routes before upstream's, of which some have the same path."""
     routes = _Routes(frontend, tokenizer_manager)
-    router = APIRouter()
+    router = APIRouter(route_class=attended_by(frontend.lifetime))
 
     def add(path: str, endpoint: Endpoint, method: str = "POST") -> None:
         router.add_api_route(path, endpoint, methods=[method])
@@ -100,8 +102,13 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     for prefix in ("", "/v1", "/skyrl/v1"):
         add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
     add("/v1/unload_lora_adapter", with_body(UnloadAdapterBody, adapters.unload))
-    # for whoever may generate, as /generate is
-    add("/inference/v1/generate", Generate(tokenizer_manager).answer)
+    # for whoever may generate, as /generate is; it ends as its request does
+    router.add_api_route(
+        "/inference/v1/generate",
+        Generate(tokenizer_manager).answer,
+        methods=["POST"],
+        route_class_override=APIRoute,
+    )
     add("/detokenize", detokenize)
     add("/liveness", routes.liveness, "GET")
     router.add_api_route("/server_info", ServerInfo(tokenizer_manager).answer, response_model=None)

@@ -1,4 +1,4 @@
-"""The end of an engine, and of everything that waits for it."""
+"""The end of a server or an engine, and of everything that waits for its ranks."""
 
 from __future__ import annotations
 
@@ -9,37 +9,36 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_inflight.errors import OutcomeUnknown, Refused
+from sglang_inflight.errors import Gone, OutcomeUnknown
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 
-_DOWN = "the engine was shut down"
-
 
 class Lifetime:
-    """Until ``Engine.shutdown``, which ends the ranks and leaves nobody to answer.
+    """Until the ranks are ended, which leaves nobody to answer: ``Engine.shutdown``, or a
+    server that was told to go and whose requests have ended.
 
     ``end`` is called by any thread, all else runs on the event loop of the manager. So a
-    call either begins after ``is_over`` is set, and is refused, or is in ``_ends`` (a
+    call either begins after ``_why_over`` is set, and is refused, or is in ``_ends`` (a
     request: in ``rid_to_state``) when ``_end_all`` comes to run on that loop.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
-        self.is_over = False
+        self._why_over: str | None = None
         # one for each call that waits
         self._ends: set[asyncio.Future[None]] = set()
 
     def require(self) -> None:
-        """Raises ``Refused`` when it is over."""
-        if self.is_over:
-            raise Refused(_DOWN)
+        """Raises ``Gone`` when it is over."""
+        if self._why_over is not None:
+            raise Gone(self._why_over)
 
     async def attend(self, work: Awaitable[T]) -> T:
-        """Await ``work``. Raises ``OutcomeUnknown`` when the engine is shut down meanwhile.
+        """Await ``work``. Raises ``OutcomeUnknown`` when the end comes meanwhile.
 
         Whoever cancels it waits until ``work`` has cleaned up.
         """
@@ -49,9 +48,10 @@ class Lifetime:
         try:
             self.require()
             await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
+            # at the end SGLang cancels what ours may wait for: that is no answer
+            if end.done() and not _has_succeeded(task):
                 task.add_done_callback(_hear)
-                raise OutcomeUnknown(f"{_DOWN} before this call had its answer")
+                raise OutcomeUnknown(f"{self._why_over} before this call had its answer")
             return task.result()
         except asyncio.CancelledError:
             task.cancel()
@@ -61,22 +61,26 @@ class Lifetime:
             task.cancel()
             self._ends.discard(end)
 
-    def end(self) -> None:
-        """Refuse what comes, and end what waits."""
-        self.is_over = True
+    def end(self, why: str) -> None:
+        """Refuse what comes, and end what waits. ``why`` is the beginning of a sentence."""
+        self._why_over = why
         loop = self._tokenizer_manager.event_loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: nobody waits
-                loop.call_soon_threadsafe(self._end_all)
+                loop.call_soon_threadsafe(self._end_all, why)
 
-    def _end_all(self) -> None:
+    def _end_all(self, why: str) -> None:
         for end in self._ends:
             if not end.done():
                 end.set_result(None)
-        reason = {"type": "abort", "message": _DOWN, "status_code": 503}
+        reason = {"type": "abort", "message": why, "status_code": Gone.status}
         for rid in list(self._tokenizer_manager.rid_to_state):
             # as of a request that the scheduler aborted
             self._tokenizer_manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
+
+
+def _has_succeeded(task: asyncio.Future[T]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _hear(finished: asyncio.Future[T]) -> None:
