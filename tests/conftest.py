@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from harness.marker import build
-from harness.server import Server
-from tests.support.pool import FLAVOURS, ServerPool, server_pool
+from harness.server import RUNNING, Server
+from tests.support.last_words import describe
+from tests.support.pool import FLAVOURS, UPSTREAM, ServerPool, server_pool
 
 VERSIONS = 6
 UNIT = Path(__file__).with_name("unit")
+POOL = pytest.StashKey[ServerPool]()
 
 
 def pytest_configure() -> None:
@@ -63,6 +65,21 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
         pytest.exit(f"pytest-xdist holds no groups with pytest {pytest.__version__}", returncode=4)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that failed tells what its servers did, and leaves none of them to the next."""
+    report = yield
+    if report.failed and call.when == "call":
+        report.sections += [(f"server {server.url}", describe(server)) for server in RUNNING]
+        pool = item.config.stash.get(POOL, None)
+        # unpatched SGLang fails many, and each would cost a start
+        if pool is not None and not UPSTREAM:
+            pool.discard()
+    return report
+
+
 def _limit(item: pytest.Item) -> float:
     """Seconds that a test may take, where it says so."""
     mark = item.get_closest_marker("timeout")
@@ -89,8 +106,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def pool(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+def pool(
+    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Iterator[ServerPool]:
     with server_pool(checkpoints / "v0", tmp_path_factory.mktemp("logs")) as pool:
+        pytestconfig.stash[POOL] = pool
         yield pool
 
 

@@ -145,9 +145,8 @@ class ServerPool:
             tail = server.log_text()[-3000:]
             self.discard()
             if not UPSTREAM:
-                raise AssertionError(
-                    f"the server is not well after the test: {error}\n{tail}"
-                ) from error
+                said = f"the server is not well after the test: {error}\n{tail}"
+                raise AssertionError(said) from None
 
 
 def restore(server: Server, model: Path) -> None:
