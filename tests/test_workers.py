@@ -34,6 +34,7 @@ from tests.support.pool import FLAVOURS, ServerPool
 from tests.support.updates import (
     Call,
     Sender,
+    empty_rendezvous,
     expect_to_run_on,
     refuse,
     serving,
@@ -304,6 +305,26 @@ def test_a_server_that_is_told_to_go(
     workers_server.process.send_signal(signal.SIGTERM)
     for generation in running:
         expect_whole(generation)
+    pool.discard()
+
+
+@pytest.mark.parametrize("flavour", ["workers_server", "granian_server"])
+def test_calls_that_wait_when_a_server_is_told_to_go(pool: ServerPool, flavour: str) -> None:
+    """By any worker, also one that never had a request."""
+    pool.discard()
+    server = pool.get(FLAVOURS[flavour])
+    with contextlib.contextmanager(doors_of)(server) as doors:
+        calls = [
+            Call(door, "/init_weights_update_group", {**empty_rendezvous(), "group_name": name})
+            for door, name in zip(doors, ("one", "other"), strict=True)
+        ]
+        until("the ranks wait for both", lambda: len(staging(server)[0]["groups"]) == 2)
+        server.process.send_signal(signal.SIGTERM)
+        for call in calls:
+            answer = call.answer()
+            assert answer["status_code"] == 504, answer
+            assert "the server was told to go" in answer["message"]
+    until("it has gone", lambda: not server.is_alive())
     pool.discard()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ShutdownReq
@@ -31,23 +31,36 @@ def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
         worker.leave()
 
 
+async def go_when_answered(
+    watch: Callable[..., Awaitable[None]], tokenizer_manager: AdoptedTokenizerManager
+) -> None:
+    """Around upstream's wait for the end of its requests, which then ends the process of a
+    worker, whatever it still has to answer.
+    """
+    try:
+        await watch(tokenizer_manager)
+    except SystemExit:
+        if (worker := tokenizer_manager.inflight.worker) is not None:
+            await worker.until_answered()
+        raise
+
+
 def end_schedulers(
     dispatch: Callable[..., None], tokenizer_manager: AdoptedTokenizerManager, obj: object
 ) -> None:
     """Around what goes to the schedulers, of which upstream's last message ends them.
 
-    A worker may have no request when others have. Where it is for this process to end them,
-    what waits for them has no other answer: upstream's HTTP server would wait for its
-    connections for ever.
+    A worker may have no request when others have, so the owner ends them for all. What waits
+    for them has no other answer: upstream's HTTP server would wait for its connections for ever.
     """
     if not isinstance(obj, ShutdownReq):
         dispatch(tokenizer_manager, obj)
         return
     frontend = tokenizer_manager.inflight
-    if frontend.worker is not None:
+    if frontend.worker is None:
+        dispatch(tokenizer_manager, obj)
+    else:
         frontend.worker.end()
-        return
-    dispatch(tokenizer_manager, obj)
     frontend.lifetime.end("the server was told to go, and its ranks ended")
 
 

@@ -32,7 +32,7 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
     convert,
 )
-from sglang_inflight.frontend.farewell import end_pauses, end_schedulers
+from sglang_inflight.frontend.farewell import end_pauses, end_schedulers, go_when_answered
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.loading import load_everywhere
 from sglang_inflight.frontend.lora.unloading import (
@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.frontend.workers.forward import Forward
     from sglang_inflight.upstream.requests import Request, UpdateFromTensorRequest
     from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
 
@@ -84,31 +85,35 @@ def create_frontend(
         # it would be made of noise, and be refused
         get_context().override("inflight.require_update", skip_server_warmup=True)
     invitation: Invitation | None = getattr(port_args, ATTRIBUTE, None)
-    if http_server is not None:
-        _mount(http_server.app, frontend, tokenizer_manager, invitation)
+    forward = None
     if invitation is not None:
+        from sglang_inflight.frontend.workers.forward import Forward
+
+        forward = Forward(invitation.calls)
+    if http_server is not None:
+        _mount(http_server.app, frontend, tokenizer_manager, forward)
+    if invitation is not None and forward is not None:
         from sglang_inflight.frontend.workers.worker import Worker
 
-        frontend.worker = Worker(invitation, frontend, tokenizer_manager)
+        frontend.worker = Worker(invitation, forward, frontend, tokenizer_manager)
 
 
 def _mount(
     app: FastAPI,
     frontend: Frontend,
     tokenizer_manager: AdoptedTokenizerManager,
-    invitation: Invitation | None,
+    forward: Forward | None,
 ) -> None:
     from sglang_inflight.frontend.http import routes
     from sglang_inflight.frontend.http.vllm import routes as vllm_routes
-    from sglang_inflight.frontend.workers import forward
 
     upstreams = len(app.router.routes)
     routes.mount(app, frontend, tokenizer_manager)
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
-    if invitation is not None:
+    if forward is not None:
         ours = app.router.routes[: len(app.router.routes) - upstreams]
-        forward.mount(app, ours, invitation.calls)
+        forward.mount(app, ours)
         # made before a worker makes its manager; it is made anew when it is needed next
         app.middleware_stack = None
         _check_keys(app)
@@ -254,6 +259,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
         *after(end_pauses),
     ),
+    (f"{_TOKENIZER_MANAGER}.sigterm_watchdog", *around(go_when_answered)),
     (f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", *around(end_schedulers)),
     *(
         (f"{_TOKENIZER_MANAGER}.{name}", *around(load_everywhere))

@@ -48,20 +48,6 @@ _NOT_HANDED_ON = frozenset(
 )
 
 
-def mount(app: FastAPI, ours: Sequence[BaseRoute], calls: Path) -> None:
-    """Before ``ours``, which go on describing the calls, put routes that hand them on."""
-    owner = Forward(calls)
-    served = [
-        (route.path, sorted(route.methods or ()))
-        for route in ours
-        if isinstance(route, APIRoute) and route.path not in HERE
-    ]
-    app.router.routes[:0] = [
-        Route(path, owner, methods=methods, include_in_schema=False)
-        for path, methods in (*served, FLUSH)
-    ]
-
-
 def owners_client(calls: Path) -> httpx.AsyncClient:
     """For one call to the owner, whose socket is ``calls``."""
     transport = httpx.AsyncHTTPTransport(uds=str(calls), verify=False)
@@ -79,10 +65,39 @@ class Forward:
 
     def __init__(self, calls: Path) -> None:
         self._calls = calls
+        self._open = 0
+        self._answered = asyncio.Event()
+        self._answered.set()
         # SGLang's middleware for keys looks for it on an endpoint
         auth_level(AuthLevel.ADMIN_OPTIONAL)(self)
 
+    def mount(self, app: FastAPI, ours: Sequence[BaseRoute]) -> None:
+        """Before ``ours``, which go on describing the calls, put routes that hand them on."""
+        served = [
+            (route.path, sorted(route.methods or ()))
+            for route in ours
+            if isinstance(route, APIRoute) and route.path not in HERE
+        ]
+        app.router.routes[:0] = [
+            Route(path, self, methods=methods, include_in_schema=False)
+            for path, methods in (*served, FLUSH)
+        ]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._open += 1
+        self._answered.clear()
+        try:
+            await self._hand_on(scope, receive, send)
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._answered.set()
+
+    async def until_answered(self) -> None:
+        """No call waits for the owner's answer."""
+        await self._answered.wait()
+
+    async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(receive)
         asking = asyncio.ensure_future(self._ask(scope, body))
         leaving = asyncio.ensure_future(body.until_gone())

@@ -11,6 +11,7 @@ from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.workers.forward import Forward
 from sglang_inflight.frontend.workers.invitation import Invitation
 from sglang_inflight.frontend.workers.news import (
     LONGEST_LINE,
@@ -45,12 +46,17 @@ class Worker:
     """
 
     def __init__(
-        self, invitation: Invitation, frontend: Frontend, tokenizer_manager: TokenizerManager
+        self,
+        invitation: Invitation,
+        forward: Forward,
+        frontend: Frontend,
+        tokenizer_manager: TokenizerManager,
     ) -> None:
         self._frontend = frontend
         self._tokenizer_manager = tokenizer_manager
         self._writer: asyncio.StreamWriter | None = None
         self._calls = invitation.calls
+        self._forward = forward
         self._adapters = WorkersRegistry(self._uses_have_changed)
         tokenizer_manager.lora_registry = self._adapters
         self._told_uses: Uses = {}
@@ -65,6 +71,9 @@ class Worker:
         self._act(first)
         connection.setblocking(False)
         keep(tokenizer_manager.asyncio_tasks, self._listen(connection))
+        # SGLang does so at a worker's first request. One that never had any would be ended by
+        # its HTTP server alone, which waits for the calls that it handed on.
+        tokenizer_manager.auto_create_handle_loop()
 
     async def mode(self) -> str | None:
         """Of the pause that holds. What ranks said to a question that was asked before a pause
@@ -83,6 +92,10 @@ class Worker:
         requests of other workers.
         """
         self._say(Drained())
+
+    async def until_answered(self) -> None:
+        """The owner has ended the schedulers by then, and answered what waited for them."""
+        await self._forward.until_answered()
 
     async def reload(self, request: LoadAdapterRequest) -> AdapterAnswer:
         """An adapter that was unloaded to make room, and that a request asks for."""
