@@ -190,6 +190,11 @@ class Resumed(RankAnswer, kw_only=True):
     paused: bool
 
 
+class Opened(RankAnswer, kw_only=True):
+    # it is written in place: from the first write on requests wait for the commit
+    in_place: bool
+
+
 class Staged(RankAnswer, kw_only=True):
     staged_s: float
     tensors: int
@@ -251,6 +256,7 @@ ANSWERS: tuple[type[RankAnswer], ...] = (
     Done,
     Paused,
     Resumed,
+    Opened,
     Staged,
     Voted,
     Committed,
@@ -343,11 +349,13 @@ class TimesOver(BaseReq, kw_only=True):
 class OpenCall(UpdateCall, kw_only=True):
     """Begin to stage an update, which many ``StageCall`` may fill."""
 
-    answer = Done
+    answer = Opened
 
     selector: Selector | None = None
     partial: bool
     expected_version: str | None = None
+    # something else may write the weights until the seal, as a trainer does over RDMA
+    may_be_empty: bool = False
 
 
 class StageCall(UpdateCall, kw_only=True):

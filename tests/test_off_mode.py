@@ -12,13 +12,16 @@ from tests.support.faults import Faults
 from tests.support.load import (
     ENDLESS,
     ask,
+    expect_all_go_on,
     expect_whole,
+    more_tokens,
     start,
     start_running,
     status,
     until,
     versions_of,
 )
+from tests.support.updates import succeed, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -57,6 +60,17 @@ def test_an_update_in_place(off_server: Server, checkpoints: Path) -> None:
     refusal = off_server.post("/inflight/rollback", {})
     assert refusal["status_code"] == 400
     assert "written in place" in refusal["message"]
+
+
+def test_a_session_that_waits_for_requests(off_server: Server) -> None:
+    """They are held from its first piece on, so it waits for none of them."""
+    (running,) = start_running(off_server, 1, tokens=ENDLESS)
+    succeed(off_server.post("/begin_weight_update", {}))
+    succeed(off_server.post("/update_weights_from_tensor", tensor_body(marker.tensors(1))))
+    succeed(off_server.post("/end_weight_update", {"weight_version": "v1"}))
+    more_tokens([running])
+    (output,) = expect_all_go_on([running])
+    assert versions_of(output) == ["v0", "v1"]
 
 
 def test_what_fails_before_the_first_write_changes_nothing(

@@ -19,7 +19,7 @@ from sglang.srt.models.kimi_vl import KimiVLForConditionalGeneration
 from torch import nn
 
 from sglang_inflight import unsupported
-from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
+from sglang_inflight.scheduler.update.checks.derived import why_not_loaded, why_not_shadowed
 from sglang_inflight.unsupported import why_no_update
 
 try:
@@ -79,6 +79,13 @@ def test_weights_that_are_laid_out_anew(method: Any, reason: str) -> None:
     assert reason in (why_not_shadowed(model_with(quant_method=method)) or "")
 
 
+def test_weights_that_are_finished_can_be_loaded_in_place() -> None:
+    assert why_not_loaded(model_with(quant_method=bare(Fp8LinearMethod))) is None
+    assert why_not_loaded(bare(DeepseekV2ForCausalLM)) is None
+    packed = model_with(use_intel_amx_backend=True)
+    assert "is packed for AMX" in (why_not_loaded(packed) or "")
+
+
 def test_a_wrapper_around_a_model_that_derives_weights() -> None:
     wrapper = bare(KimiVLForConditionalGeneration)
     assert why_not_shadowed(wrapper) is None
@@ -92,7 +99,8 @@ def test_a_copy_of_a_weight_that_is_made_while_serving() -> None:
     model = model_with(_split2_hi=None)
     assert why_not_shadowed(model) is None
     model[0]._split2_hi = torch.ones(1)  # type: ignore[index]
-    assert "keeps a copy of a weight (_split2_hi)" in (why_not_shadowed(model) or "")
+    for why_not in (why_not_shadowed, why_not_loaded):
+        assert "keeps a copy of a weight (_split2_hi)" in (why_not(model) or "")
 
 
 def test_a_loader_that_was_replaced() -> None:

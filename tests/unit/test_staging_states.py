@@ -79,7 +79,14 @@ class OneRank:
         self.worker = LaterWorker()
         self.live = LiveWeights(scheduler)
         self.staging = Staging(
-            jobs, self.worker, none, self.live, none, mode=StagingMode.DEVICE, refusal=None
+            jobs,
+            self.worker,
+            none,
+            self.live,
+            none,
+            mode=StagingMode.DEVICE,
+            refusal=None,
+            why_not_staged=None,
         )
 
     def do(self, step: Step, update_id: str = "u") -> None:

@@ -35,6 +35,8 @@ class OpenUpdate:
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
     aborts_requests: bool = False
+    # ranks write the live weights, and hold requests from then on
+    in_place: bool = False
     staged_s: float = 0.0
     tensors: int = 0
     bytes: int = 0
@@ -154,6 +156,7 @@ class OpenUpdate:
             selector=self.opening.selector,
             partial=self.opening.partial,
             expected_version=self.opening.expected_version,
+            may_be_empty=self.opening.takes_unnamed,
             timeout_s=deadline.seconds_left,
         )
 

@@ -126,7 +126,8 @@ class TwoPhase:
 
     async def open_session(self, session: OpenUpdate, deadline: Deadline) -> None:
         async with self.dropped_on_failure(session):
-            await self._call(session.open_call(deadline), deadline)
+            opened = await self._call(session.open_call(deadline), deadline)
+            session.in_place = any(answer.in_place for answer in opened)
             session.require_alive()
 
     async def stage(self, session: OpenUpdate, wanted: Wanted) -> None:

@@ -173,7 +173,9 @@ class Updates:
         deadline = self._deadline(None)
         async with self._two_phase.dropped_on_failure(session), AsyncExitStack() as stack:
             session.finish(ending)
-            if not ending.non_blocking and not session.aborts_requests:
+            # requests that are held would be waited for in vain
+            waits = not (ending.non_blocking or session.aborts_requests or session.in_place)
+            if waits:
                 await self._quiet.enter(stack, session, deadline)
             await self._seal(session, deadline)
             await self._two_phase.vote_on_kv(session, deadline)

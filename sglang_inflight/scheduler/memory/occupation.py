@@ -113,8 +113,8 @@ class Occupation:
         if look_in is not None:
             look_in(self._occupants.of)
         if require_update:
-            if staging.refusal is not None:
-                raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {staging.refusal}")
+            if (why := staging.refusal or staging.why_not_staged) is not None:
+                raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {why}")
             self._memory = {**PRESENT, WEIGHTS: Where.HOLLOW}
             live.become_hollow("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)")
 
@@ -209,8 +209,8 @@ class Occupation:
         if get_parallel().pp_size > 1:
             # one that is whole again would make a step, and wait for one that is not
             return "because the stages of a pipeline may be whole again in different turns"
-        if self._staging.refusal is not None:
-            return f"which cannot be sent: {self._staging.refusal}"
+        if (why := self._staging.refusal or self._staging.why_not_staged) is not None:
+            return f"which cannot be sent: {why}"
         return None
 
     @property

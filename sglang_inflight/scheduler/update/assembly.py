@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.reservation import Reservation
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
-from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_staged
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
@@ -52,10 +52,16 @@ def make_staging(
     runners = scheduler.weight_updater._select_runners("all")
     models = [ShadowedModel(role, runner, parameters) for role, runner in runners]
     device = next(models[0].runner.model.parameters()).device
+    why_not_staged = why_not_updated(models, in_place=False)
     if reservation is not None:
         mode = reservation.mode
     else:
-        mode = choose_mode(settings.staging, sum(model.nbytes for model in models), device)
+        mode = choose_mode(
+            settings.staging,
+            sum(model.nbytes for model in models),
+            device,
+            why_not=why_not_staged,
+        )
     worker: Worker
     # in place nothing decodes meanwhile
     if in_place := mode is StagingMode.OFF:
@@ -78,8 +84,16 @@ def make_staging(
         rate_limit=rate_limit,
         check_finite=settings.check_finite,
     )
-    refusal = _why_refused(models, in_place=in_place)
-    return Staging(jobs, worker, groups, live, answers, mode=mode, refusal=refusal)
+    return Staging(
+        jobs,
+        worker,
+        groups,
+        live,
+        answers,
+        mode=mode,
+        refusal=_why_refused(models, in_place=in_place),
+        why_not_staged=why_not_staged,
+    )
 
 
 def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
@@ -89,4 +103,4 @@ def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
     if in_place and get_parallel().pp_size > 1:
         # a stage that a piece is for would stand still, and the others would wait for it
         return "weights cannot be written in place, between two steps, with --pp-size above 1"
-    return why_no_update(in_place=in_place) or why_not_staged(models)
+    return why_no_update(in_place=in_place) or why_not_updated(models, in_place=in_place)

@@ -13,9 +13,9 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,
-    Done,
     GPUMemorySource,
     IPCSource,
+    Opened,
     Selector,
     Source,
     Staged,
@@ -26,7 +26,7 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_staged
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.broadcast import receive
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
@@ -56,6 +56,9 @@ class Jobs:
     is made before they are whole. What no update has brought bears marks, from the first
     update on, so that many partial updates make a whole, and it is known when they do.
 
+    In a session of SGLang's own kind no tensor may come at all: then something else has written
+    the live weights until the seal, which reads them through as they are.
+
     What a test makes fail, it makes fail in ``fill``, ``take_in`` or ``seal``.
     """
 
@@ -81,7 +84,7 @@ class Jobs:
         self._check_finite = check_finite
         self._gpu_memory = GPUMemory(device)
 
-    def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Done:
+    def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Opened:
         """Start from the live weights, or from marks that show what was not written.
 
         The live weights are only read, and only the scheduler's thread changes them, in a
@@ -92,7 +95,8 @@ class Jobs:
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this server")
         # looked at again, because serving may have made copies of weights since
-        if (reason := why_not_staged(self._models)) is not None:
+        in_place = self._mode is StagingMode.OFF
+        if (reason := why_not_updated(self._models, in_place=in_place)) is not None:
             raise Refused(reason)
         update.roles = {model.role for model in models}
         for model in self._models:
@@ -106,8 +110,12 @@ class Jobs:
                 if can_mark(live):
                     for (piece,) in self._rate_limit.cut(live.data):
                         mark(piece)
+        if update.may_be_empty:
+            for model in self._models:
+                if model.role in update.roles:
+                    model.restore()
         if self._mode_of(update) is StagingMode.OFF:
-            return Done()
+            return Opened(in_place=True)
         for model, name, live, shadow in self._weights(update.roles):
             update.check()
             self._shadows.swap.check(name, live, shadow)
@@ -117,7 +125,7 @@ class Jobs:
             else:
                 for (piece,) in self._rate_limit.cut(shadow):
                     mark(piece)
-        return Done()
+        return Opened(in_place=False)
 
     def fill(self, update: Update, source: Source, selector: Selector | None) -> Staged:
         """Load one call's tensors into the shadow, through the model's own loader."""
@@ -164,24 +172,29 @@ class Jobs:
         self.let_go()
         update.check()
         started = time.perf_counter()
-        if update.tensors == 0:
+        was_loaded = update.tensors > 0
+        if not was_loaded and not update.may_be_empty:
             raise Refused("the update holds no tensor")
         if base_digest is None and not update.fills_hollow:
             update.base_digest = self._read_through(update, set(), set())
-        whole = {m.role for m in self._models if not self._is_partial(update, m)} & update.roles
+        shadowed = update.roles if was_loaded else set[str]()
+        whole = {m.role for m in self._models if not self._is_partial(update, m)} & shadowed
+        models = [model for model in self._models if model.role in update.roles]
         if update.fills_hollow:
             pass
         elif self._mode is StagingMode.OFF:
             self._check_all_sent(update, whole)
             whole = set()
-        else:
-            for model in self._models:
-                if model.role in update.roles:
-                    model.refuse_if_derived()
-        digest = self._read_through(update, update.roles, whole)
+            for model in models:
+                model.finish(was_loaded=was_loaded)
+        elif was_loaded:
+            for model in models:
+                model.refuse_if_derived()
+        digest = self._read_through(update, shadowed, whole)
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
-        swap, checkpoints = self._prepare_swap(update), self._checkpoints(update)
+        swap = self._prepare_swap(update) if was_loaded else PreparedSwap()
+        checkpoints = self._checkpoints(update)
         update.sealed = Sealed(digest, swap, checkpoints, missing)
         return Voted(staged_s=time.perf_counter() - started)
 

@@ -28,15 +28,23 @@ class StagingMode(enum.IntEnum):
 
 
 def choose_mode(
-    wanted: str, nbytes: int, device: torch.device, room: int | None = None
+    wanted: str,
+    nbytes: int,
+    device: torch.device,
+    room: int | None = None,
+    *,
+    why_not: str | None = None,
 ) -> StagingMode:
     """The mode asked for, or under ``auto`` the best for which there is memory.
 
     ``nbytes`` is the size of this rank's weights. ``room`` is what the KV cache would get on
-    ``device``, where it takes all that is left. Logs the choice and its reason.
+    ``device``, where it takes all that is left. ``why_not`` is why they cannot be staged, or
+    None where they can. Logs the choice and its reason.
     """
     if wanted != "auto":
         mode, reason = StagingMode[wanted.upper()], "as set"
+    elif why_not is not None:
+        mode, reason = StagingMode.OFF, why_not
     else:
         mode, reason = _best(nbytes, device, room)
     mode = StagingMode(smallest(mode))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import FLATTENED_BUCKET, Source, TensorSource
-from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
+from sglang_inflight.messages import FLATTENED_BUCKET, DiskSource, Source, TensorSource
+from sglang_inflight.scheduler.update.checks.derived import why_not_loaded, why_not_shadowed
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
+from sglang_inflight.scheduler.update.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, unwatched
 from sglang_inflight.scheduler.update.sources.aside import Aside
@@ -31,7 +33,10 @@ DIRECT = "direct"
 
 
 class ShadowedModel:
-    """Loads tensors into the shadow of one model. Used on the staging thread."""
+    """Loads tensors into the shadow of one model. Used on the staging thread.
+
+    One that cannot be shadowed has none, and is loaded in place (``FinishedModel``).
+    """
 
     def __init__(self, role: str, runner: ModelRunner, parameters: ShadowParameters) -> None:
         self.role = role
@@ -41,12 +46,16 @@ class ShadowedModel:
         self._parameters = parameters
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _tell_nobody
-        self._shadow: Shadow | None = None
+        self._shadow: Shadow | FinishedModel | None = None
         self._served: Shapes | None = None
 
     def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
         """At the first update, so that a server that has none pays nothing."""
         if self._shadow is not None:
+            return
+        if why_not_shadowed(self.runner.model) is not None:
+            assert mode is StagingMode.OFF
+            self._shadow = FinishedModel(self.runner.model, device)
             return
         storage = torch.device("cpu") if mode is StagingMode.HOST else device
         self._shadow = Shadow(
@@ -56,7 +65,7 @@ class ShadowedModel:
         )
 
     @property
-    def shadow(self) -> Shadow:
+    def shadow(self) -> Shadow | FinishedModel:
         assert self._shadow is not None
         return self._shadow
 
@@ -67,6 +76,18 @@ class ShadowedModel:
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
+
+    def finish(self, *, was_loaded: bool = True) -> None:
+        """Nothing more is loaded. ``was_loaded`` is false where something else wrote it."""
+        if isinstance(self.shadow, FinishedModel):
+            self.on_write()
+            self.shadow.finish(was_loaded=was_loaded)
+
+    def restore(self) -> None:
+        """It is about to be written, by a load or by something else."""
+        if isinstance(self.shadow, FinishedModel):
+            self.on_write()
+            self.shadow.restore()
 
     def refuse_if_derived(self) -> None:
         """Raises ``Refused`` where a loader wrote something that no commit takes over."""
@@ -124,7 +145,10 @@ class ShadowedModel:
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
         checks = TensorChecks(
             served=self.served if is_checkpoint else {},
-            expects_writes=takes_all and (is_checkpoint or load_format == DIRECT),
+            # of a live model nobody tells what its loader writes
+            expects_writes=takes_all
+            and isinstance(self.shadow, Shadow)
+            and (is_checkpoint or load_format == DIRECT),
             ties_head=self._ties_head,
             check_finite=check_finite,
             rate_limit=rate_limit,
@@ -132,7 +156,7 @@ class ShadowedModel:
         watched = checks.watch(weights)
         self._parameters.writing = functools.partial(self._writing, checks, rate_limit)
         try:
-            self._load(load_format, _one_at_a_time(watched))
+            self._load(source, load_format, _one_at_a_time(self._restored_for(watched)))
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
@@ -147,8 +171,19 @@ class ShadowedModel:
             self._parameters.writing = unwatched
         return checks
 
-    def _load(self, load_format: str | None, weights: Weights) -> Any:
+    def _restored_for(self, weights: Weights) -> Weights:
+        """Before a loader looks up parameters, which this may replace, but not before there is a
+        tensor: what fails until then has changed nothing.
+        """
+        first = list(itertools.islice(weights, 1))
+        if first:
+            self.restore()
+        return itertools.chain(first, weights)
+
+    def _load(self, source: Source, load_format: str | None, weights: Weights) -> Any:
         model: Any = self.shadow.model
+        if isinstance(source, DiskSource) and isinstance(self.shadow, FinishedModel):
+            return self.shadow.load(weights)
         if load_format in (None, FLATTENED_BUCKET):
             return model.load_weights(weights)
         if load_format == DIRECT:
@@ -179,11 +214,12 @@ class ShadowedModel:
             yield
 
 
-def why_not_staged(models: Iterable[ShadowedModel]) -> str | None:
-    """Why no update of ``models`` can be staged as they are now, or None where it can."""
+def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str | None:
+    """Why ``models`` cannot be updated as they are now, or None where they can."""
+    why_not, what = (why_not_loaded, "updated") if in_place else (why_not_shadowed, "staged")
     for model in models:
-        if (reason := why_not_shadowed(model.runner.model)) is not None:
-            return f"weights of the {model.role} model cannot be staged: {reason}"
+        if (reason := why_not(model.runner.model)) is not None:
+            return f"weights of the {model.role} model cannot be {what}: {reason}"
     return None
 
 

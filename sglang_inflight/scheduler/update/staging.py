@@ -8,7 +8,8 @@ hangs fails the update and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
@@ -36,6 +37,9 @@ from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
 from sglang_inflight.status import StagingStatus
 
+# why they are, where the weights could be staged
+AS_SET = "SGLANG_INFLIGHT_STAGING=off, or no memory for a second copy of the weights"
+
 
 class Staging:
     """The update that is under way on one rank. Only the scheduler's thread touches it.
@@ -58,8 +62,11 @@ class Staging:
         *,
         mode: StagingMode,
         refusal: str | None,
+        why_not_staged: str | None,
     ) -> None:
-        """``refusal`` is why no update can be taken in, or None where it can."""
+        """``refusal`` is why no update can be taken in, or None where it can, and
+        ``why_not_staged`` why it can be taken in place alone.
+        """
         self._jobs = jobs
         self._worker = worker
         self._groups = groups
@@ -67,6 +74,7 @@ class Staging:
         self._answers = answers
         self.mode = mode
         self.refusal = refusal
+        self.why_not_staged = why_not_staged
         self._update: Update | None = None
 
     @property
@@ -78,6 +86,10 @@ class Staging:
     # ---- calls -------------------------------------------------------------------
 
     def open(self, call: OpenCall, *, current_version: str) -> None:
+        with self._dirty_together():
+            self._open(call, current_version)
+
+    def _open(self, call: OpenCall, current_version: str) -> None:
         if self.refusal is not None:
             raise Refused(self.refusal)
         if self.state not in states_for(Step.OPEN):
@@ -97,17 +109,15 @@ class Staging:
         self._submit(update, call, lambda: self._jobs.prepare(update, call.selector, after=swapped))
 
     def stage(self, call: StageCall) -> None:
-        try:
+        with self._dirty_together():
             update = self._expect(call.update_id, Step.STAGE)
             self._submit(update, call, lambda: self._jobs.fill(update, call.source, call.selector))
-        finally:
-            if self.mode is StagingMode.OFF:
-                self._sync_dirty()
 
     def seal(self, call: SealCall) -> None:
-        update = self._expect(call.update_id, Step.SEAL)
-        digest = self._live.digest
-        self._submit(update, call, lambda: self._jobs.seal(update, digest))
+        with self._dirty_together():
+            update = self._expect(call.update_id, Step.SEAL)
+            digest = self._live.digest
+            self._submit(update, call, lambda: self._jobs.seal(update, digest))
 
     def drop(self, call: DropCall) -> None:
         """Forget an update. It is no error if this rank never had it."""
@@ -160,7 +170,7 @@ class Staging:
     def why_no_rollback(self) -> str | None:
         """Why the shadow does not hold the previous version, or None where it does."""
         if self.mode is StagingMode.OFF:
-            return "updates are written in place (SGLANG_INFLIGHT_STAGING=off)"
+            return f"updates are written in place ({self.why_not_staged or AS_SET})"
         if self.state is not StagingState.EMPTY:
             return "an update is being staged over it"
         if not self._live.holds_previous:
@@ -203,10 +213,16 @@ class Staging:
 
         self._worker.submit(call, one_failure_fails_the_update)
 
-    def _sync_dirty(self) -> None:
-        """Ranks that step together are dirty together: one alone would wait for the other."""
-        if is_true_of_any(self._live.dirty is not None):
-            self._live.write_in_place()
+    @contextmanager
+    def _dirty_together(self) -> Iterator[None]:
+        """Around what may write in place. Ranks that step together are dirty together: one alone
+        would wait for the other.
+        """
+        try:
+            yield
+        finally:
+            if self.mode is StagingMode.OFF and is_true_of_any(self._live.dirty is not None):
+                self._live.write_in_place()
 
 
 def _done_after(action: Callable[[], None]) -> Job[Done]:

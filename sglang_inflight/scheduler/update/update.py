@@ -41,6 +41,7 @@ class Update:
         is the first since the weights are hollow, and marks all of them."""
         self.id = call.update_id
         self.partial = call.partial
+        self.may_be_empty = call.may_be_empty
         self.fills_hollow = fills_hollow
         self.marks = marks
         self.roles: set[str] = set()

@@ -2,7 +2,9 @@
 
 A shadow holds what a loader writes. What is made of it afterwards, another layout, a product
 of two weights, a copy in another precision, it would lack, and the commit would leave the live
-one as it was: old, or wrong. Such models are refused.
+one as it was: old, or wrong. Such models are not staged. SGLang can load most of them anew where
+they are, because it finishes after loading (``finished_model.py``); what nobody would finish is
+refused.
 """
 
 from __future__ import annotations
@@ -42,6 +44,19 @@ _COPIES = {
 }
 
 
+def why_not_loaded(model: nn.Module) -> str | None:
+    """The reason why ``model`` cannot be loaded anew at all, or None where it can."""
+    for name, module in model.named_modules():
+        own = module.__dict__
+        if own.get("use_intel_amx_backend", False):
+            return f"{_called(name, module)} is packed for AMX after loading"
+        for attribute in _COPIES & own.keys():
+            if own[attribute] is not None:
+                return f"{_called(name, module)} keeps a copy of a weight ({attribute})"
+    cached: str | None = _unsupported_derived_weight_cache_error(model)
+    return cached
+
+
 def why_not_shadowed(model: nn.Module) -> str | None:
     """The reason why ``model`` cannot be staged, or None where it can."""
     if torch.version.hip is not None:
@@ -50,23 +65,20 @@ def why_not_shadowed(model: nn.Module) -> str | None:
         return "NPU kernels may change the layout of weights after loading"
     for name, module in model.named_modules():
         if (reason := _why_not_module(module)) is not None:
-            return f"{name or 'the model'} ({type(module).__name__}) {reason}"
-    cached: str | None = _unsupported_derived_weight_cache_error(model)
-    return cached
+            return f"{_called(name, module)} {reason}"
+    return why_not_loaded(model)
+
+
+def _called(name: str, module: nn.Module) -> str:
+    return f"{name or 'the model'} ({type(module).__name__})"
 
 
 def _why_not_module(module: nn.Module) -> str | None:
     # of a wrapper's inner model too: the wrapper's loader calls it
     if hasattr(module, "post_load_weights"):
         return "derives further weights after loading"
-    own = module.__dict__
-    if "load_weights" in own:
+    if "load_weights" in module.__dict__:
         return "has had its loader replaced by one that may write the live weights"
-    if own.get("use_intel_amx_backend", False):
-        return "is packed for AMX after loading"
-    for attribute in _COPIES & own.keys():
-        if own[attribute] is not None:
-            return f"keeps a copy of a weight ({attribute})"
     method = getattr(module, "quant_method", None)
     return None if method is None else _why_not_method(method)
 

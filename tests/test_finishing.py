@@ -1,0 +1,117 @@
+"""A model that SGLang has to finish after loading is updated in place, by SGLang's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import marker
+from harness.server import Server, serve
+from harness.trainer import Trainers
+from tests.support import finishing
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    ask,
+    expect_all_go_on,
+    more_tokens,
+    pause,
+    resume,
+    start_running,
+    status,
+    versions_of,
+)
+from tests.support.updates import Sender, refuse, says, succeed, tensor_body
+
+pytest_plugins = ["tests.support.fixtures"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("finishing")
+    for version in range(6):
+        finishing.build(made / f"v{version}", version)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, trainers: Trainers) -> Iterator[Server]:
+    flags = ("--weight-version", "v0")
+    with serve(folder / "v0", *flags, log=folder / "log", env=finishing.ENV) as server:
+        yield server
+
+
+@pytest.fixture
+def sender(folder: Path, trainers: Trainers) -> Sender:
+    return Sender(folder, folder, trainers, finishing)
+
+
+def test_updates_amid_requests(server: Server, sender: Sender) -> None:
+    """They wait while it is written, and go on."""
+    assert status(server)["staging"]["mode"] == "off"
+    assert status(server)["staging"]["refusal"] is None
+    before = status(server)["weight_version"]
+    running = start_running(server, 2, tokens=ENDLESS)
+    sources = ["disk", "tensor", "tensor_bucket", "distributed", "ipc"]
+    for version, source in enumerate(sources, start=1):
+        fields: dict[str, Any] = {
+            "weight_version": f"v{version}",
+            "kv_cache": "keep",
+            "non_blocking": True,
+        }
+        succeed(sender.send(server, source, version, **fields))
+        more_tokens(running)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == [before, "v1", "v2", "v3", "v4", "v5"]
+    refuse(server.post("/inflight/rollback", {}), "in place", "FinishingForCausalLM")
+
+
+def test_as_sglangs_clients_update_it(server: Server) -> None:
+    """In a pause, begin, pieces, end; a partial one, too."""
+    weights = marker.tensors(3)
+    head = {"lm_head.weight": weights.pop("lm_head.weight")}
+    pause(server, "retract")
+    succeed(server.post("/begin_weight_update", {}))
+    for piece in (weights, head):
+        succeed(server.post("/update_weights_from_tensor", tensor_body(piece)))
+    succeed(server.post("/end_weight_update", {}))
+    resume(server)
+    says(server, 3)
+    head = {"lm_head.weight": marker.tensors(4)["lm_head.weight"]}
+    succeed(server.post("/update_weights_from_tensor", tensor_body(head, weight_version="v4")))
+    says(server, 4)
+
+
+def test_a_session_amid_requests_that_waits_for_them(server: Server) -> None:
+    """They are held from its first piece on, so it waits for nothing then."""
+    running = start_running(server, 1, tokens=ENDLESS)
+    succeed(server.post("/begin_weight_update", {}))
+    succeed(server.post("/update_weights_from_tensor", tensor_body(marker.tensors(2))))
+    succeed(server.post("/end_weight_update", {"weight_version": "v2"}))
+    more_tokens(running)
+    (output,) = expect_all_go_on(running)
+    assert versions_of(output)[-1] == "v2"
+
+
+def test_nothing_was_loaded(server: Server, folder: Path) -> None:
+    """Something else may have written the weights: they are finished, as a new version."""
+    ask(server, "POST", "/update_weights_from_disk", {"model_path": str(folder / "v1")})
+    epoch = status(server)["epoch"]
+    succeed(server.post("/begin_weight_update", {}))
+    receipt = succeed(server.post("/end_weight_update", {"weight_version": "v1"}))
+    assert (receipt["tensors"], receipt["epoch"]) == (0, epoch + 1)
+    says(server, 1)
+
+
+def test_a_failure_half_way(server: Server, folder: Path, tmp_path: Path) -> None:
+    weights = marker.tensors(5)
+    weights["model.norm.weight"] = weights["model.norm.weight"][:8].clone()
+    torn = marker.write(tmp_path / "torn", weights, finishing.CONFIG)
+    refuse(server.post("/update_weights_from_disk", {"model_path": str(torn)}), "model.norm.weight")
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}
+    assert server.post("/generate", body)["status_code"] == 503
+    succeed(server.post("/update_weights_from_disk", {"model_path": str(folder / "v2")}))
+    assert Generation(server, tokens=3).output().tokens == [marker.token(2)] * 3
