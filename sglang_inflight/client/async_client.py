@@ -189,7 +189,7 @@ class AsyncClient:
         """Stage weights while the server generates, and commit them: the receipt.
 
         Inside ``session`` they are staged only. ``fields`` are those of SGLang's
-        ``/update_weights_from_…`` and of the README's table; running requests keep their KV
+        ``/update_weights_from_…`` and of the table in docs/api.md; running requests keep their KV
         unless ``flush_cache`` or ``kv_cache`` says otherwise. ``on_progress`` is called
         from the event loop a few times a second.
         """

@@ -100,7 +100,7 @@ class ResumeMemoryBody(Body, kw_only=True):
 
 
 class UpdateBody(Body, kw_only=True):
-    """What every update call has. See the README for the meaning of each field."""
+    """What every update call has. docs/api.md has the meaning of each field."""
 
     flush_cache: bool = True
     weight_version: Version | None = None

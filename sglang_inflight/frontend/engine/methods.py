@@ -123,7 +123,7 @@ def _say_where(engine: AdoptedEngine, given: Given) -> Given:
 async def update_weights_from_disk(engine: AdoptedEngine, body: DiskBody) -> Outcome:
     """Update from a checkpoint's folder: a whole one, unless ``partial`` is true.
 
-    The README has a table of the fields. With ``non_blocking=True`` requests run on
+    docs/api.md has a table of the fields. With ``non_blocking=True`` requests run on
     meanwhile and the receipt is returned.
     """
     outcome = await _update(engine, body)
@@ -160,7 +160,7 @@ def _by_value(tensors: Iterable[tuple[str, Any]]) -> bytes:
 async def update_weights_from_tensor(engine: AdoptedEngine, body: TensorBody) -> Outcome:
     """Update from ``(name, tensor)`` pairs, or from one serialized payload per rank.
 
-    Within a session, or with ``non_blocking=True``. The README has a table of the fields.
+    Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
     """
     return await _update(engine, body)
 
@@ -187,14 +187,14 @@ def _name_dtypes(engine: AdoptedEngine, given: Given) -> Given:
 async def update_weights_from_distributed(engine: AdoptedEngine, body: DistributedBody) -> Outcome:
     """Update from what rank 0 of ``group_name`` broadcasts.
 
-    Within a session, or with ``non_blocking=True``. The README has a table of the fields.
+    Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
     """
     return await _update(engine, body)
 
 
 @engine_method(IPCBody, "zmq_handles", "flush_cache")
 async def update_weights_from_ipc(engine: AdoptedEngine, body: IPCBody) -> Outcome:
-    """Update from a checkpoint-engine process. The README has a table of the fields."""
+    """Update from a checkpoint-engine process. docs/api.md has a table of the fields."""
     return await _update(engine, body)
 
 
