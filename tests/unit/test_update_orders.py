@@ -38,6 +38,7 @@ from sglang_inflight.messages import (
     Failed,
     InflightCall,
     OpenCall,
+    Opened,
     RollbackCall,
     SealCall,
     StageCall,
@@ -53,6 +54,7 @@ TICKS = 8
 ROUNDS = 10
 WHOLE = {
     Done: Done(),
+    Opened: Opened(in_place=False),
     Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
     Voted: Voted(staged_s=1.0),
     Committed: Committed(
