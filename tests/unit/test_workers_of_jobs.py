@@ -19,7 +19,8 @@ from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.tensors import _unpickle
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
-from sglang_inflight.scheduler.update.worker import Job, StagingWorker
+from sglang_inflight.scheduler.update.worker import InlineWorker, Job, StagingWorker
+from tests.support.device import Device
 
 CPU = torch.device("cpu")
 
@@ -106,3 +107,22 @@ def test_a_request_of_sglangs_own(channel: AnswerChannel, wire: Wire) -> None:
     request: Any = SimpleNamespace(rid="r", http_worker_ipc=None)
     channel.fail_request(request, KeyError("\ud800"), "it failed: \ud800")
     assert wire.came.get(timeout=10).message == r"it failed: \ud800"
+
+
+def test_a_job_that_is_done_at_once_is_answered_when_the_device_has_done_it(
+    monkeypatch: pytest.MonkeyPatch, channel: AnswerChannel, wire: Wire
+) -> None:
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+
+    def job() -> Done:
+        device.launch("copy")
+        return Done()
+
+    def send(message: BaseReq) -> None:
+        assert "copy" in (device.current_stream().synchronized or ())
+        wire.came.put(message)
+
+    monkeypatch.setattr(channel, "_way", SimpleNamespace(send=send))
+    InlineWorker(channel, torch.device("cuda"), drain=lambda: None).submit(call("one"), job)
+    assert wire.came.get_nowait().call_id == "one"

@@ -35,10 +35,16 @@ class Worker(Protocol):
 
 
 class InlineWorker:
-    """Does each job at once, on the caller's thread: for the mode without a shadow."""
+    """Does each job at once, on the caller's thread: for the mode without a shadow.
 
-    def __init__(self, answers: AnswerChannel, drain: Callable[[], None]) -> None:
+    A job is answered when the device has done it, so the caller's buffers are free then.
+    """
+
+    def __init__(
+        self, answers: AnswerChannel, device: torch.device, drain: Callable[[], None]
+    ) -> None:
         self._answers = answers
+        self._device = device
         self._drain = drain
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
@@ -47,6 +53,8 @@ class InlineWorker:
         try:
             with torch.no_grad():
                 answer = job()
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).current_stream().synchronize()
         except Exception as error:
             self._answers.fail(call, error)
         else:
