@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, _unregister_process_group
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import rendezvous
 
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
@@ -78,3 +79,11 @@ def construct(
 def last_for_ever(group: dist.ProcessGroup) -> None:
     """So that NCCL's watchdog never ends a broadcast: whoever waits for one sets the limit."""
     dist.set_timeout(NEVER, group)
+
+
+def free_name(group: dist.ProcessGroup) -> None:
+    """So that another may have it, though ``group`` itself can be neither destroyed nor ended."""
+    _world.pg_map.pop(group, None)
+    name = _world.pg_names.pop(group, None)
+    if name is not None:
+        _unregister_process_group(name)
