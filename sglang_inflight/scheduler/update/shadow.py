@@ -13,7 +13,6 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.digest import Digest
-from sglang_inflight.storages import memory_of
 
 # A parameter's name, its shadow, and what a loader writes to it. Says whether it may.
 Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[bool]]
@@ -59,10 +58,6 @@ class ShadowParameters:
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._weights
-
-    def weights(self) -> list[torch.Tensor]:
-        """Of all models, live and shadow."""
-        return list(self._weights.values())
 
     def storage_for(self, original: torch.Tensor, storage: torch.device) -> torch.Tensor:
         """Like ``original``, on ``storage``; what was reserved for it, if something was."""
@@ -121,17 +116,6 @@ class Shadow:
         self._placed: dict[tuple[int, str], tuple[Any, str]] = {}
         if storage is not None:
             self._replace_attributes()
-
-    @property
-    def shows_weights_elsewhere(self) -> bool:
-        """Whether an attribute of the model lies in the memory of a weight."""
-        memory = {memory_of(weight) for weight in self._parameters.weights() if weight.numel()}
-        return any(
-            tensor.numel() and memory_of(tensor) in memory
-            for module in self._live.modules()
-            for _, value in attributes_of(module)
-            for tensor in self._no_weights_in(value)
-        )
 
     def is_anothers(self, shadow: torch.Tensor) -> bool:
         """Whether it shadows what this model shares with one that came before it."""

@@ -49,8 +49,7 @@ class Shadows:
             for model in self._models:
                 model.build_shadow(mode, device)
             if mode is not StagingMode.OFF:
-                shows = any(model.shadow.shows_weights_elsewhere for model in self._models)
-                self._swap = swap_for(device, contents_only=shows)
+                self._swap = swap_for(device)
         except Exception as error:
             return f"{error}".split("\n")[0] or type(error).__name__
         return None
