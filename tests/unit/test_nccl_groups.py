@@ -112,6 +112,33 @@ def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
         dist.destroy_process_group(formed.group)
 
 
+def test_a_rendezvous_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+    original = process_group.init_custom_process_group
+
+    def init(**arguments: Any) -> Any:
+        if arguments["group_name"] == "waits":
+            # as gloo does for peers that do not come
+            waits.set()
+            goes_on.wait()
+        return original(**arguments)
+
+    def form(name: str) -> None:
+        group = construct("gloo", HashStore(), name=name, rank=0, world_size=1, timeout=RENDEZVOUS)
+        dist.destroy_process_group(group)
+
+    monkeypatch.setattr(process_group, "init_custom_process_group", init)
+    first, second = (threading.Thread(target=form, args=(name,)) for name in ("waits", "comes"))
+    before = os.environ.get(HANDLING)
+    first.start()
+    assert waits.wait(timeout=30)
+    second.start()
+    second.join(timeout=30)
+    assert (second.is_alive(), os.environ.get(HANDLING)) == (False, before)
+    goes_on.set()
+    first.join()
+
+
 class Broadcast:
     """One that does not end, or ends with ``failure``, as NCCL's do: ``wait`` says nothing."""
 

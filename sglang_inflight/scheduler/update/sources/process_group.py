@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -64,8 +65,10 @@ def construct(
     """A watchdog of NCCL's ends a process in which a broadcast failed or took longer than its
     group's timeout. Here that is the trainer's failure: it may cost its update, and not the
     requests. So the group gets a watchdog that ends the communicator only.
+
+    Any other backend has none, and waits here for its peers: there may be many at once.
     """
-    with errors_cost_the_group_only():
+    with errors_cost_the_group_only() if is_nccl(backend) else nullcontext():
         return init_custom_process_group(
             backend=backend,
             store=store,
