@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -279,6 +280,16 @@ def test_in_place_nothing_live_is_given_back() -> None:
     parameters.forget()
     assert model.attention.weight.numel() == 16
     assert model.attention.get_buffer("bias").numel() == 4
+
+
+def test_what_a_shadow_gives_back_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would keep it, on the device and of the host."""
+    given: list[str] = []
+    module = SimpleNamespace(empty_cache=lambda: given.append("device's"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append("host's"))
+    shadows_of(Model(), ShadowParameters()).forget(torch.device("cuda"))
+    assert given == ["device's", "host's"]
 
 
 def test_a_shadow_takes_what_was_set_aside() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.collectives import smallest
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
-from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode, pinned_bytes
 from sglang_inflight.scheduler.update.shadow import Kept, weights_of
 from sglang_inflight.upstream.runtime_context import get_schedule
 
@@ -48,7 +48,8 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     if device.type == "cpu":
         return None
     nbytes = sum(weight.nbytes for weight in _distinct(models))
-    mode = choose_mode(wanted, nbytes, device, _room(runners[0]))
+    pinned = sum(pinned_bytes(weight) for weight in _distinct(models))
+    mode = choose_mode(wanted, nbytes, device, _room(runners[0]), pinned)
     if mode is not StagingMode.DEVICE:
         return Reservation(mode)
     storage = set_aside(models, device)

@@ -11,6 +11,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.swap import Swap, swap_for
+from sglang_inflight.storages import give_back_freed
 
 
 class Shadows:
@@ -61,4 +62,4 @@ class Shadows:
             model.forget_shadow()
         self._parameters.forget()
         if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
+            give_back_freed(device)
