@@ -18,6 +18,7 @@ from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
+from sglang_inflight.status import IN_STEP
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
@@ -186,7 +187,7 @@ class Group:
             raise Refused(f"group {self._name!r} is left: {self._broken}")
 
     def describe(self) -> str:
-        return "in step" if self._broken is None else f"broken: {self._broken}"
+        return IN_STEP if self._broken is None else f"broken: {self._broken}"
 
     def _break(self, reason: str) -> None:
         self._broken = reason
