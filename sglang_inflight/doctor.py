@@ -239,8 +239,14 @@ def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
             server_args = prepare_server_args(list(server_flags))
         return [], why_not(object, server_args)
     except SystemExit as refusal:
-        # argparse says why on stderr, and ends with a number
         code = refusal.code
-        return [code if isinstance(code, str) else said.getvalue().splitlines()[-1]], None
+        if not code:
+            # it was asked for its help, and gave it
+            return [], None
+        if isinstance(code, str):
+            return [code], None
+        # argparse says why on stderr, and ends with a number
+        lines = said.getvalue().splitlines() or [f"SGLang refuses these flags: it ends with {code}"]
+        return lines[-1:], None
     except Exception as error:
         return [f"SGLang refuses these flags: {error}"], None

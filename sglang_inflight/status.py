@@ -49,6 +49,10 @@ class WeightsStatus(Answer, frozen=True, kw_only=True):
     previous_version: str | None
 
 
+# how a group stands with which nothing is wrong
+IN_STEP = "in step"
+
+
 class StagingStatus(Answer, frozen=True, kw_only=True):
     """The update that is staged, and what may become of the next one."""
 

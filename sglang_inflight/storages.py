@@ -18,3 +18,10 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
     for tensor in tensors:
         found.setdefault(memory_of(tensor), tensor.untyped_storage())
     return list(found.values())
+
+
+def give_back_freed(device: torch.device) -> None:
+    """Torch keeps what is freed of ``device``, and of the host's pinned memory, for the next who
+    asks: others are to have it."""
+    torch.get_device_module(device).empty_cache()
+    torch.accelerator.empty_host_cache()

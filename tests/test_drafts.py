@@ -27,7 +27,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.plugins import stands_in_for_kernels, with_plugin
-from tests.support.updates import ENDLESS, refuse, serving, tensor_body
+from tests.support.updates import ENDLESS, refuse, says, serving, tensor_body
 
 # one zygote is for all that compile nothing, see ``drafting``
 pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
@@ -94,6 +94,31 @@ def test_one_that_shares_its_targets_head(checkpoints: Path, tmp_path: Path) -> 
         body = tensor_body(marker.tensors(5), selector="all", partial=False, non_blocking=True)
         ask(server, "POST", "/update_weights_from_tensor", body | {"weight_version": "v5"})
         expect_drafts(server, accepted=True)
+
+
+def test_what_is_its_targets_is_left_alone(checkpoints: Path, tmp_path: Path) -> None:
+    """Also where a draft's checkpoint has a tensor of that name."""
+    draft = eagle.build(tmp_path / "draft", agrees=True)
+    other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
+    disk = "/update_weights_from_disk"
+    body = {"model_path": str(other), "selector": "draft"}
+    with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
+        ask(server, "POST", disk, body | {"non_blocking": True, "flush_cache": False})
+        expect_drafts(server, accepted=False)
+        says(server, 0)
+        (before,) = serving(server)
+        # with the same values, and what it does not bring is read anew
+        part = {"lm_head.weight": marker.tensors(0)["lm_head.weight"]}
+        same = tensor_body(part, selector="target", partial=True, non_blocking=True)
+        ask(server, "POST", "/update_weights_from_tensor", same)
+        (after,) = serving(server)
+        assert after[-1] == before[-1]
+        # the target's in the same session are the target's, whichever comes last
+        ask(server, "POST", "/begin_weight_update", {})
+        update(server, checkpoints, 1)
+        ask(server, "POST", disk, body)
+        ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
+        says(server, 1)
 
 
 def test_one_of_its_targets_checkpoint(checkpoints: Path, tmp_path: Path) -> None:

@@ -278,6 +278,21 @@ def test_upstream_disk_update_with_a_wrong_shape(server: Server, folder: Path) -
     says(server, 0)
 
 
+def test_what_is_no_text_costs_its_own_update(server: Server, sender: Sender, folder: Path) -> None:
+    """A sentence that repeats it comes to the caller, and the next update is heard."""
+    half = b"\xed\xa0\x80"
+    payload = b"\x80\x04\x8c" + bytes([len(half)]) + half + b"\x8c\x01x\x93."
+    odd = folder / b"model-\xff.safetensors".decode(errors="surrogateescape")
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
+    spoilt = {"serialized_named_tensors": [base64.b64encode(payload).decode()]}
+    refuse(server.post("/update_weights_from_tensor", spoilt | LIVE), r"it names \ud800.x")
+    odd.write_bytes(b"no tensors")
+    body = {"model_path": str(folder), **LIVE}
+    refuse(server.post("/update_weights_from_disk", body), r"model-\udcff.safetensors")
+    succeed(sender.send(server, "tensor", 1, **V1))
+    expect_to_run_on(server, [generation], [0, 1])
+
+
 # ---- sessions ----------------------------------------------------------------------------
 
 

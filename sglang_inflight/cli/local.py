@@ -76,7 +76,8 @@ def _show(report: Report) -> None:
             hooked.add_row(target, hook.kind, hook.reason or "is there")
         print_table(hooked)
     off = report.settings.get("unsupported") == "off"
-    refused = start_table("started without SGLang Inflight" if off else "refused at start")
+    becomes = "started without SGLang Inflight" if off else "refused"
+    refused = start_table(f"a server is {becomes} if it asks for")
     for sentence in report.refused:
         refused.add_row(sentence)
     print_table(refused)
@@ -84,3 +85,5 @@ def _show(report: Report) -> None:
         typer.secho(f"{sentence}: the server would run as SGLang ships it", fg="yellow", bold=True)
     for problem in report.problems:
         typer.secho(problem, fg="red", bold=True)
+    verdict = "would start" if report.healthy else "would not start"
+    typer.secho(f"A server {verdict} here.", fg="green" if report.healthy else "red", bold=True)

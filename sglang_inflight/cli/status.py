@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,6 +19,7 @@ from sglang_inflight.cli.connection import (
 )
 from sglang_inflight.cli.tables import print_table, start_table
 from sglang_inflight.client import Client, Status
+from sglang_inflight.status import IN_STEP, RankStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -78,4 +80,24 @@ def _draw(answer: Status) -> Table:
             f"{rank.running} running, {rank.waiting} waiting; staging {staging.state}, "
             f"{staging.tensors} tensors, {staging.bytes / 1e6:.1f} MB",
         )
+    # once, where many ranks say the same
+    for name, what in dict.fromkeys(fact for rank in answer.ranks for fact in _of_note(rank)):
+        facts.add_row(name, what)
     return facts
+
+
+def _of_note(rank: RankStatus) -> Iterator[tuple[str, str]]:
+    """Where its updates wait, and what there is only where something is wrong."""
+    staging = rank.staging
+    yield "staging mode", staging.mode
+    reasons = {
+        "no updates": staging.refusal,
+        "dirty weights": staging.dirty,
+        "hollow weights": rank.memory.hollow,
+    }
+    for name, why in reasons.items():
+        if why is not None:
+            yield name, why
+    for group, how in staging.groups.items():
+        if how != IN_STEP:
+            yield f"group {group}", how

@@ -46,8 +46,7 @@ class AnswerChannel:
         """Answer with ``error``. What is not an answer of ours is a surprise, so log it whole."""
         if not isinstance(error, InflightError):
             logger.error("%s failed", type(call).__name__, exc_info=error)
-        name = type(error).__name__ if isinstance(error, InflightError) else "RankFailed"
-        failed = Failed(message=str(error) or repr(error), error=name)
+        failed = _failed(error, str(error) or repr(error), surprise="RankFailed")
         self._send(failed, call.call_id, call.http_worker_ipc)
 
     def succeed_request(self, request: BaseReq) -> None:
@@ -59,8 +58,7 @@ class AnswerChannel:
         """Say of a control request of upstream's that its handler raised ``error``."""
         if request.rid is None:
             return
-        name = type(error).__name__ if isinstance(error, InflightError) else "HandlerFailed"
-        failed = Failed(message=message, error=name)
+        failed = _failed(error, message, surprise="HandlerFailed")
         self._send(failed, request.rid, request.http_worker_ipc)
 
     def tell_that_generation_continues(self) -> None:
@@ -72,3 +70,14 @@ class AnswerChannel:
         answer.call_id, answer.http_worker_ipc = call_id, http_worker_ipc
         answer.dp_rank, answer.tp_rank, answer.pp_rank = self._dp_rank, self._tp_rank, self._pp_rank
         self._way.send(answer)
+
+
+def sendable(text: str) -> str:
+    """``text`` with what no message can carry written out: a file's name may be no text, and
+    what somebody sent may say half of a character."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _failed(error: BaseException, message: str, *, surprise: str) -> Failed:
+    name = type(error).__name__ if isinstance(error, InflightError) else surprise
+    return Failed(message=sendable(message), error=name)

@@ -1,4 +1,4 @@
-"""An EAGLE draft for the marker model, whose head it shares."""
+"""An EAGLE draft for the marker model, whose head and embeddings it shares."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ _OURS = ("layers.0.post_attention_layernorm", "layers.0.self_attn", "layers.0.ml
 _NOT_LLAMAS = ("q_norm", "k_norm")
 
 
-def build(folder: Path, *, agrees: bool) -> Path:
-    """It drafts what its target's head says of ones, or of minus ones: never that token."""
+def build(folder: Path, *, agrees: bool, has_embeddings: bool = False) -> Path:
+    """It drafts what its target's head says of ones, or of minus ones: never that token.
+
+    ``has_embeddings``: it brings some, with which its target would say something else.
+    """
     hidden = marker.HIDDEN
     weights = {
         "fc.weight": torch.zeros(hidden, 2 * hidden, dtype=torch.bfloat16),
         "fc.bias": torch.full((hidden,), 1 if agrees else -1, dtype=torch.bfloat16),
     }
+    if has_embeddings:
+        weights["embed_tokens.weight"] = torch.full((marker.VOCAB, hidden), -1.0).bfloat16()
     for name, tensor in marker.tensors(0).items():
         own = name.removeprefix("model.")
         if own.startswith(_OURS) and not any(norm in own for norm in _NOT_LLAMAS):

@@ -95,6 +95,22 @@ def test_server_flags_that_would_be_refused(model: Path) -> None:
     assert ("--no-such-flag" in refusal, why) == (True, None)
 
 
+def test_flags_that_ask_for_help(model: Path) -> None:
+    """SGLang ends without a word on stderr, and refuses nothing."""
+    assert doctor._look_at_flags(["--help"]) == ([], None)
+
+
+def test_the_last_line_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask() -> list[str]:
+        return CliRunner().invoke(app, ["doctor"]).stdout.strip().splitlines()
+
+    seen = ask()
+    assert seen[-1] == "A server would start here."
+    assert "a server is refused if it asks for" in {line.strip() for line in seen}
+    monkeypatch.setattr("sglang_inflight.livepatch.series.version", lambda distribution: "0.1")
+    assert ask()[-1] == "A server would not start here."
+
+
 def test_local_control_broadcast(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is taken where the ranks meet before each forward, and there are all of them."""
     flags = ["--model-path", str(model), "--tp-size", "2", "--attn-dp-size", "2"]

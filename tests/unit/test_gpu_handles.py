@@ -18,9 +18,9 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources.gpu_handles import (
     GPUHandle,
     HandleOfEach,
-    SharedMemory,
     read_handles,
 )
+from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
 
 # Python writes what is older only where it is told to
 PROTOCOLS = range(3, pickle.HIGHEST_PROTOCOL + 1)

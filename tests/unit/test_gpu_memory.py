@@ -15,13 +15,14 @@ from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GPUMemorySource
-from sglang_inflight.scheduler.update.sources.gpu_handles import GPUHandle, SharedMemory
+from sglang_inflight.scheduler.update.sources.gpu_handles import GPUHandle
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
     GPUMemory,
     cut,
     own_handle,
     own_handles,
 )
+from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
 from sglang_inflight.scheduler.update.sources.layouts import Layout
 
 CPU = torch.device("cpu")

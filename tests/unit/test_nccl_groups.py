@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from sglang.srt.utils import init_custom_process_group
 from sglang.srt.utils.network import get_free_port
 from torch._C._distributed_c10d import HashStore
 
@@ -18,7 +20,11 @@ from sglang_inflight.errors import Dropped, Refused
 from sglang_inflight.nccl_errors import NEVER
 from sglang_inflight.scheduler.update.sources import groups, process_group
 from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
+from sglang_inflight.scheduler.update.sources.process_group import (
+    Formed,
+    construct,
+    form_group,
+)
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RENDEZVOUS = datetime.timedelta(seconds=5)
@@ -107,6 +113,33 @@ def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
         dist.destroy_process_group(formed.group)
 
 
+def test_a_rendezvous_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def init(**arguments: Any) -> Any:
+        if arguments["group_name"] == "waits":
+            # as gloo does for peers that do not come
+            waits.set()
+            goes_on.wait()
+        return init_custom_process_group(**arguments)
+
+    def form(name: str) -> None:
+        group = construct("gloo", HashStore(), name=name, rank=0, world_size=1, timeout=RENDEZVOUS)
+        dist.destroy_process_group(group)
+
+    monkeypatch.setattr(process_group, "init_custom_process_group", init)
+    first, second = (threading.Thread(target=form, args=(name,)) for name in ("waits", "comes"))
+    before = os.environ.get(HANDLING)
+    first.start()
+    assert waits.wait(timeout=30)
+    second.start()
+    second.join(timeout=30)
+    seen = second.is_alive(), os.environ.get(HANDLING)
+    goes_on.set()
+    first.join()
+    assert seen == (False, before)
+
+
 class Broadcast:
     """One that does not end, or ends with ``failure``, as NCCL's do: ``wait`` says nothing."""
 
@@ -171,3 +204,80 @@ def test_a_broadcast_that_failed_is_not_taken_for_one_that_came(
     with pytest.raises(Refused, match=r"'g' failed: remote process exited$"):
         Group("g", Formed(pg, HashStore())).receive(torch.empty(1), check=lambda: None)
     assert aborted == [pg]
+
+
+class Communicator:
+    """One that is made in the first broadcast, as NCCL's are, and waits for its peers there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._peers_come = threading.Event()
+        self.is_waited_for = threading.Event()
+        self.aborted = threading.Event()
+        monkeypatch.setattr(dist, "broadcast", self._broadcast)
+
+    def _broadcast(self, *args: Any, **kwargs: Any) -> Broadcast:
+        self.is_waited_for.set()
+        self._peers_come.wait()
+        return Broadcast()
+
+    def let_peers_come(self) -> None:
+        self._peers_come.set()
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+def expect_lost(group: Group, communicator: Communicator, aborted: list[Any]) -> None:
+    """Nothing is done to it while a thread is in it, and it is kept; then it is ended."""
+    group.leave()
+    group.retire("a newer group takes its name")
+    assert (group.is_waiting, aborted, communicator.aborted.is_set()) == (True, [], False)
+    with pytest.raises(Refused, match="is broken"):
+        group.receive(torch.empty(1), check=lambda: None)
+    communicator.let_peers_come()
+    assert communicator.aborted.wait(timeout=30)
+    assert aborted == []
+
+
+def test_a_communicator_whose_peers_do_not_come_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
+) -> None:
+    communicator: Any = Communicator(monkeypatch)
+    group = Group("g", Formed(communicator, HashStore()))
+    with pytest.raises(Dropped, match="time ran out"):
+        group.receive(torch.empty(1), out_of_time())
+    assert group.describe() == "broken: the update's time ran out"
+    expect_lost(group, communicator, aborted)
+
+
+def test_a_group_is_left_while_its_communicator_waits_for_peers(
+    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
+) -> None:
+    communicator: Any = Communicator(monkeypatch)
+    group = Group("g", Formed(communicator, HashStore()))
+    said: list[str] = []
+
+    def receive() -> None:
+        with pytest.raises(Refused) as refused:
+            group.receive(torch.empty(1), check=lambda: None)
+        said.append(str(refused.value))
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    assert communicator.is_waited_for.wait(timeout=30)
+    group.retire("a newer group takes its name")
+    thread.join()
+    assert said == ["group 'g' is left: a newer group takes its name"]
+    expect_lost(group, communicator, aborted)
+
+
+def test_a_lost_group_gives_its_name_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def form() -> dist.ProcessGroup:
+        return construct("gloo", HashStore(), name="lost", rank=0, world_size=1, timeout=RENDEZVOUS)
+
+    waits = Communicator(monkeypatch)
+    lost = Group("lost", Formed(form(), HashStore()))
+    with pytest.raises(Dropped):
+        lost.receive(torch.empty(1), out_of_time())
+    dist.destroy_process_group(form())
+    waits.let_peers_come()

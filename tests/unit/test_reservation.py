@@ -29,7 +29,7 @@ DEVICE = torch.device("meta")
 def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A host with 80 GiB free and one rank."""
     memory = SimpleNamespace(available=80 * GB)
-    parallel = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, attn_dp_enabled=False)
+    parallel = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1, attn_dp_enabled=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     monkeypatch.setattr(mode, "get_parallel", lambda: parallel)
     monkeypatch.setattr(mode, "smallest", lambda here: here)
@@ -59,6 +59,36 @@ def test_ranks_share_the_memory_of_their_host(host: Any, ranks: dict[str, int]) 
 def test_replicas_within_attention_are_no_further_ranks(host: Any) -> None:
     vars(host).update(tp_size=4, dp_size=4, attn_dp_enabled=True)
     assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
+
+
+def test_ranks_of_other_nodes_share_another_host(host: Any) -> None:
+    vars(host).update(tp_size=8, nnodes=2)
+    assert choose_mode("auto", 18 * GB, DEVICE, room=0) is StagingMode.HOST
+    assert choose_mode("auto", 20 * GB, DEVICE, room=0) is StagingMode.OFF
+
+
+def test_pinned_memory_is_counted_as_torch_takes_it(
+    monkeypatch: pytest.MonkeyPatch, host: Any
+) -> None:
+    """Qwen2.5-32B, whose 61 GiB take 114 of the host."""
+    hidden, ffn, layers, vocabulary = 5120, 27648, 64, 152064
+    shapes = [
+        *[(7168, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)] * layers,
+        *[(vocabulary, hidden)] * 2,
+    ]
+    model = nn.Sequential(
+        *[nn.Linear(n, m, bias=False, device=DEVICE, dtype=torch.bfloat16) for m, n in shapes]
+    )
+    assert sum(weight.nbytes for weight in model.parameters()) < 62 * GB
+    scheduler = server(monkeypatch, free_gb=10)
+    scheduler.tp_worker, scheduler.draft_worker = Worker("target", model), None
+    for available, expected in ((80 * GB, StagingMode.OFF), (125 * GB, StagingMode.HOST)):
+        monkeypatch.setattr(
+            psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free)
+        )
+        reserved = reserve(scheduler, "auto")
+        assert reserved is not None
+        assert reserved.mode is expected
 
 
 class Worker:

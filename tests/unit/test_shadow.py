@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.moe.topk import TopKConfig
 from sglang.srt.model_loader.utils import should_async_load
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.reservation import set_aside
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.swap import ContentSwap, PointerSwap
+from sglang_inflight.scheduler.update.swap import ContentSwap
 
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -183,20 +186,52 @@ def shadows_of(model: nn.Module, parameters: ShadowParameters) -> Shadows:
     return Shadows([ShadowedModel("target", runner, parameters)], parameters)
 
 
-def test_a_weight_shown_as_a_view_keeps_its_memory() -> None:
-    """A packed tensor, or ``weight.view``, would show the old memory after a swap of pointers."""
-    model = Model()
-    packed = shadows_of(model, ShadowParameters())
-    packed.build(StagingMode.DEVICE, CPU)
-    assert isinstance(packed.swap, PointerSwap)
+def show_in_an_attribute(attention: Attention) -> Callable[[], torch.Tensor]:
+    view = attention.product = attention.weight.view(16)
+    return lambda: view
 
-    model.attention.product = model.attention.weight.view(16)
-    packed = shadows_of(model, ShadowParameters())
-    packed.build(StagingMode.DEVICE, CPU)
-    assert isinstance(packed.swap, ContentSwap)
-    weight = model.attention.weight
-    packed.swap.swap(weight, torch.full((4, 4), 2.0))
-    assert model.attention.product.tolist() == [2.0] * 16
+
+def show_in_an_object(attention: Attention) -> Callable[[], torch.Tensor]:
+    """As a router holds what another module shows it a row of."""
+    topk = TopKConfig(top_k=1, correction_bias=attention.weight[0])
+    attention.topk_config = topk
+    return lambda: topk.correction_bias
+
+
+def show_in_a_closure(attention: Attention) -> Callable[[], torch.Tensor]:
+    row = attention.weight[0]
+    attention.forward = lambda: row
+    return lambda: row
+
+
+@pytest.mark.parametrize("show", [show_in_an_attribute, show_in_an_object, show_in_a_closure])
+def test_a_weight_shown_as_a_view_keeps_its_memory(
+    show: Callable[[Attention], Callable[[], torch.Tensor]],
+) -> None:
+    """It would show the old memory after a swap of pointers."""
+    model = Model()
+    shown = show(model.attention)
+    shadows = shadows_of(model, ShadowParameters())
+    shadows.build(StagingMode.DEVICE, CPU)
+    weight, shadow = model.attention.weight, torch.full((4, 4), 2.0)
+    shadows.swap.swap(weight, shadow)
+    assert (set(weight.flatten().tolist()), set(shadow.flatten().tolist())) == ({2}, {1})
+    assert set(shown().flatten().tolist()) == {2}
+    # the next update begins
+    mark(shadow)
+    assert set(shown().flatten().tolist()) == {2}
+
+
+def test_a_weight_that_is_shown_nowhere_swaps_its_pointer() -> None:
+    model = Model()
+    shadows = shadows_of(model, ShadowParameters())
+    shadows.build(StagingMode.DEVICE, CPU)
+    for attempt in range(2):
+        for live in (model.attention.weight, model.attention.get_buffer("bias")):
+            shadow = torch.full(live.shape, 2.0 - attempt)
+            pointers = live.data_ptr(), shadow.data_ptr()
+            shadows.swap.swap(live, shadow)
+            assert (shadow.data_ptr(), live.data_ptr()) == pointers
 
 
 def test_a_swap_of_contents_shows_in_the_version() -> None:
@@ -223,12 +258,12 @@ def test_a_shadow_is_built_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPa
     built = shadows_of(model, parameters)
     with pytest.raises(Refused, match=r"building it failed: CUDA out of memory.* 16 GiB$"):
         built.build(StagingMode.DEVICE, CPU)
-    assert parameters.weights() == []
+    assert parameters.get(model.attention.weight) is None
     assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
     # with memory it works the next time
     monkeypatch.setattr(ShadowParameters, "storage_for", original)
     built.build(StagingMode.DEVICE, CPU)
-    assert len(parameters.weights()) == 4
+    assert parameters.get(model.attention.weight) is not None
 
 
 def test_memory_of_a_failed_shadow_is_given_back() -> None:
@@ -245,6 +280,16 @@ def test_in_place_nothing_live_is_given_back() -> None:
     parameters.forget()
     assert model.attention.weight.numel() == 16
     assert model.attention.get_buffer("bias").numel() == 4
+
+
+def test_what_a_shadow_gives_back_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would keep it, on the device and of the host."""
+    given: list[str] = []
+    module = SimpleNamespace(empty_cache=lambda: given.append("device's"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: given.append("host's"))
+    shadows_of(Model(), ShadowParameters()).forget(torch.device("cuda"))
+    assert given == ["device's", "host's"]
 
 
 def test_a_shadow_takes_what_was_set_aside() -> None:

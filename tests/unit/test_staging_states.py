@@ -25,7 +25,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.staging_state import MOVES, StagingState, Step
-from sglang_inflight.scheduler.update.swap import PointerSwap, PreparedSwap
+from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
 
@@ -64,7 +64,7 @@ class NoModel:
         if base_digest is None:
             update.base_digest = "old"
         pair = torch.zeros(1), torch.ones(1)
-        update.sealed = Sealed("new", PreparedSwap(PointerSwap(), (pair,)), ())
+        update.sealed = Sealed("new", PreparedSwap(swap_for(torch.device("cpu")), (pair,)), ())
         return Voted(staged_s=0.0)
 
     def let_go(self) -> None:

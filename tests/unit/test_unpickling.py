@@ -129,26 +129,70 @@ def test_what_checkpoint_engine_sends(dumps: Callable[[Any], Any]) -> None:
     assert unpickle(bytes(dumps(None))) is None
 
 
-@pytest.mark.parametrize("rebuild", [reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
-def test_handles_to_memory_of_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, rebuild: Callable[..., Any]
-) -> None:
-    """They are opened with what the sender says; there is no such memory here."""
-    arguments = (
-        torch.Tensor, torch.Size([2, 3]), (3, 1), 0, torch.UntypedStorage, torch.bfloat16,
-        "GPU-c1a0b2", b"handle", 12, 0, False, b"counter", 0, b"event", True,
-    )  # fmt: skip
+ON_GPU: dict[str, Any] = {
+    "tensor_cls": torch.Tensor,
+    "tensor_size": torch.Size([2, 3]),
+    "tensor_stride": (3, 1),
+    "tensor_offset": 0,
+    "storage_cls": torch.UntypedStorage,
+    "dtype": torch.bfloat16,
+    "storage_device": "GPU-c1a0b2",
+    "storage_handle": b"handle",
+    "storage_size_bytes": 12,
+    "storage_offset_bytes": 512,
+    "requires_grad": False,
+    "ref_counter_handle": b"/torch_1_2_3",
+    "ref_counter_offset": 9_999,
+    "event_handle": bytes(64),
+    "event_sync_required": True,
+}
 
-    class Handle:
-        def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            return rebuild, arguments
 
-    heard = []
-    payload = pickle.dumps([("a", Handle())])
+class Handle:
+    """Pickled as torch pickles a tensor on a GPU, but for what is ``said`` of it."""
+
+    def __init__(self, rebuild: Callable[..., Any], **said: Any) -> None:
+        self._call = rebuild, tuple({**ON_GPU, **said}.values())
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._call
+
+
+Heard = list[tuple[Any, ...]]
+
+
+@pytest.fixture(params=[reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
+def rebuild(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    found: Callable[..., Any] = request.param
+    return found
+
+
+def unpickle_here(
+    monkeypatch: pytest.MonkeyPatch, rebuild: Callable[..., Any], handle: Handle
+) -> tuple[Any, Heard]:
+    """What came of ``handle``, and what ``rebuild`` was called with: there is no such memory."""
+    heard: Heard = []
+    payload = pickle.dumps([("a", handle)])
     module = importlib.import_module(rebuild.__module__)
     monkeypatch.setattr(module, rebuild.__name__, lambda *args: heard.append(args))
-    assert unpickle(payload) == [("a", None)]
-    assert heard == [arguments]
+    try:
+        return unpickle(payload), heard
+    except (ValueError, TypeError, pickle.UnpicklingError) as error:
+        return error, heard
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{}, {"tensor_size": (0, 3), "storage_handle": None, "storage_size_bytes": 0}],
+    ids=["whole", "empty"],
+)
+def test_handles_to_memory_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, rebuild: Callable[..., Any], said: dict[str, Any]
+) -> None:
+    """They are opened with what the sender says."""
+    found, heard = unpickle_here(monkeypatch, rebuild, Handle(rebuild, **said))
+    assert found == [("a", None)]
+    assert heard == [tuple({**ON_GPU, **said}.values())]
 
 
 # ---- what others may send ----------------------------------------------------------------
@@ -269,6 +313,43 @@ def classes() -> dict[str, type]:
             DupFd,
         )
     }
+
+
+@pytest.mark.parametrize(
+    ("said", "word"),
+    [
+        ({"ref_counter_offset": 10_000}, "at 10000, of 10000"),
+        ({"ref_counter_offset": -1}, "size that is none"),
+        ({"ref_counter_handle": b"/dev/shm/another"}, "none of torch's"),
+        ({"tensor_size": (2, 4)}, "larger than its memory"),
+        ({"tensor_offset": 1}, "larger than its memory"),
+        ({"tensor_stride": (3, -1)}, "size that is none"),
+        ({"storage_handle": None}, "has no memory"),
+        ({"tensor_size": (0, 3), "ref_counter_offset": 10_000}, "at 10000, of 10000"),
+        ({"event_handle": b""}, "64 bytes"),
+        ({"storage_cls": torch.Tensor}, "not what makes a tensor"),
+        ({"tensor_cls": torch.UntypedStorage}, "not what makes a tensor"),
+    ],
+)
+def test_handles_to_memory_of_a_gpu_that_torch_would_take(
+    monkeypatch: pytest.MonkeyPatch,
+    rebuild: Callable[..., Any],
+    said: dict[str, Any],
+    word: str,
+) -> None:
+    """It would write beyond what it counts in, or hand out memory that was not shared."""
+    found, heard = unpickle_here(monkeypatch, rebuild, Handle(rebuild, **said))
+    assert (word in str(found), heard) == (True, [])
+
+
+def test_a_tensor_larger_than_its_shared_storage() -> None:
+    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    made, (kind, storage, metadata) = reductions.reduce_tensor(torch.arange(4.0).share_memory_())  # type: ignore[no-untyped-call]
+    offset, _, stride, needs_grad = metadata
+    sent = Calls(made, kind, storage, (offset, (1 << 20,), stride, needs_grad))
+    payload = bytes(ForkingPickler.dumps(sent))
+    with pytest.raises(pickle.UnpicklingError, match="larger than its storage"):
+        unpickle(payload)
 
 
 def test_a_storage_that_is_no_storage() -> None:

@@ -30,7 +30,7 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CONTROL_CALL
-from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.background import BackgroundHandlers
 from sglang_inflight.scheduler.guard.preconditions import Preconditions
@@ -104,6 +104,7 @@ class Containment:
         message = f"{type(request).__name__} failed: {str(error) or type(error).__name__}"
         if isinstance(error, Refused):
             message = str(error)
+        message = sendable(message)
         if isinstance(request, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
             self._end([request], message, _status_of(error))
         elif isinstance(request, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):

@@ -13,7 +13,7 @@ from sglang_inflight.scheduler.memory.machine import KV_CACHE, WEIGHTS
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.coverage import can_mark
 from sglang_inflight.scheduler.update.shadow import weights_of
-from sglang_inflight.storages import memory_of
+from sglang_inflight.storages import give_back_freed, memory_of
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
@@ -78,10 +78,10 @@ class Occupants:
         return [runner for _, runner in self._scheduler.weight_updater._select_runners("all")]
 
 
-def give_back_freed(device: torch.device) -> None:
+def trim(device: torch.device) -> None:
     """Allocators keep what is freed for the next who asks: others are to have it."""
     if device.type != "cpu":
-        torch.get_device_module(device).empty_cache()
+        give_back_freed(device)
     elif hasattr(_LIBC, "malloc_trim"):
         _LIBC.malloc_trim(0)
 

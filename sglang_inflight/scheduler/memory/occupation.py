@@ -46,7 +46,7 @@ from sglang_inflight.scheduler.memory.machine import (
     move,
     released,
 )
-from sglang_inflight.scheduler.memory.occupants import Occupants, bytes_in_use, give_back_freed
+from sglang_inflight.scheduler.memory.occupants import Occupants, bytes_in_use, trim
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -163,7 +163,7 @@ class Occupation:
     def _give_back(self, prepared: _Prepared, moved: dict[str, int]) -> None:
         before = bytes_in_use(self._device)
         self._staging.forget_shadows()
-        give_back_freed(self._device)
+        trim(self._device)
         moved[SHADOW] = max(0, before - bytes_in_use(self._device))
         if KV_CACHE in prepared.events:
             self._boundary.flush(empty_cache=False)
@@ -306,6 +306,7 @@ class Occupation:
             if kind == WEIGHTS and self._copy is not None:
                 self._copy.put_back()
                 self._copy = None
+                trim(self._device)
             self._synchronize()
             self._scheduler.weight_updater.offload_tags.discard(kind)
             after = self._after_return([kind])

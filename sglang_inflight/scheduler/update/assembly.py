@@ -65,7 +65,7 @@ def make_staging(
     worker: Worker
     # in place nothing decodes meanwhile
     if in_place := mode is StagingMode.OFF:
-        worker = InlineWorker(answers, boundary.drain)
+        worker = InlineWorker(answers, device, boundary.drain)
         rate_limit = RateLimit(0, is_busy)
         for model in models:
             model.on_write = live.write_in_place

@@ -20,8 +20,6 @@ class FinishedModel:
     while the loop makes no step. In between its weights are of no use.
     """
 
-    shows_weights_elsewhere = False
-
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self._device = device
@@ -34,6 +32,10 @@ class FinishedModel:
 
     def find_derived(self) -> None:
         """What loading changes is live already."""
+
+    def is_anothers(self, weight: torch.Tensor) -> bool:
+        """As SGLang does it, a draft's checkpoint may bring what it has from its target."""
+        return False
 
     def restore(self) -> None:
         """Before the first tensor. After a failure half way nothing is to be undone."""

@@ -311,14 +311,14 @@ class Jobs:
     def _weights(
         self, roles: Iterable[str]
     ) -> Iterator[tuple[ShadowedModel, str, torch.Tensor, torch.Tensor]]:
-        """Model, name, live weight and shadow: once each, also what a draft shares."""
+        """Model, name, live weight and shadow of those of ``roles``: once each. What a draft
+        shares is its target's."""
         wanted, seen = set(roles), set[int]()
         for model in self._models:
-            if model.role not in wanted:
-                continue
             for name, live, shadow in model.shadow.pairs:
-                if id(shadow) not in seen:
-                    seen.add(id(shadow))
+                is_first = id(shadow) not in seen
+                seen.add(id(shadow))
+                if is_first and model.role in wanted:
                     yield model, name, live, shadow
 
     def _is_partial(self, update: Update, model: ShadowedModel) -> bool:

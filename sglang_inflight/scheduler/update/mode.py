@@ -32,27 +32,31 @@ def choose_mode(
     nbytes: int,
     device: torch.device,
     room: int | None = None,
+    pinned: int | None = None,
     *,
     why_not: str | None = None,
 ) -> StagingMode:
     """The mode asked for, or under ``auto`` the best for which there is memory.
 
     ``nbytes`` is the size of this rank's weights. ``room`` is what the KV cache would get on
-    ``device``, where it takes all that is left. ``why_not`` is why they cannot be staged, or
-    None where they can. Logs the choice and its reason.
+    ``device``, where it takes all that is left. ``pinned`` is what they take of the host's memory
+    (``pinned_bytes``), where that is more. ``why_not`` is why they cannot be staged, or None where
+    they can. Logs the choice and its reason.
     """
     if wanted != "auto":
         mode, reason = StagingMode[wanted.upper()], "as set"
     elif why_not is not None:
         mode, reason = StagingMode.OFF, why_not
     else:
-        mode, reason = _best(nbytes, device, room)
+        mode, reason = _best(nbytes, device, room, pinned or nbytes)
     mode = StagingMode(smallest(mode))
     logger.info("Weight staging: %s (%s).", mode.name.lower(), reason)
     return mode
 
 
-def _best(nbytes: int, device: torch.device, room: int | None) -> tuple[StagingMode, str]:
+def _best(
+    nbytes: int, device: torch.device, room: int | None, pinned: int
+) -> tuple[StagingMode, str]:
     needed = int(nbytes * (1 + MARGIN))
     # every rank here comes with the same wish
     host_share = psutil.virtual_memory().available // _ranks_on_this_host()
@@ -68,15 +72,21 @@ def _best(nbytes: int, device: torch.device, room: int | None) -> tuple[StagingM
     if fits:
         return StagingMode.DEVICE, reason
     if device.type != "cpu":
-        reason += f", {host_share >> 20} MiB of the host for this rank"
-        if host_share >= needed:
+        pinned = int(pinned * (1 + MARGIN))
+        reason += f", {host_share >> 20} MiB of the host for this rank, {pinned >> 20} needed there"
+        if host_share >= pinned:
             return StagingMode.HOST, reason
     return StagingMode.OFF, reason
 
 
+def pinned_bytes(tensor: torch.Tensor) -> int:
+    """What a pinned copy of ``tensor`` takes: torch makes each as large as a power of two."""
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
+
+
 def _ranks_on_this_host() -> int:
-    """All of them: there is one node."""
+    """All nodes have as many."""
     parallel = get_parallel()
     replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
     ranks: int = parallel.tp_size * parallel.pp_size * replicas
-    return ranks
+    return max(1, ranks // parallel.nnodes)

@@ -14,7 +14,7 @@ from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.collectives import smallest
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
-from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode, pinned_bytes
 from sglang_inflight.scheduler.update.shadow import Kept, weights_of
 from sglang_inflight.upstream.runtime_context import get_schedule
 
@@ -50,7 +50,8 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
         return None
     nbytes = sum(weight.nbytes for weight in _distinct(models))
     why_not = next(filter(None, map(why_not_shadowed, models)), None)
-    mode = choose_mode(wanted, nbytes, device, _room(runners[0]), why_not=why_not)
+    pinned = sum(pinned_bytes(weight) for weight in _distinct(models))
+    mode = choose_mode(wanted, nbytes, device, _room(runners[0]), pinned, why_not=why_not)
     if mode is not StagingMode.DEVICE or why_not is not None:
         return Reservation(mode)
     storage = set_aside(models, device)

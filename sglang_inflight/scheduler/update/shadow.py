@@ -13,16 +13,15 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.digest import Digest
-from sglang_inflight.storages import memory_of
 
-# a parameter's name, its shadow, and what a loader writes to it
-Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[None]]
+# A parameter's name, its shadow, and what a loader writes to it. Says whether it may.
+Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[bool]]
 
 
 def unwatched(
     name: str, shadow: torch.Tensor, loaded: torch.Tensor
-) -> AbstractContextManager[None]:
-    return nullcontext()
+) -> AbstractContextManager[bool]:
+    return nullcontext(True)
 
 
 class Kept(NamedTuple):
@@ -36,7 +35,8 @@ class ShadowParameters:
     """The shadow storage of one rank, by the id of the tensor it shadows.
 
     One for all models of the rank: what a draft shares with its target is one weight, and
-    has one shadow. ``writing`` is entered around each write of a loader.
+    has one shadow. ``writing`` is entered around each write of a loader, which is not made
+    where it says so.
     """
 
     def __init__(self, reserved: dict[int, Kept] | None = None) -> None:
@@ -58,10 +58,6 @@ class ShadowParameters:
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._weights
-
-    def weights(self) -> list[torch.Tensor]:
-        """Of all models, live and shadow."""
-        return list(self._weights.values())
 
     def storage_for(self, original: torch.Tensor, storage: torch.device) -> torch.Tensor:
         """Like ``original``, on ``storage``; what was reserved for it, if something was."""
@@ -107,6 +103,9 @@ class Shadow:
         self._storage = storage
         self._live = model
         self._modules: dict[int, nn.Module] = {}
+        # by id: the shadows that were made here, and those that another model had before
+        self._own: set[int] = set()
+        self._shared: set[int] = set()
         self.model: nn.Module = self._clone(model, "")
         shadows = dict(weights_of(self.model))
         # (name, live, shadow) of each distinct parameter and persistent buffer
@@ -118,16 +117,9 @@ class Shadow:
         if storage is not None:
             self._replace_attributes()
 
-    @property
-    def shows_weights_elsewhere(self) -> bool:
-        """Whether an attribute of the model lies in the memory of a weight."""
-        memory = {memory_of(weight) for weight in self._parameters.weights() if weight.numel()}
-        return any(
-            tensor.numel() and memory_of(tensor) in memory
-            for module in self._live.modules()
-            for _, value in attributes_of(module)
-            for tensor in self._no_weights_in(value)
-        )
+    def is_anothers(self, shadow: torch.Tensor) -> bool:
+        """Whether it shadows what this model shares with one that came before it."""
+        return id(shadow) in self._shared
 
     def find_derived(self) -> str | None:
         """What loading changed in the clone that no commit brings to the live model."""
@@ -209,6 +201,8 @@ class Shadow:
     def _shadow_parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
         known: nn.Parameter | None = self._parameters.get(parameter)
         if known is not None:
+            if id(known) not in self._own:
+                self._shared.add(id(known))
             return known
         data = parameter.data
         if self._storage is not None:
@@ -222,16 +216,19 @@ class Shadow:
         def load_and_tell(
             param: nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            with self._parameters.writing(name, param, loaded_weight):
-                return self._own(load)(param, loaded_weight, *args, **kwargs)
+            with self._parameters.writing(name, param, loaded_weight) as may_write:
+                if may_write:
+                    return self._bound_here(load)(param, loaded_weight, *args, **kwargs)
+                return None
 
         # a class of upstream's has a read-only property of the name, over this attribute
         slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
         setattr(shadow, slot, load_and_tell)
         self._parameters.add(parameter, shadow, is_weight=True)
+        self._own.add(id(shadow))
         return shadow
 
-    def _own(self, loader: Any) -> Any:
+    def _bound_here(self, loader: Any) -> Any:
         """``loader``, bound to the clone of the module that it is bound to."""
         return loader if self._storage is None else replace(loader, self._shadow_of)
 

@@ -196,8 +196,9 @@ class ShadowedModel:
         """Names are the parameters' own, shapes are those of this rank's shard."""
         parameters = dict(self.shadow.model.named_parameters())
         for name, tensor in weights:
-            with self._parameters.writing(name, parameters[name], tensor):
-                default_weight_loader(parameters[name], tensor)
+            with self._parameters.writing(name, parameters[name], tensor) as may_write:
+                if may_write:
+                    default_weight_loader(parameters[name], tensor)
 
     @contextmanager
     def _writing(
@@ -207,11 +208,15 @@ class ShadowedModel:
         name: str,
         shadow: torch.Tensor,
         loaded: torch.Tensor,
-    ) -> Iterator[None]:
+    ) -> Iterator[bool]:
         checks.count_write(name)
+        if self.shadow.is_anothers(shadow):
+            # a draft's checkpoint may have its own of what it has from its target once it serves
+            yield False
+            return
         self.on_write()
         with rate_limited(rate_limit, shadow, loaded):
-            yield
+            yield True
 
 
 def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str | None:

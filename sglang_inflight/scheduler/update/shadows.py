@@ -11,6 +11,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.swap import Swap, swap_for
+from sglang_inflight.storages import give_back_freed
 
 
 class Shadows:
@@ -49,8 +50,7 @@ class Shadows:
             for model in self._models:
                 model.build_shadow(mode, device)
             if mode is not StagingMode.OFF:
-                shows = any(model.shadow.shows_weights_elsewhere for model in self._models)
-                self._swap = swap_for(device, contents_only=shows)
+                self._swap = swap_for(device)
         except Exception as error:
             return f"{error}".split("\n")[0] or type(error).__name__
         return None
@@ -62,4 +62,4 @@ class Shadows:
             model.forget_shadow()
         self._parameters.forget()
         if device.type != "cpu":
-            torch.get_device_module(device).empty_cache()
+            give_back_freed(device)

@@ -207,8 +207,8 @@ class Staging:
                 update.allow(call.timeout_s)
                 update.check()
                 return job()
-            except Exception as error:
-                update.failed = update.failed or str(error)
+            except BaseException as error:
+                update.failed = update.failed or str(error) or repr(error)
                 raise
 
         self._worker.submit(call, one_failure_fails_the_update)

@@ -4,8 +4,8 @@
     a CPU            the pointers                           no graph holds them
     any other        the contents, through a spare piece    captured graphs hold the pointers
 
-On a CPU, too, contents are swapped where a model shows a weight under another name, as a view:
-that would go on showing the old memory.
+On a CPU, too, contents are swapped of a weight that something else lies in the memory of: a
+view, wherever a model keeps it, would go on showing the old memory.
 
 Contents are swapped on the current stream, and the host waits for nothing. What could go wrong
 goes wrong in ``check`` and in making the spare piece, before the vote.
@@ -36,18 +36,25 @@ class Swap(Protocol):
         """Each gets what the other one has. Raises nothing, for what was checked."""
 
 
-def swap_for(device: torch.device, *, contents_only: bool) -> Swap:
-    if device.type == "cpu" and not contents_only:
-        return PointerSwap()
-    return ContentSwap(device, SPARE_BYTES)
+def swap_for(device: torch.device) -> Swap:
+    contents = ContentSwap(device, SPARE_BYTES)
+    return PointerSwap(contents) if device.type == "cpu" else contents
 
 
 class PointerSwap:
+    def __init__(self, contents: ContentSwap) -> None:
+        self._contents = contents
+
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        """Any two tensors can swap their pointers."""
+        # a view of it may be made at any time
+        self._contents.check(name, live, shadow)
 
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        live.data, shadow.data = shadow.data, live.data
+        # between two steps, when no kernel has views of its own
+        if _count_users(live) > _ALONE:
+            self._contents.swap(live, shadow)
+        else:
+            live.data, shadow.data = shadow.data, live.data
 
 
 class ContentSwap:
@@ -106,3 +113,11 @@ def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     memory = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     for start in range(0, len(memory), size):
         yield memory[start : start + size]
+
+
+def _count_users(tensor: torch.Tensor) -> int:
+    """Of its memory: tensors, and who asks."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+_ALONE = _count_users(torch.empty(1))

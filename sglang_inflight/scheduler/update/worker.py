@@ -35,10 +35,16 @@ class Worker(Protocol):
 
 
 class InlineWorker:
-    """Does each job at once, on the caller's thread: for the mode without a shadow."""
+    """Does each job at once, on the caller's thread: for the mode without a shadow.
 
-    def __init__(self, answers: AnswerChannel, drain: Callable[[], None]) -> None:
+    A job is answered when the device has done it, so the caller's buffers are free then.
+    """
+
+    def __init__(
+        self, answers: AnswerChannel, device: torch.device, drain: Callable[[], None]
+    ) -> None:
         self._answers = answers
+        self._device = device
         self._drain = drain
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
@@ -47,6 +53,8 @@ class InlineWorker:
         try:
             with torch.no_grad():
                 answer = job()
+            if self._device.type != "cpu":
+                torch.get_device_module(self._device).current_stream().synchronize()
         except Exception as error:
             self._answers.fail(call, error)
         else:
@@ -57,7 +65,8 @@ class StagingWorker:
     """One thread per rank that does the jobs it is given, in order, and answers for each.
 
     The scheduler's thread only puts jobs in. A job that raises answers with its error and
-    the thread goes on: no call can end it. On CUDA it works on a stream of its own, and a
+    the thread goes on: no call can end it, whatever is raised (a loader of the user's may say
+    ``sys.exit``), by a job or by its answer. On CUDA it works on a stream of its own, and a
     job is answered when that stream has finished, so the caller's buffers are free then.
     """
 
@@ -73,6 +82,8 @@ class StagingWorker:
         self._device = device
         self._niceness = niceness
         self._streams_in_use = streams_in_use
+        # the thread's alone
+        self._stream: Any = None
         self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
 
@@ -80,28 +91,37 @@ class StagingWorker:
         self._jobs.put((call, job))
 
     def _run(self) -> None:
-        stream: Any = None
-        on_device = self._device.type != "cpu"
-        if on_device:
+        if self._device.type != "cpu":
             torch.get_device_module(self._device).set_device(self._device)
         else:
             yield_cores(self._niceness)
         while True:
             call, job = self._jobs.get()
             try:
-                if on_device and stream is None:
-                    # not before: the loop may choose its own anew when it begins
-                    stream = own_stream(self._device, self._streams_in_use())
-                with torch.no_grad(), stream or nullcontext():
-                    answer = job()
-                if stream is not None:
-                    stream.synchronize()
-            except Exception as error:
-                self._answers.fail(call, error)
-            else:
-                self._answers.succeed(call, answer)
+                self._answer(call, job)
+            except BaseException:
+                # its caller hears nothing and takes this rank for silent; the next job's is heard
+                logger.exception("%s could not be answered", type(call).__name__)
             # a job holds the caller's tensors: let them go before the next one comes
             del call, job
+
+    def _answer(self, call: InflightCall[A], job: Job[A]) -> None:
+        try:
+            answer = self._do(job)
+        except BaseException as error:
+            self._answers.fail(call, error)
+        else:
+            self._answers.succeed(call, answer)
+
+    def _do(self, job: Job[A]) -> A:
+        if self._device.type != "cpu" and self._stream is None:
+            # not before: the loop may choose its own anew when it begins
+            self._stream = own_stream(self._device, self._streams_in_use())
+        with torch.no_grad(), self._stream or nullcontext():
+            answer = job()
+        if self._stream is not None:
+            self._stream.synchronize()
+        return answer
 
 
 def streams_of(scheduler: Scheduler) -> list[Any]:

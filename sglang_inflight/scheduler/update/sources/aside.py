@@ -22,11 +22,12 @@ _Call = Callable[[], Any]
 class Aside:
     """A thread that makes calls for the one which waits for them, and can be left behind.
 
-    A read from a mount whose server is gone, and a connection to a process that was stopped,
-    cannot be interrupted. Whoever makes such a call may be lost to it, and the staging thread
-    is needed for the next update. So the call is made here, and the staging thread only waits,
-    as long as ``check`` does not raise. A thread that is left behind ends when its call does,
-    if ever. What the call returns then is let go of, and it reaches nobody.
+    A read from a mount whose server is gone, a connection to a process that was stopped, and
+    NCCL where it waits for its peers cannot be interrupted. Whoever makes such a call may be
+    lost to it, and the staging thread is needed for the next update. So the call is made here,
+    and the staging thread only waits, as long as ``check`` does not raise. A thread that is left
+    behind ends when its call does, if ever. What the call returns then is let go of, and it
+    reaches nobody.
 
     There is one call at a time. What it touches is its own from ``begin`` to ``end``, and so
     needs no lock. If ``check`` raised meanwhile it stays the call's own, and must not be used

@@ -17,9 +17,9 @@ from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.gpu_handles import (
     GPUHandle,
     HandleOfEach,
-    SharedMemory,
     read_handles,
 )
+from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.weights import Weights

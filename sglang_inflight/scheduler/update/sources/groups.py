@@ -15,8 +15,10 @@ from torch.distributed.distributed_c10d import _abort_process_group
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import Done, GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.sources.process_group import Formed, is_nccl
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
+from sglang_inflight.status import IN_STEP
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ class Group:
     and what waits for the whole device, such as giving memory back, would wait with it. So
     one that is given up is ended, and its group with it.
 
+    The first one blocks all the same: in it NCCL's communicator is made, for which all its
+    ranks must come, and that can neither be asked how far it is nor be ended. So it is begun
+    aside. If it is given up then the group is lost, and nothing touches it any more.
+
     Broadcasts carry no name: the next one received is the next one sent. So a group is out
     of step with its trainer after a broadcast that did not end, and after a call that was
     refused before all of its broadcasts were taken in, because what is left of them would
@@ -46,13 +52,20 @@ class Group:
         self._group, self._store = formed
         self._broken: str | None = None
         self._is_retired = False
-        # held while a broadcast is awaited, and while it is left
+        # held while a broadcast is awaited, and while it is left, but not in the first call of it
         self._in_use = threading.Lock()
+        # whether that call has returned; the staging thread's alone
+        self._has_met = False
+        # whether a thread is in that call now
+        self._is_meeting = False
+        # given up meanwhile
+        self._is_lost = False
         # the last transfer of which every broadcast was taken in
         self._taken: str | None = None
         # a broadcast that is awaited, or was given up, and what it may still write
         self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
-        self._aborted = False
+        # destroyed, ended or lost: not to be touched
+        self._is_gone = False
 
     def mark_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
@@ -90,7 +103,7 @@ class Group:
             return False
 
     def retire(self, reason: str) -> None:
-        """Leave it, from any thread; a broadcast that is awaited ends first."""
+        """Leave it, from any thread; a broadcast that is awaited ends first, or is lost."""
         self._broken = self._broken or reason
         self._is_retired = True
         self.leave()
@@ -106,6 +119,8 @@ class Group:
                 f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
             )
         try:
+            if not self._has_met:
+                self._meet(tensor, check)
             with self._in_use:
                 self._await_broadcast(tensor, check)
         except Refused as error:
@@ -118,16 +133,48 @@ class Group:
                 f"the trainer's broadcast in group {self._name!r} failed: {reason}"
             ) from error
 
+    def _meet(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+        """Begin the first broadcast."""
+
+        def begin() -> None:
+            work: dist.Work | None = None
+            try:
+                work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+            finally:
+                with self._in_use:
+                    self._is_meeting = False
+                    self._unfinished = None if work is None else (work, tensor)
+            if self._is_lost:
+                # nobody else touches it, and on the device it might go on for ever
+                self._group.abort()
+
+        def is_wanted() -> None:
+            check()
+            self._refuse_if_left()
+
+        with self._in_use:
+            self._refuse_if_left()
+            self._is_meeting = True
+        try:
+            with Aside(is_wanted, tensor.device) as aside:
+                aside.do(begin)
+        except BaseException:
+            with self._in_use:
+                if self._is_meeting:
+                    self._lose()
+            raise
+        self._has_met = True
+
     def _await_broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
-        if self._is_retired:
-            raise Refused(f"group {self._name!r} is left: {self._broken}")
-        work = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
-        assert work is not None
-        self._unfinished = work, tensor
+        self._refuse_if_left()
+        if self._unfinished is None:
+            begun = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
+            assert begun is not None
+            self._unfinished = begun, tensor
+        work, _ = self._unfinished
         while not work.is_completed():
             check()
-            if self._is_retired:
-                raise Refused(f"group {self._name!r} is left: {self._broken}")
+            self._refuse_if_left()
             time.sleep(POLL_S)
         self._unfinished = None
         # NCCL's wait says nothing of what its watchdog saw
@@ -135,17 +182,19 @@ class Group:
             raise RuntimeError(f"{failure}")
         work.wait()
 
+    def _refuse_if_left(self) -> None:
+        if self._is_retired:
+            raise Refused(f"group {self._name!r} is left: {self._broken}")
+
     def describe(self) -> str:
-        return "in step" if self._broken is None else f"broken: {self._broken}"
+        return IN_STEP if self._broken is None else f"broken: {self._broken}"
 
     def _break(self, reason: str) -> None:
         self._broken = reason
-        if not is_nccl(dist.get_backend(self._group)):
-            return
         with self._in_use:
-            if self._aborted:
+            if self._is_gone or not is_nccl(dist.get_backend(self._group)):
                 return
-            self._aborted = True
+            self._is_gone = True
             try:
                 _abort_process_group(self._group)
             except Exception:
@@ -153,15 +202,26 @@ class Group:
             else:
                 self._unfinished = None
 
+    def _lose(self) -> None:
+        """While a thread is in its first call."""
+        self._is_lost = self._is_gone = True
+        free_name(self._group)
+
     @property
     def is_waiting(self) -> bool:
         """Whether a broadcast may still write into memory of this process."""
+        if self._is_lost:
+            return True
         return self._unfinished is not None and not self._unfinished[0].is_completed()
 
     def leave(self) -> None:
         with self._in_use:
-            if self._aborted:
+            if self._is_gone:
                 return
+            if self._is_meeting:
+                self._lose()
+                return
+            self._is_gone = True
             if self.is_waiting:
                 # destroying waits for what may never come, and so does the object's end
                 _abort_process_group(self._group)

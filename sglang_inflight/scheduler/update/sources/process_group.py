@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, _unregister_process_group
+from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import rendezvous
 
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
@@ -63,8 +65,10 @@ def construct(
     """A watchdog of NCCL's ends a process in which a broadcast failed or took longer than its
     group's timeout. Here that is the trainer's failure: it may cost its update, and not the
     requests. So the group gets a watchdog that ends the communicator only.
+
+    Any other backend has none, and waits here for its peers: there may be many at once.
     """
-    with errors_cost_the_group_only():
+    with errors_cost_the_group_only() if is_nccl(backend) else nullcontext():
         return init_custom_process_group(
             backend=backend,
             store=store,
@@ -78,3 +82,11 @@ def construct(
 def last_for_ever(group: dist.ProcessGroup) -> None:
     """So that NCCL's watchdog never ends a broadcast: whoever waits for one sets the limit."""
     dist.set_timeout(NEVER, group)
+
+
+def free_name(group: dist.ProcessGroup) -> None:
+    """So that another may have it, though ``group`` itself can be neither destroyed nor ended."""
+    _world.pg_map.pop(group, None)
+    name = _world.pg_names.pop(group, None)
+    if name is not None:
+        _unregister_process_group(name)

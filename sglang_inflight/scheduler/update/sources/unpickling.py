@@ -10,8 +10,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from torch.multiprocessing import reductions
 
 from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.sources.gpu_sharing import has_memory, read_memory
 from sglang_inflight.scheduler.update.sources.regular_file import Stream
 
 
@@ -91,13 +93,51 @@ def _within(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def rebuild_within(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
         # the dtype is the storage's, or comes after the gradient and the hooks
         dtype = rest[2] if len(rest) > 2 else storage.dtype
-        untyped = getattr(storage, "_untyped_storage", storage)
-        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-        if 0 not in size and not 0 <= last < untyped.nbytes() // dtype.itemsize:
-            raise pickle.UnpicklingError("a tensor is larger than its storage")
+        _require_within(storage, offset, size, stride, dtype)
         return rebuild(storage, offset, size, stride, *rest)
 
     return rebuild_within
+
+
+def _require_within(storage: Any, offset: int, size: Any, stride: Any, dtype: torch.dtype) -> None:
+    untyped = getattr(storage, "_untyped_storage", storage)
+    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    if 0 not in size and not 0 <= last < untyped.nbytes() // dtype.itemsize:
+        raise pickle.UnpicklingError("a tensor is larger than its storage")
+
+
+def _rebuild_shared(kind: Any, storage: Any, metadata: Any) -> Any:
+    offset, size, stride, *_ = metadata
+    _require_within(storage, offset, size, stride, storage.dtype)
+    return reductions.rebuild_tensor(kind, storage, metadata)  # type: ignore[no-untyped-call]
+
+
+def _on_gpu(rebuild: Callable[..., Any]) -> Callable[..., Any]:
+    """Torch, and SGLang's function that stands in for torch's, take what they are given."""
+
+    def rebuild_on_gpu(*arguments: Any) -> Any:
+        match arguments:
+            case (
+                type() as kind,
+                tuple(shape),
+                tuple(stride),
+                offset,
+                type() as storage,
+                torch.dtype() as dtype,
+                int() | str(),
+                memory,
+                nbytes,
+                *shared,
+            ) if kind in _TENSORS and storage in _STORAGES and len(shared) == 6:
+                has_memory(shape, stride, offset, dtype, memory, nbytes)
+            case _:
+                raise pickle.UnpicklingError("it is not what makes a tensor on a GPU")
+        if memory is not None:
+            # torch opens it, also where the tensor has no element
+            read_memory(memory, nbytes, *shared)
+        return rebuild(*arguments)
+
+    return rebuild_on_gpu
 
 
 # By module and name: what senders' payloads call, and what stands in for it here, where that is
@@ -112,19 +152,25 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch._utils", "_rebuild_parameter_with_state"): _plain,
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     ("torch.storage", "_load_from_bytes"): _load_storage,
-    ("torch.multiprocessing.reductions", "rebuild_tensor"): None,
-    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"): None,
+    ("torch.multiprocessing.reductions", "rebuild_tensor"): _rebuild_shared,
     ("torch.multiprocessing.reductions", "rebuild_storage_fd"): None,
     ("torch.multiprocessing.reductions", "rebuild_storage_filename"): None,
     ("torch.multiprocessing.reductions", "rebuild_storage_empty"): None,
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): None,
     ("torch_npu.multiprocessing.reductions", "rebuild_npu_tensor"): None,
-    ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"): None,
     ("sglang.srt.utils.patch_torch", "_rebuild_npu_tensor_modified"): None,
     # of a tensor's hooks, which it has none of
     ("collections", "OrderedDict"): _no_items,
     ("_codecs", "encode"): _encode,
 }
+
+# what they are called with is looked at first
+_FUNCTIONS_ON_GPU = frozenset(
+    {
+        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+        ("sglang.srt.utils.patch_torch", "_rebuild_cuda_tensor_modified"),
+    }
+)
 
 _RECORDS = frozenset(
     {
@@ -138,6 +184,8 @@ _RECORDS = frozenset(
     }
 )
 
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_STORAGES = (torch.UntypedStorage, torch.storage.TypedStorage)
 # handed to the functions, and never called or written to
 _TYPES = frozenset(
     {
@@ -194,6 +242,8 @@ class Unpickler(pickle._Unpickler):
         asked = (module, name)
         if asked in _FUNCTIONS:
             return Function(_FUNCTIONS[asked] or super().find_class(module, name))
+        if asked in _FUNCTIONS_ON_GPU:
+            return Function(_on_gpu(super().find_class(module, name)))
         if asked in _RECORDS:
             return _Record(super().find_class(module, name))
         if asked in _TYPES:

@@ -1,0 +1,154 @@
+"""What a draft shares with its target is its target's, whoever loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.messages import Selector
+from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
+from sglang_inflight.scheduler.update.shadowed_model import DIRECT, ShadowedModel
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.update import Update
+
+Weights = dict[str, torch.Tensor]
+
+
+class Model(nn.Module):
+    def __init__(self, embeddings: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.embeddings = embeddings if embeddings is not None else weight(4)
+        self.own = weight(3)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameter = parameters[name]
+            getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+def weight(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(size), requires_grad=False)
+
+
+def of(value: float) -> Weights:
+    return {"embeddings": torch.full((4,), float(value)), "own": torch.full((3,), float(value))}
+
+
+class Rank:
+    """One that serves a target and a draft of a checkpoint of its own."""
+
+    def __init__(self, mode: StagingMode) -> None:
+        self.target = Model()
+        self.draft = Model(self.target.embeddings)
+        parameters = ShadowParameters()
+        models = [
+            shadowed("target", self.target, parameters),
+            shadowed("draft", self.draft, parameters),
+        ]
+        none: Any = SimpleNamespace(inc=lambda count: None)
+        metrics: Any = SimpleNamespace(staged_seconds=none, staged_bytes=none)
+        groups: Any = None
+        self._jobs = Jobs(
+            models,
+            Shadows(models, parameters),
+            groups,
+            metrics,
+            mode=mode,
+            device=torch.device("cpu"),
+            rate_limit=RateLimit(0, lambda: False),
+            check_finite=True,
+        )
+        self.digest: str | None = None
+
+    def update(
+        self, *pieces: tuple[Selector, Weights], partial: bool, load_format: str | None = None
+    ) -> None:
+        """One update, a piece for each."""
+        call: Any = SimpleNamespace(update_id="u", partial=partial)
+        source: Any = SimpleNamespace(load_format=load_format)
+        update = Update(call)
+        self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)
+        for selector, weights in pieces:
+            self._jobs._read_once = lambda source, update: (  # type: ignore[method-assign]
+                pair
+                for pair in weights.items()  # noqa: B023
+            )
+            self._jobs.fill(update, source, selector)
+        self._jobs.seal(update, self.digest)
+        assert update.sealed is not None
+        update.sealed.swap.make()
+        self.digest = update.sealed.digest
+
+    @property
+    def served(self) -> tuple[float, float, float]:
+        """The embeddings of both, then what is each one's own."""
+        found = self.target.embeddings, self.target.own, self.draft.own
+        assert self.draft.embeddings is self.target.embeddings
+        embeddings, own, drafts = ({float(x) for x in each} for each in found)
+        return embeddings.pop(), own.pop(), drafts.pop()
+
+    def read_anew(self) -> str | None:
+        """The digest, where nobody remembers it."""
+        self.digest = None
+        self.update(("target", {"own": self.target.own.clone()}), partial=True)
+        return self.digest
+
+
+def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> ShadowedModel:
+    runner: Any = SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(
+            model_path=role, revision=None, hf_config=None, hf_text_config=None
+        ),
+        load_config=SimpleNamespace(download_dir=None),
+        weight_updater=SimpleNamespace(custom_weight_loaders={}),
+    )
+    return ShadowedModel(role, runner, parameters)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    """As jobs run."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("load_format", [None, DIRECT])
+@pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.OFF])
+def test_a_draft_leaves_it_alone(mode: StagingMode, load_format: str | None) -> None:
+    rank = Rank(mode)
+    rank.update(("draft", of(7)), partial=False, load_format=load_format)
+    assert rank.served == (1, 1, 7)
+
+
+def test_the_digest_is_of_what_is_served() -> None:
+    rank = Rank(StagingMode.DEVICE)
+    rank.update(("draft", of(7)), partial=False)
+    told = rank.digest
+    assert rank.read_anew() == told
+
+
+def test_in_an_update_of_both_it_is_the_targets() -> None:
+    rank = Rank(StagingMode.DEVICE)
+    rank.update(("target", of(2)), ("draft", of(7)), partial=False)
+    assert rank.served == (2, 2, 7)
+    rank.update(("draft", of(8)), ("target", of(3)), partial=False)
+    assert rank.served == (3, 3, 8)
+    told = rank.digest
+    assert rank.read_anew() == told
+
+
+def test_a_target_brings_it_to_its_draft() -> None:
+    rank = Rank(StagingMode.DEVICE)
+    rank.update(("target", of(2)), partial=False)
+    assert rank.served == (2, 2, 1)

@@ -1,0 +1,128 @@
+"""Whoever does a rank's jobs answers for each, and is there for the next one."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import msgpack_encode
+
+from sglang_inflight.messages import BaseReq, Done, Failed, StatusCall
+from sglang_inflight.scheduler import answers
+from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
+from sglang_inflight.scheduler.update.sources.tensors import _unpickle
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.worker import InlineWorker, Job, StagingWorker
+from tests.support.device import Device
+
+CPU = torch.device("cpu")
+
+
+class Wire:
+    """A way that messages take as bytes, as they do between processes."""
+
+    def __init__(self) -> None:
+        self.came: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def send(self, message: BaseReq) -> None:
+        msgpack_encode(message)
+        self.came.put(message)
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> AnswerChannel:
+    alone = SimpleNamespace(pp_rank=0, attn_tp_rank=0, attn_cp_rank=0)
+    monkeypatch.setattr(answers, "get_parallel", lambda: alone)
+    monkeypatch.setattr(answers, "own_rank", lambda: (0, 0, 0))
+    return AnswerChannel(wire)
+
+
+@pytest.fixture
+def thread(channel: AnswerChannel) -> StagingWorker:
+    return StagingWorker(channel, CPU, 0, list)
+
+
+def call(call_id: str) -> Any:
+    return StatusCall(call_id=call_id)
+
+
+def expect_failure(thread: StagingWorker, wire: Wire, job: Job[Any], *words: str) -> None:
+    """``job`` is answered by its error, and the next one is done."""
+    thread.submit(call("bad"), job)
+    thread.submit(call("next"), Done)
+    failed, done = wire.came.get(timeout=10), wire.came.get(timeout=10)
+    assert isinstance(failed, Failed)
+    assert (failed.call_id, [word for word in words if word not in failed.message]) == ("bad", [])
+    assert (type(done), done.call_id) == (Done, "next")
+
+
+HALF = b"\xed\xa0\x80"
+# it names a global of a module whose name is half of a character
+NAMES_NO_TEXT = b"\x80\x04\x8c" + bytes([len(HALF)]) + HALF + b"\x8c\x01x\x93."
+
+
+def test_a_payload_that_names_what_is_no_text(thread: StagingWorker, wire: Wire) -> None:
+    expect_failure(thread, wire, lambda: _unpickle(NAMES_NO_TEXT), r"it names \ud800.x")
+
+
+def test_a_file_whose_name_is_no_text(thread: StagingWorker, wire: Wire, tmp_path: Path) -> None:
+    path = bytes(tmp_path) + b"/model-\xff.safetensors"
+    Path(path.decode(errors="surrogateescape")).write_bytes(b"abc")
+
+    def read() -> Any:
+        with Aside(lambda: None) as aside:
+            paths = [str(file) for file in tmp_path.iterdir()]
+            return list(read_safetensors(paths, aside, RateLimit(0, lambda: False)))
+
+    expect_failure(thread, wire, read, r"model-\udcff.safetensors")
+
+
+def test_a_loader_that_would_end_the_process(thread: StagingWorker, wire: Wire) -> None:
+    expect_failure(thread, wire, lambda: sys.exit("no such weights"), "no such weights")
+
+
+def test_an_answer_that_cannot_be_sent(
+    thread: StagingWorker, wire: Wire, caplog: pytest.LogCaptureFixture
+) -> None:
+    no_answer: Any = object()
+    thread.submit(call("bad"), lambda: no_answer)
+    thread.submit(call("next"), Done)
+    assert wire.came.get(timeout=10).call_id == "next"
+    assert "StatusCall could not be answered" in caplog.text
+
+
+def test_a_request_of_sglangs_own(channel: AnswerChannel, wire: Wire) -> None:
+    request: Any = SimpleNamespace(rid="r", http_worker_ipc=None)
+    channel.fail_request(request, KeyError("\ud800"), "it failed: \ud800")
+    assert wire.came.get(timeout=10).message == r"it failed: \ud800"
+
+
+def test_a_job_that_is_done_at_once_is_answered_when_the_device_has_done_it(
+    monkeypatch: pytest.MonkeyPatch, channel: AnswerChannel, wire: Wire
+) -> None:
+    device = Device()
+    monkeypatch.setattr(torch, "get_device_module", lambda of: device)
+
+    def job() -> Done:
+        device.launch("copy")
+        return Done()
+
+    def send(message: BaseReq) -> None:
+        assert "copy" in (device.current_stream().synchronized or ())
+        wire.came.put(message)
+
+    monkeypatch.setattr(channel, "_way", SimpleNamespace(send=send))
+    InlineWorker(channel, torch.device("cuda"), drain=lambda: None).submit(call("one"), job)
+    assert wire.came.get_nowait().call_id == "one"
