@@ -335,6 +335,36 @@ def test_no_worker_outlives_the_owner(pool: ServerPool) -> None:
     pool.discard()
 
 
+def test_a_worker_that_is_told_to_go(workers_server: Server, doors: list[Server]) -> None:
+    """It answers its requests, and goes. The server stays as it is, whatever becomes of workers
+    from then on.
+    """
+    one, other = doors
+    (running,) = start_running(other, 1, tokens=ENDLESS)
+    (its_own,) = start_running(one, 1, tokens=3000)
+    grant = pause(other, "in_place")
+    settle(other, [running, its_own])
+    first, second = workers(workers_server)
+    first.send_signal(signal.SIGTERM)
+    until("it has heard", lambda: "SIGTERM received" in workers_server.log_text())
+    assert status(other)["mode"] == "in_place"
+    resume(other, pause_id=grant["pause_id"])
+    expect_whole(its_own)
+    until("it has gone", lambda: has_ended(first))
+    until("there are two again", lambda: len(workers(workers_server)) == 2)
+    (new,) = (worker for worker in workers(workers_server) if worker != second)
+    with door(workers_server, new) as renewed:
+        pause(renewed, "in_place")
+        settle(renewed, [running])
+        resume(other)
+    expect_all_go_on([running])
+    for worker in (new, second):
+        worker.kill()
+    until("they have gone", lambda: has_ended(new) and has_ended(second))
+    until("there are two others", lambda: len(workers(workers_server)) == 2)
+    expect_whole(Generation(workers_server, tokens=3))
+
+
 def test_a_server_that_is_told_to_go(
     workers_server: Server, doors: list[Server], pool: ServerPool
 ) -> None:

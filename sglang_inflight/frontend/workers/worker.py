@@ -18,7 +18,6 @@ from sglang_inflight.frontend.workers.news import (
     LONGEST_LINE,
     Drained,
     Heard,
-    Leaving,
     Moved,
     News,
     Said,
@@ -83,10 +82,6 @@ class Worker:
         mode = await self._frontend.pauses.mode()
         self._tokenizer_manager.is_pause = self._news.paused
         return mode
-
-    def leave(self) -> None:
-        """This worker was told to go, so that pauses must end."""
-        self._say(Leaving())
 
     def end(self) -> None:
         """Its requests have ended. SGLang would end the schedulers now, and with them the
