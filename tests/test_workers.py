@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from harness import marker
 from harness.server import Server
+from tests.support import faults
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -49,6 +51,9 @@ pytest_plugins = ["tests.support.fixtures"]
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
 
+FLAVOURS["faulty_workers_server"] = replace(
+    FLAVOURS["workers_server"], env=FLAVOURS["workers_server"].env | faults.ENV
+)
 FLAVOURS["granian_server"] = replace(
     FLAVOURS["workers_server"], flags=(*FLAVOURS["workers_server"].flags, "--enable-http2")
 )
@@ -84,6 +89,13 @@ def says_everywhere(doors: list[Server], version: str) -> None:
         output = Generation(server, tokens=2, stream=False).output()
         assert output.meta["weight_version"] == version
         assert versions_of(output) == [version]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    # nobody may have asked how it ended
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def is_ready(server: Server) -> bool:
@@ -289,6 +301,68 @@ def test_a_worker_that_dies(
         succeed(renewed.post("/end_weight_update", end))
         says_everywhere([renewed], "v3")
     assert running.heard().endings == 0
+
+
+def test_a_worker_that_cannot_follow(pool: ServerPool, sender: Sender) -> None:
+    """It would name an older version for ever, so it goes, and another takes its place."""
+    server = pool.get(FLAVOURS["faulty_workers_server"])
+    with contextlib.contextmanager(doors_of)(server) as (_, other):
+        (running,) = start_running(other, 1, tokens=ENDLESS)
+        first, second = workers(server)
+        injected = faults.Faults()
+        injected.inject("news", "raise", pid=first.pid)
+        try:
+            succeed(sender.send(other, "disk", 1, weight_version="v1", **LIVE))
+            until("it has gone", lambda: has_ended(first))
+            until("there are two again", lambda: len(workers(server)) == 2)
+        finally:
+            injected.clear()
+        (new,) = (worker for worker in workers(server) if worker != second)
+        with door(server, new) as renewed:
+            says_everywhere([renewed, other], "v1")
+        expect_to_run_on(other, [running], [0, 1])
+    assert "cannot follow" in server.log_text()
+    pool.restore()
+
+
+def test_no_worker_outlives_the_owner(pool: ServerPool) -> None:
+    """It is in the process that was launched, and nobody else knows what is served."""
+    server = pool.get(FLAVOURS["workers_server"])
+    until("there are two workers", lambda: len(workers(server)) == 2)
+    orphans = workers(server)
+    server.process.kill()
+    until("they have gone", lambda: all(map(has_ended, orphans)))
+    pool.discard()
+
+
+def test_a_worker_that_is_told_to_go(workers_server: Server, doors: list[Server]) -> None:
+    """It answers its requests, and goes. The server stays as it is, whatever becomes of workers
+    from then on.
+    """
+    one, other = doors
+    (running,) = start_running(other, 1, tokens=ENDLESS)
+    (its_own,) = start_running(one, 1, tokens=3000)
+    grant = pause(other, "in_place")
+    settle(other, [running, its_own])
+    first, second = workers(workers_server)
+    first.send_signal(signal.SIGTERM)
+    until("it has heard", lambda: "SIGTERM received" in workers_server.log_text())
+    assert status(other)["mode"] == "in_place"
+    resume(other, pause_id=grant["pause_id"])
+    expect_whole(its_own)
+    until("it has gone", lambda: has_ended(first))
+    until("there are two again", lambda: len(workers(workers_server)) == 2)
+    (new,) = (worker for worker in workers(workers_server) if worker != second)
+    with door(workers_server, new) as renewed:
+        pause(renewed, "in_place")
+        settle(renewed, [running])
+        resume(other)
+    expect_all_go_on([running])
+    for worker in (new, second):
+        worker.kill()
+    until("they have gone", lambda: has_ended(new) and has_ended(second))
+    until("there are two others", lambda: len(workers(workers_server)) == 2)
+    expect_whole(Generation(workers_server, tokens=3))
 
 
 def test_a_server_that_is_told_to_go(

@@ -21,14 +21,12 @@ logger = logging.getLogger(__name__)
 def end_pauses(_: None, handler: AdoptedSignalHandler, *args: Any) -> None:
     """After upstream's handler of SIGTERM, on the event loop.
 
-    Upstream then waits until the last request has ended, and in a pause none ends.
+    Upstream then waits until the last request has ended, and in a pause none ends. One of
+    several workers may have been told alone, and the server goes on: the owner decides.
     """
     tokenizer_manager = handler.tokenizer_manager
-    worker = tokenizer_manager.inflight.worker
-    if worker is None:
+    if tokenizer_manager.inflight.worker is None:
         let_go(tokenizer_manager)
-    else:
-        worker.leave()
 
 
 async def go_when_answered(

@@ -1,6 +1,7 @@
-"""A SGLang plugin of the tests that makes one rank's staging fail, or a handler of SGLang's.
+"""A SGLang plugin of the tests that makes one rank's staging fail, a handler of SGLang's, or what
+a tokenizer worker does when it hears news.
 
-The file named by ``INFLIGHT_TEST_FAULT`` says which rank, in which phase and how; it is
+The file named by ``INFLIGHT_TEST_FAULT`` says which rank or process, in which phase and how; it is
 read at each call, so a test switches a fault on and off while the server runs. See
 ``tests.support.faults.Fault`` for the fields. It also makes nodes wait for each other no longer
 than ``INFLIGHT_TEST_MEETING_S`` and ``INFLIGHT_TEST_SILENCE_S`` say.
@@ -47,6 +48,8 @@ def install() -> None:
         HookRegistry.register(target, hook, HookType.AROUND)
     scheduler = "sglang.srt.managers.scheduler.Scheduler"
     HookRegistry.register(f"{scheduler}.slow_down", handler, HookType.AROUND)
+    worker = "sglang_inflight.frontend.workers.worker.Worker"
+    HookRegistry.register(f"{worker}._act", news, HookType.AROUND)
 
 
 def first(fill: Callable[..., Any], jobs: Any, update: Any, *args: Any) -> Any:
@@ -86,6 +89,11 @@ def handler(slow_down: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     return slow_down(scheduler, request)
 
 
+def news(act: Callable[..., None], worker: Any, told: Any) -> None:
+    fail("news", None)
+    act(worker, told)
+
+
 def fail(phase: str, update: Any) -> bool:
     """Do what the file says. True where a wrong tensor is to be sent."""
     kind = wanted(phase)
@@ -106,7 +114,9 @@ def wanted(phase: str) -> str | None:
         fault = json.loads(Path(os.environ["INFLIGHT_TEST_FAULT"]).read_text())
     except (KeyError, FileNotFoundError):
         return None
-    if fault["phase"] != phase or fault["rank"] not in (None, own_index()):
+    if fault["phase"] != phase or fault["pid"] not in (None, os.getpid()):
+        return None
+    if fault["rank"] not in (None, own_index()):
         return None
     kind: str = fault["kind"]
     return kind

@@ -10,10 +10,10 @@ from typing import Literal
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
 
-# the last four can only raise: a commit's flush, when the weights are swapped, and, which are
-# no phases of an update, SGLang's handler of /slow_down, the copy of memory that is to go, and
-# its going
-Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver"]
+# the last five can only raise: a commit's flush, when the weights are swapped, and, which are
+# no phases of an update, SGLang's handler of /slow_down, the copy of memory that is to go, its
+# going, and a tokenizer worker that hears news
+Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver", "news"]
 # "hang" looks whether its update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 
@@ -40,11 +40,13 @@ FLAVOURS["tp2_off_server"] = Flavour(
 class Faults:
     """At most one fault at a time; it stays until it is cleared."""
 
-    def inject(self, phase: Phase, kind: Kind, *, rank: int | None = None) -> None:
-        """``rank`` counts all ranks of all replicas; None means each of them."""
+    def inject(
+        self, phase: Phase, kind: Kind, *, rank: int | None = None, pid: int | None = None
+    ) -> None:
+        """``rank`` counts all ranks of all replicas; None means each of them, or each process."""
         # ranks read it while it is written: they must see all of it or nothing
         draft = _FILE.with_suffix(".draft")
-        draft.write_text(json.dumps({"phase": phase, "kind": kind, "rank": rank}))
+        draft.write_text(json.dumps({"phase": phase, "kind": kind, "rank": rank, "pid": pid}))
         draft.replace(_FILE)
 
     def clear(self) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
 
+from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.workers.news import Adapter, Uses
 from sglang_inflight.frontend.workers.uses import OwnersRegistry, WorkersRegistry, as_sglangs
 
@@ -64,6 +67,27 @@ def test_a_lookup_that_is_not_counted_yet_is_waited_for() -> None:
         await counted
         assert registry.uses() == {"old": 1}
         assert await found == "old"
+
+    run(do)
+
+
+def test_a_request_moves_to_an_adapter_that_has_lost_its_name() -> None:
+    """No request of this worker had it, so that it was forgotten here."""
+
+    async def do() -> None:
+        registry = WorkersRegistry(lambda: None)
+        registry.become([OLD])
+        state = SimpleNamespace(
+            obj=SimpleNamespace(lora_id=await registry.acquire("policy")), lora_released=False
+        )
+        registry.become([NEW])
+        registry.become([OTHER])
+        manager: Any = SimpleNamespace(lora_registry=registry, rid_to_state={"r": state})
+        await count_as_moved(manager, ["r", "of another worker"], "old", "new")
+        assert registry.uses() == {"new": 1}
+        await registry.release(state.obj.lora_id)
+        assert registry.uses() == {}
+        assert set(registry._counters) == {"other"}
 
     run(do)
 

@@ -16,7 +16,6 @@ from sglang_inflight.frontend.workers.news import (
     Adapter,
     Drained,
     Heard,
-    Leaving,
     Moved,
     News,
     Uses,
@@ -43,10 +42,9 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "news"
         self.now = FIRST
-        self.told_to_go = asyncio.Event()
         self.to_end = asyncio.Event()
         self.counted: asyncio.Queue[tuple[Uses, Uses]] = asyncio.Queue()
-        self.board = Board(lambda: self.now, self._count, self.told_to_go.set, self.to_end.set)
+        self.board = Board(lambda: self.now, self._count, self.to_end.set)
 
     async def _count(self, before: Uses, now: Uses) -> None:
         self.counted.put_nowait((before, now))
@@ -87,9 +85,6 @@ def test_an_answer_waits_for_every_worker(tmp_path: Path) -> None:
         # what has not changed is not told again, and not waited for
         server.board.post()
         await server.board.until_heard()
-        _, writer = workers[0]
-        writer.write(line(Leaving()))
-        await server.told_to_go.wait()
         for _, writer in workers:
             writer.close()
 
@@ -172,16 +167,31 @@ def test_the_last_worker_with_requests_ends_the_server(tmp_path: Path) -> None:
         (first, first_says), (second, second_says), (_, third_says) = [
             await server.connect() for _ in range(3)
         ]
+        server.board.end_when_drained()
         first_says.write(line(Drained()))
         # it has died, with its requests
         second_says.close()
         first_says.close()
         for reader in (first, second):
             await reader.read()
-        third_says.write(line(Leaving()))
-        await server.told_to_go.wait()
         assert not server.to_end.is_set()
         third_says.write(line(Drained()))
         await server.to_end.wait()
+
+    on_a_board(tmp_path, do)
+
+
+def test_workers_that_go_alone_end_no_server(tmp_path: Path) -> None:
+    async def do(server: Server) -> None:
+        for _ in range(2):
+            reader, writer = await server.connect()
+            await told(reader)
+            writer.write(line(Drained()))
+            writer.write_eof()
+            await reader.read()
+        assert not server.to_end.is_set()
+        # now none is left to wait for
+        server.board.end_when_drained()
+        assert server.to_end.is_set()
 
     on_a_board(tmp_path, do)

@@ -86,8 +86,9 @@ class Adapters:
         self._versions: dict[str, tuple[str | None, str]] = {}
         # ids of those that have no name any more, and wait for the end of their last request
         self._retiring: set[str] = set()
-        # two loads of one name would each take the other for the old one
-        self._loading = asyncio.Lock()
+        # of loads, whoever asks. Two of one name would each take the other for the old one, and
+        # for one that a request asks for SGLang may unload what has yet to take a name.
+        self.loading = asyncio.Lock()
 
     def version_of(self, name: str, path: str | None) -> str:
         """Of a load whose caller names none: how many loads there were.
@@ -138,7 +139,7 @@ class Adapters:
     async def _load(self, body: LoadAdapterBody) -> AdapterLoaded:
         name = body.lora_name
         version = body.adapter_version or str(next(self._loads))
-        async with self._loading:
+        async with self.loading:
             old = self._tokenizer_manager.lora_registry.get_all_adapters().get(name)
             moved = retracted = 0
             if old is None or not body.replace:
@@ -193,6 +194,9 @@ class Adapters:
         tokenizer_manager = self._tokenizer_manager
         registry = tokenizer_manager.lora_registry
         async with tokenizer_manager.lora_update_lock:
+            if own_name not in registry.get_all_adapters():
+                tokenizer_manager.lora_ref_cache.pop(own_name, None)
+                raise Conflict(f"what was to take the name {name!r} was unloaded, as {own_name!r}")
             old_id = self._id_of(name)
             names = {new_id: name} if old_id is None else {old_id: own_name, new_id: name}
             await self._ranks.carry_out(NameAdaptersCall(names=names), CALL_TIMEOUT_S)
@@ -219,7 +223,7 @@ class Adapters:
         """No request finds the adapter any more, and it goes with its last one."""
         tokenizer_manager = self._tokenizer_manager
         registry = tokenizer_manager.lora_registry
-        async with self._loading, tokenizer_manager.lora_update_lock:
+        async with self.loading, tokenizer_manager.lora_update_lock:
             lora_id = self._id_of(name)
             if lora_id is None:
                 raise NotFound(f"the adapter {name!r} is not loaded")

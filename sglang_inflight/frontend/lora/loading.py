@@ -33,9 +33,18 @@ async def load_everywhere(
     """Around SGLang's own loading, whoever asks for it. In a worker that is a request."""
     if (worker := tm.inflight.worker) is not None:
         return await worker.reload(obj)
+    if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
+        # by way of ``Adapters``, in its turn
+        return await _load_everywhere(load, tm, obj, *args)
+    async with tm.inflight.adapters.loading:
+        return await _load_everywhere(load, tm, _as_ours(tm, obj), *args)
+
+
+async def _load_everywhere(
+    load: Load, tm: AdoptedTokenizerManager, request: Any, *args: Any
+) -> Any:
     if (reason := await why_no_room_in_a_pause(tm)) is not None:
         return LoRAUpdateOutput(success=False, error_message=reason)
-    request = _as_ours(tm, obj)
     try:
         result = await load(tm, request, *args)
     except (Refused, HandlerFailed) as error:
@@ -59,8 +68,6 @@ def new_name(name: str) -> str:
 
 def _as_ours(tm: AdoptedTokenizerManager, obj: Any) -> Any:
     """SGLang's own request, with a version."""
-    if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
-        return obj
     shape: Any = LoadAdapter
     if isinstance(obj, LoadLoRAAdapterFromTensorsReqInput):
         shape = LoadAdapterFromTensors

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from sglang.srt.utils import ConcurrentCounter
+
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
@@ -18,5 +20,6 @@ async def count_as_moved(
         state = tokenizer_manager.rid_to_state.get(rid)
         if state is not None and not state.lora_released and state.obj.lora_id == from_id:
             state.obj.lora_id = to_id
-            await counters[to_id].increment()
+            # a worker has none where the adapter lost its name before a request of its own had it
+            await counters.setdefault(to_id, ConcurrentCounter()).increment()
             await counters[from_id].decrement()

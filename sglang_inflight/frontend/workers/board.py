@@ -11,7 +11,6 @@ import msgspec
 from sglang_inflight.frontend.workers.news import (
     Drained,
     Heard,
-    Leaving,
     Moved,
     News,
     Uses,
@@ -50,18 +49,16 @@ class Board:
         self,
         read: Callable[[], News],
         count: Callable[[Uses, Uses], Awaitable[None]],
-        leave: Callable[[], None],
         end: Callable[[], None],
     ) -> None:
         """``read`` looks up what is so now; ``count`` is told how a worker used adapters before,
-        and how it does now; ``leave`` is called when a worker is told to go, ``end`` once, when
-        no worker is left that has requests.
+        and how it does now; ``end`` is called once, when the server was told to go and no worker
+        is left that has requests.
         """
         self._read = read
         self._count = count
-        self._leave = leave
-        self._end: Callable[[], None] | None = end
-        self._any_is_drained = False
+        self._end = end
+        self._may_end = False
         self._news = msgspec.structs.replace(read(), number=1)
         self._readers: set[_Reader] = set()
         self._heard = asyncio.Condition()
@@ -124,10 +121,8 @@ class Board:
                     case Using(uses=uses):
                         before, one.uses = one.uses, uses
                         await self._count(before, uses)
-                    case Leaving():
-                        self._leave()
                     case Drained():
-                        one.is_drained = self._any_is_drained = True
+                        one.is_drained = True
                         self._end_when_all_are_drained()
         except (ConnectionError, msgspec.DecodeError) as error:
             logger.warning("A tokenizer worker was lost: %r", error)
@@ -139,10 +134,13 @@ class Board:
                 self._heard.notify_all()
             writer.close()
 
+    def end_when_drained(self) -> None:
+        """The server was told to go, and not one of its workers alone."""
+        self._may_end = True
+        self._end_when_all_are_drained()
+
     def _end_when_all_are_drained(self) -> None:
-        """Those whose workers have died are none either."""
-        if self._end is None or not self._any_is_drained:
-            return
-        if all(reader.is_drained for reader in self._readers):
-            end, self._end = self._end, None
-            end()
+        """Those whose workers have died have no requests either."""
+        if self._may_end and all(reader.is_drained for reader in self._readers):
+            self._may_end = False
+            self._end()

@@ -60,19 +60,15 @@ class Using(msgspec.Struct, tag=True, frozen=True):
     uses: Uses
 
 
-class Leaving(msgspec.Struct, tag=True, frozen=True):
-    """A worker was told to go, and with it the server."""
-
-
 class Drained(msgspec.Struct, tag=True, frozen=True):
     """A worker that was told to go has no request any more."""
 
 
 Told = News | Moved
-Said = Heard | Using | Leaving | Drained
+Said = Heard | Using | Drained
 
 read_told = msgspec.json.Decoder(News | Moved).decode
-read_said = msgspec.json.Decoder(Heard | Using | Leaving | Drained).decode
+read_said = msgspec.json.Decoder(Heard | Using | Drained).decode
 
 
 def line(content: Told | Said) -> bytes:

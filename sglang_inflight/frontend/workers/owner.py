@@ -46,6 +46,7 @@ from sglang_inflight.frontend.workers.board import Board
 from sglang_inflight.frontend.workers.forward import FLUSH
 from sglang_inflight.frontend.workers.invitation import Invitation
 from sglang_inflight.frontend.workers.news import LONGEST_LINE, Adapter, News
+from sglang_inflight.frontend.workers.told_to_go import ToldToGo
 from sglang_inflight.frontend.workers.uses import OwnersRegistry
 
 if TYPE_CHECKING:
@@ -105,7 +106,9 @@ class OwnersManager(TokenizerManager):
 
 
 class Owner:
-    """One of a launching process. All but its making is done on its own thread and loop."""
+    """One of a launching process. All but its making, in the main thread, is done on its own
+    thread and loop.
+    """
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
         # nobody else may look into it
@@ -115,6 +118,7 @@ class Owner:
         self._port_args = copy.copy(port_args)
         self._port_args.tokenizer_ipc_name = f"ipc://{self.invitation.folder / 'answers'}"
         self._preprocessed = Preprocessed()
+        self._told_to_go = ToldToGo()
         self._serves: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -147,10 +151,10 @@ class Owner:
         board = Board(
             lambda: self._news(manager),
             made.lora_registry.count,
-            lambda: self._go(manager),
             lambda: manager._dispatch_to_scheduler(ShutdownReq()),
         )
         made.board = manager.inflight.adapters.board = board
+        manager.inflight.in_background(self._go_when_told(manager, board))
         manager.set_engine_state_changed_callback(board.post)
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
@@ -179,11 +183,12 @@ class Owner:
             reloadable=_rows(manager.lora_ref_cache),
         )
 
-    def _go(self, manager: AdoptedTokenizerManager) -> None:
-        """The first worker that was told to go says so; pauses end, and none is taken."""
-        if not manager.gracefully_exit:
-            manager.gracefully_exit = True
-            let_go(manager)
+    async def _go_when_told(self, manager: AdoptedTokenizerManager, board: Board) -> None:
+        """Pauses end, and none is taken; ranks end when the last request has."""
+        await self._told_to_go.wait()
+        manager.gracefully_exit = True
+        let_go(manager)
+        board.end_when_drained()
 
 
 def _rows(adapters: Mapping[str, LoRARef]) -> tuple[Adapter, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,6 @@ from sglang_inflight.frontend.workers.news import (
     LONGEST_LINE,
     Drained,
     Heard,
-    Leaving,
     Moved,
     News,
     Said,
@@ -83,10 +83,6 @@ class Worker:
         self._tokenizer_manager.is_pause = self._news.paused
         return mode
 
-    def leave(self) -> None:
-        """This worker was told to go, so that pauses must end."""
-        self._say(Leaving())
-
     def end(self) -> None:
         """Its requests have ended. SGLang would end the schedulers now, and with them the
         requests of other workers.
@@ -102,6 +98,19 @@ class Worker:
         return await reload(self._calls, request)
 
     async def _listen(self, connection: socket.socket) -> None:
+        """A worker that hears no more must not go on serving: what it says of the server would be
+        of the past. Its HTTP server does as where a worker has died. One that was told to go
+        ends by itself, when it has answered.
+        """
+        try:
+            await self._hear(connection)
+            logger.error("The process that owns the server's state has ended.")
+        except Exception:
+            logger.exception("This tokenizer worker cannot follow what the server's owner says.")
+        if not self._tokenizer_manager.gracefully_exit:
+            os._exit(1)
+
+    async def _hear(self, connection: socket.socket) -> None:
         reader, self._writer = await asyncio.open_unix_connection(
             sock=connection, limit=LONGEST_LINE
         )
@@ -117,7 +126,6 @@ class Worker:
                 case Moved(rids=rids, from_id=from_id, to_id=to_id):
                     await count_as_moved(self._tokenizer_manager, rids, from_id, to_id)
                     self._tell_uses()
-        logger.error("The process that owns the server's state has ended.")
 
     def _act(self, news: News) -> None:
         tokenizer_manager, before = self._tokenizer_manager, self._news
