@@ -532,8 +532,8 @@ def test_session_for_a_draft_that_is_not_there(untouched: Untouched) -> None:
 
 
 def test_empty_session(untouched: Untouched) -> None:
-    untouched.begin()
-    untouched.refuse(END, {"non_blocking": True}, "no tensor")
+    assert untouched.post(BEGIN, {"non_blocking": True, "new_id": "mine"})[0] == 200
+    untouched.refuse(END, {"session_id": "mine"}, "no tensor")
 
 
 def test_pause_that_nobody_holds(untouched: Untouched) -> None:

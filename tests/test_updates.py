@@ -18,6 +18,7 @@ from harness.server import Server
 from harness.trainer import Trainers, layout
 from tests.support.load import (
     Generation,
+    expect_all_go_on,
     expect_spans,
     pause,
     prompt,
@@ -160,6 +161,17 @@ def test_tensors_under_the_names_of_the_model(server: Server) -> None:
     succeed(end(server, non_blocking=False))
     (after,) = start(server, 1, tokens=2)
     assert after.output().tokens == [marker.token(1)] * 2
+
+
+def test_a_session_without_a_tensor(server: Server) -> None:
+    """In SGLang's own way: something else may have written the weights, which are read anew."""
+    epoch = status(server)["epoch"]
+    (running,) = start_running(server, 1, tokens=ENDLESS)
+    succeed(server.post("/begin_weight_update", {}))
+    receipt = succeed(server.post("/end_weight_update", {"non_blocking": True}))
+    assert (receipt["tensors"], receipt["epoch"]) == (0, epoch + 1)
+    assert receipt["ranks"][0]["digest"] == status(server)["digest"]
+    expect_all_go_on([running])
 
 
 def test_the_served_model_keeps_its_name(server: Server, checkpoints: Path) -> None:
