@@ -205,6 +205,6 @@ def why_no_update(*, in_place: bool) -> str | None:
         if is_set:
             return (
                 f"an update cannot be staged with {flag}: experts may move between staging and "
-                "commit. SGLANG_INFLIGHT_STAGING=off writes them between two steps"
+                "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
             )
     return None

@@ -34,6 +34,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(mode, "get_parallel", lambda: parallel)
     monkeypatch.setattr(mode, "smallest", lambda here: here)
     monkeypatch.setattr(reservation, "smallest", lambda here: here)
+    monkeypatch.setattr(reservation, "is_true_of_any", lambda here: here)
+    monkeypatch.setattr(reservation, "why_no_update", lambda in_place: None)
     return parallel
 
 
@@ -138,6 +140,36 @@ def test_nothing_is_taken_unasked(monkeypatch: pytest.MonkeyPatch, host: Any, wa
     reserved = reserve(server(monkeypatch, free_gb=60), wanted)
     assert reserved is not None
     assert (reserved.mode.name.lower(), reserved.storage) == (wanted, {})
+
+
+@pytest.mark.parametrize("wanted", ["auto", "device"])
+def test_nothing_is_taken_where_every_update_is_refused(
+    monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
+) -> None:
+    monkeypatch.setattr(reservation, "why_no_update", lambda in_place: "weights are shared")
+    reserved = reserve(server(monkeypatch, free_gb=60), wanted)
+    assert reserved is not None
+    assert reserved.storage == {}
+
+
+@pytest.mark.parametrize("wanted", ["auto", "device"])
+def test_nothing_is_taken_for_a_model_that_is_not_staged(
+    monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
+) -> None:
+    scheduler = server(monkeypatch, free_gb=60)
+    scheduler.draft_worker.model_runner.model[1].use_intel_amx_backend = True
+    reserved = reserve(scheduler, wanted)
+    assert reserved is not None
+    assert reserved.storage == {}
+
+
+def test_nothing_is_taken_where_another_rank_can_stage_nothing(
+    monkeypatch: pytest.MonkeyPatch, host: Any
+) -> None:
+    monkeypatch.setattr(reservation, "is_true_of_any", lambda here: True)
+    reserved = reserve(server(monkeypatch, free_gb=60), "device")
+    assert reserved is not None
+    assert reserved.storage == {}
 
 
 def test_no_memory_after_all(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:

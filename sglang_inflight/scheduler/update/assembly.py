@@ -52,7 +52,7 @@ def make_staging(
     runners = scheduler.weight_updater._select_runners("all")
     models = [ShadowedModel(role, runner, parameters) for role, runner in runners]
     device = next(models[0].runner.model.parameters()).device
-    why_not_staged = why_not_updated(models, in_place=False)
+    why_not_staged = why_no_update(in_place=False) or why_not_updated(models, in_place=False)
     if reservation is not None:
         mode = reservation.mode
     else:
@@ -98,9 +98,11 @@ def make_staging(
 
 def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
     """Why no update can be taken in, or None where it can."""
+    if (reason := why_no_update(in_place=in_place)) is not None:
+        return reason
     if in_place and (reason := why_no_retraction()) is not None:
         return f"weights cannot be written in place, between two steps: {reason}"
     if in_place and get_parallel().pp_size > 1:
         # a stage that a piece is for would stand still, and the others would wait for it
         return "weights cannot be written in place, between two steps, with --pp-size above 1"
-    return why_no_update(in_place=in_place) or why_not_updated(models, in_place=in_place)
+    return why_not_updated(models, in_place=in_place)

@@ -11,11 +11,12 @@ from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
 from sglang_inflight.errors import BadSetting
-from sglang_inflight.scheduler.collectives import smallest
+from sglang_inflight.scheduler.collectives import is_true_of_any, smallest
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode, pinned_bytes
 from sglang_inflight.scheduler.update.shadow import Kept, weights_of
+from sglang_inflight.unsupported import why_no_update
 from sglang_inflight.upstream.runtime_context import get_schedule
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Reservation:
 def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     """Choose the mode, and take the device's memory that it needs. None on a CPU.
 
+    A server that stages no update, whatever is sent to it, keeps that memory for the KV cache.
+
     After all models are loaded and before SGLang sizes the KV cache by what is free then:
     later nothing is. On the loop's thread, with all ranks of the replica.
     """
@@ -49,10 +52,13 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     if device.type == "cpu":
         return None
     nbytes = sum(weight.nbytes for weight in _distinct(models))
-    why_not = next(filter(None, map(why_not_shadowed, models)), None)
     pinned = sum(pinned_bytes(weight) for weight in _distinct(models))
+    why_not = why_no_update(in_place=False) or next(
+        filter(None, map(why_not_shadowed, models)), None
+    )
     mode = choose_mode(wanted, nbytes, device, _room(runners[0]), pinned, why_not=why_not)
-    if mode is not StagingMode.DEVICE or why_not is not None:
+    # a rank that can stage nothing votes against every update, and no rank needs a shadow
+    if mode is not StagingMode.DEVICE or is_true_of_any(why_not is not None):
         return Reservation(mode)
     storage = set_aside(models, device)
     if storage is None and wanted == "device":
