@@ -74,7 +74,7 @@ class Rank:
         self, *pieces: tuple[Selector, Weights], partial: bool, load_format: str | None = None
     ) -> None:
         """One update, a piece for each."""
-        call: Any = SimpleNamespace(update_id="u", partial=partial)
+        call: Any = SimpleNamespace(update_id="u", partial=partial, may_be_empty=False)
         source: Any = SimpleNamespace(load_format=load_format)
         update = Update(call)
         self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)
