@@ -492,6 +492,9 @@ class LeaveGroupCall(Call, kw_only=True):
     answer = Done
 
     group_name: str
+    # of the JoinGroupCall that is given up: leave what it forms or has formed, and no other
+    # group of the name
+    join_id: str | None = None
 
 
 class GiveUpTransferCall(Call, kw_only=True):

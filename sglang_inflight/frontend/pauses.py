@@ -102,7 +102,7 @@ class Pauses:
         try:
             return await taking.join(lambda: self._take(call, patience))
         finally:
-            if not taking.is_awaited:
+            if taking.is_over:
                 self._taking.pop(new_id, None)
 
     async def _take(self, call: PauseCall, patience_s: float) -> Grant:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -195,6 +195,9 @@ class TransparentCalls(Calls):
         except InflightError as error:
             window.failure = error
             raise
+        except asyncio.CancelledError:
+            window.failure = Dropped("a piece's caller has left before its answer")
+            raise
 
     @contextmanager
     def piece(self) -> Iterator[None]:
@@ -282,6 +285,8 @@ class TransparentCalls(Calls):
 
     async def _end_window(self, window: Window) -> Receipt | None:
         """The receipt; None where no weights were sent."""
+        if window.failure is not None:
+            await self._drop_session(window)
         window.require_whole()
         if window.session_id is None:
             if window.weight_version is not None:
@@ -308,10 +313,13 @@ class TransparentCalls(Calls):
         logger.warning("A pause came while another one's weights were staged: they are dropped.")
         self._window = None
         window.end_grace()
-        try:
-            await super().abort(AbortUpdateBody(session_id=window.session_id))
-        except Refused as error:
-            logger.warning("%s", error)
+        await self._drop_session(window)
+
+    async def _drop_session(self, window: Window) -> None:
+        if window.session_id is not None:
+            # where it was not dropped with the piece that failed
+            with suppress(Refused):
+                await super().abort(AbortUpdateBody(session_id=window.session_id))
 
     def _start_grace(self, window: Window) -> None:
         def pause() -> None:

@@ -80,6 +80,48 @@ def test_a_pause_ends_the_waiting() -> None:
     asyncio.run(play())
 
 
+def test_who_queued_behind_it_goes_on_when_it_is_given_up() -> None:
+    """Also while a request runs that was there before."""
+
+    async def play() -> None:
+        manager = Manager()
+        lock = manager.model_update_lock
+        await lock.acquire_reader()
+
+        async def update() -> None:
+            async with quiet(manager):
+                await asyncio.Event().wait()
+
+        updating = asyncio.create_task(update())
+        while not lock._waiting_writers:
+            await asyncio.sleep(0)
+        queued = asyncio.create_task(lock.acquire_reader())
+        while len(lock._cond._waiters) < 2:
+            await asyncio.sleep(0)
+        updating.cancel()
+        await asyncio.wait({updating})
+        async with asyncio.timeout(PATIENCE_S):
+            await queued
+        assert lock._readers == 2
+
+    asyncio.run(play())
+
+
+def test_who_comes_amid_an_update_in_a_pause_is_let_in() -> None:
+    """The server's queue keeps it, as it keeps all that come in a pause."""
+
+    async def play() -> None:
+        manager = Manager()
+        await manager.model_update_lock.acquire_reader()
+        manager.is_pause = True
+        async with asyncio.timeout(PATIENCE_S), quiet(manager):
+            await asyncio.sleep(0)
+            await manager.model_update_lock.acquire_reader()
+        assert manager.model_update_lock._readers == 2
+
+    asyncio.run(play())
+
+
 def test_the_waiting_ends_in_its_time() -> None:
     async def play() -> None:
         manager = Manager()

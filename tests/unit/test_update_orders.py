@@ -95,18 +95,20 @@ class Play:
     def __init__(self) -> None:
         # the version after each commit and rollback
         self.published: list[str] = []
-        manager: Any = SimpleNamespace(
+        self.manager: Any = SimpleNamespace(
             asyncio_tasks=set(),
             mm_processor=None,
             config_value=lambda name: "v0",
             _update_weight_version_if_provided=self.published.append,
         )
+        manager = self.manager
         self.ranks = Patient()
         self.two_phase = TwoPhase(manager, self.ranks, METRICS)
         groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
         self.updates: Updates = Updates(manager, self.two_phase, groups, quiet, SETTINGS)
         self.background = manager.asyncio_tasks
         self.made: list[asyncio.Future[Any]] = []
+        self.left: list[asyncio.Future[Any]] = []
 
     def make(self, call: Awaitable[Any]) -> None:
         self.made.append(asyncio.ensure_future(call))
@@ -125,6 +127,7 @@ class Play:
         waiting = [call for call in self.made if not call.done()]
         if waiting:
             waiting[-1].cancel()
+            self.left.append(waiting[-1])
 
     def refuse(self) -> None:
         self.ranks.refuses_next = True
@@ -165,29 +168,36 @@ EVENTS: dict[str, Callable[[Play], object]] = {
 }
 
 
-async def play_through(events: tuple[str, ...]) -> None:
+async def begin() -> Play:
     play = Play()
     begun = BeginBody(new_id=SESSION, non_blocking=True)
     beginning = asyncio.ensure_future(play.updates.begin(begun))
     await play.settle()
     play.ranks.answer()
     await beginning
+    return play
+
+
+async def play_through(events: tuple[str, ...]) -> None:
+    play = await begin()
     for event in events:
         EVENTS[event](play)
         await play.settle()
     play.lapse()
     await play.settle()
     await play.finish()
-    outcomes = await asyncio.gather(*play.made, return_exceptions=True)
-    expect_answers(outcomes)
+    expect_answers(play)
     expect_each_is_over_once(play)
 
 
-def expect_answers(outcomes: list[Any]) -> None:
-    for outcome in outcomes:
-        assert outcome is None or isinstance(
-            outcome, Answer | InflightError | asyncio.CancelledError
-        ), outcome
+def expect_answers(play: Play) -> None:
+    for call in play.made:
+        if call.cancelled():
+            # by nobody else
+            assert call in play.left
+            continue
+        outcome = call.exception() or call.result()
+        assert outcome is None or isinstance(outcome, Answer | InflightError), outcome
 
 
 def expect_each_is_over_once(play: Play) -> None:
@@ -209,12 +219,14 @@ def expect_each_is_over_once(play: Play) -> None:
             assert kinds[-1] is CommitCall
 
 
-def test_every_order_of_calls(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("ERROR")
-    # there is no server, whose settings this is one of
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none, whose settings this is one of."""
     monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.why_out_of_reach", lambda: None)
+
+
+def test_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("ERROR")
 
     async def all_orders() -> None:
         for events in itertools.product(EVENTS, repeat=4):
@@ -225,3 +237,51 @@ def test_every_order_of_calls(
                 raise
 
     asyncio.run(all_orders())
+
+
+def test_the_end_is_asked_for_again_amid_its_commit() -> None:
+    """Whoever asks hears how it ended: what was sent is carried through."""
+
+    async def play_it() -> None:
+        play = await begin()
+        EVENTS["piece"](play)
+        await play.settle()
+        play.ranks.answer()
+        for event in ("end", "ranks answer", "a caller leaves", "end", "end", "a caller leaves"):
+            await play.settle()
+            EVENTS[event](play)
+        await play.finish()
+        _, first, second, third = play.made
+        assert [first.cancelled(), third.cancelled()] == [True, True]
+        assert second.result().weight_version == "v1"
+        expect_answers(play)
+        expect_each_is_over_once(play)
+
+    asyncio.run(play_it())
+
+
+@pytest.mark.parametrize("ticks", range(TICKS))
+def test_a_session_is_begun_again_while_it_is_given_up(ticks: int) -> None:
+    """By the name that its caller chose, which no rank is left with when it was given up."""
+
+    async def play_it() -> None:
+        play = Play()
+        body = BeginBody(new_id=SESSION, non_blocking=True)
+        play.make(play.updates.begin(body))
+        await play.settle()
+        play.leave()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        play.make(play.updates.begin(body))
+        await play.settle()
+        await play.finish()
+        play.lapse()
+        await play.settle()
+        await play.finish()
+        expect_answers(play)
+        sent = [type(call) for call in play.ranks.called]
+        again = play.made[1]
+        # told that it was given up, or begun anew
+        assert sent == ([OpenCall, DropCall] * (1 if again.exception() else 2)), again
+
+    asyncio.run(play_it())

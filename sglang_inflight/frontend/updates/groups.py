@@ -56,7 +56,7 @@ class Groups:
         try:
             await self._ranks.carry_out(call, patience)
         except asyncio.CancelledError:
-            await asyncio.shield(self._stop_joining(body.group_name))
+            await asyncio.shield(self._stop_joining(call))
             raise
 
     async def leave(self, body: LeaveGroupBody) -> None:
@@ -92,11 +92,13 @@ class Groups:
                 ) from error
             raise
 
-    async def _stop_joining(self, group_name: str) -> None:
+    async def _stop_joining(self, join: JoinGroupCall) -> None:
+        """Others of the name, which may have come before or may come next, are left alone."""
+        call = LeaveGroupCall(group_name=join.group_name, join_id=join.call_id)
         try:
-            await self._ranks.ask(LeaveGroupCall(group_name=group_name), GIVE_UP_TIMEOUT_S)
+            await self._ranks.ask(call, GIVE_UP_TIMEOUT_S)
         except RankSilent as silence:
-            logger.error("Group %r, whose join was given up: %s", group_name, silence)
+            logger.error("Group %r, whose join was given up: %s", join.group_name, silence)
 
     async def _give_up(
         self, group_name: str, transfer_id: str | None, error: BaseException

@@ -51,6 +51,8 @@ class OpenUpdate:
     being_opened: SharedCall[None] = field(default_factory=SharedCall)
     being_sealed: SharedCall[None] = field(default_factory=SharedCall)
     being_ended: SharedCall[Receipt] = field(default_factory=SharedCall)
+    # from the moment that the commit is sent: whoever has asked for it, it is carried through
+    committing: asyncio.Future[Receipt] | None = None
     _lease: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:

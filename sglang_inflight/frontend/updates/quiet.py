@@ -81,8 +81,12 @@ class Quiet:
         """By upstream's lock of requests and updates, on servers where no pause does it.
 
         The lock is either never taken or given back, wherever a cancellation comes: taking
-        it is a task of its own, which is over before this is.
+        it is a task of its own, which is over before this is. In a pause it is not asked for:
+        the server's queue keeps the requests that come.
         """
+        if self._tokenizer_manager.is_pause:
+            yield
+            return
         lock = self._tokenizer_manager.model_update_lock
         acquiring = asyncio.ensure_future(lock.acquire_writer())
         try:
@@ -100,3 +104,7 @@ async def _give_back(lock: RWLock, acquiring: asyncio.Future[None]) -> None:
     await asyncio.wait({acquiring})
     if not acquiring.cancelled() and acquiring.exception() is None:
         await lock.release_writer()
+        return
+    # requests that queued behind it are woken by a lock that is given back, and by nothing else
+    async with lock._cond:
+        lock._cond.notify_all()

@@ -126,6 +126,8 @@ class TwoPhase:
 
     async def open_session(self, session: OpenUpdate, deadline: Deadline) -> None:
         async with self.dropped_on_failure(session):
+            # one that was dropped is not to be open on any rank
+            session.require_alive()
             opened = await self._call(session.open_call(deadline), deadline)
             session.in_place = any(answer.in_place for answer in opened)
             session.require_alive()
@@ -166,7 +168,8 @@ class TwoPhase:
         """
         # no await before it is sent: what is not dropped by now is committed
         update.move(Event.COMMIT)
-        return await carry_through(self._tasks, self._commit(update))
+        update.committing = keep(self._tasks, self._commit(update))
+        return await asyncio.shield(update.committing)
 
     async def _commit(self, update: OpenUpdate) -> Receipt:
         call = CommitCall(
@@ -244,8 +247,11 @@ class TwoPhase:
         """Whatever ends the block early, a cancelled caller too, drops the update."""
         try:
             yield
+        except asyncio.CancelledError:
+            await asyncio.shield(self.drop(update, "its caller has left"))
+            raise
         except BaseException as error:
-            await asyncio.shield(self.drop(update, f"{error or type(error).__name__}"))
+            await asyncio.shield(self.drop(update, f"{error}" or type(error).__name__))
             raise
 
     def _leave(self, update: OpenUpdate, event: Event) -> None:

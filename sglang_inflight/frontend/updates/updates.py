@@ -7,6 +7,7 @@ commit that was sent is carried through whoever waits for it.
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -170,6 +171,9 @@ class Updates:
         return await session.being_ended.join(lambda: self._end(session, ending))
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:
+        if session.committing is not None:
+            # all who had asked for it have left
+            return await asyncio.shield(session.committing)
         deadline = self._deadline(None)
         async with self._two_phase.dropped_on_failure(session), AsyncExitStack() as stack:
             session.finish(ending)

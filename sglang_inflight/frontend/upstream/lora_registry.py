@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
@@ -11,6 +12,8 @@ from sglang_inflight.upstream.describes import describes
 
 @describes("sglang.srt.utils.aio_rwlock.RWLock")
 class RWLock(Protocol):
+    _cond: asyncio.Condition
+
     async def acquire_writer(self) -> None: ...
     async def release_writer(self) -> None: ...
     @property

@@ -144,9 +144,10 @@ class Staging:
         self._groups.join(call, self._answers)
 
     def leave_group(self, call: LeaveGroupCall) -> None:
-        self._groups.stop_joining(call.group_name, "the group was left")
+        name, join_id = call.group_name, call.join_id
+        self._groups.stop_joining(name, "the group was left", join_id)
         # after the job that may still be receiving in it
-        self._worker.submit(call, _done_after(lambda: self._groups.leave(call.group_name)))
+        self._worker.submit(call, _done_after(lambda: self._groups.leave(name, join_id)))
 
     def give_up_transfer(self, call: GiveUpTransferCall) -> None:
         def job() -> TransferGivenUp:

@@ -47,8 +47,10 @@ class Group:
     be the next update's. It is broken then, and every later use is refused.
     """
 
-    def __init__(self, name: str, formed: Formed) -> None:
+    def __init__(self, name: str, formed: Formed, join_id: str | None = None) -> None:
+        """``join_id`` is that of the call that formed it."""
         self._name = name
+        self.join_id = join_id
         self._group, self._store = formed
         self._broken: str | None = None
         self._is_retired = False
@@ -277,7 +279,7 @@ class Groups:
                 if self._joining.get(name) is meeting:
                     del self._joining[name]
                 if not isinstance(outcome, Exception):
-                    self._groups[name] = Group(name, outcome)
+                    self._groups[name] = Group(name, outcome, call.call_id)
             if isinstance(outcome, Exception):
                 answers.fail(call, outcome)
             else:
@@ -298,15 +300,23 @@ class Groups:
             self._joining[name] = meeting
         meeting.start()
 
-    def stop_joining(self, name: str, reason: str) -> None:
+    def stop_joining(self, name: str, reason: str, join_id: str | None = None) -> None:
+        """That of ``join_id`` alone, where there is one; so in ``leave``."""
         with self._lock:
-            meeting = self._joining.pop(name, None)
-        if meeting is not None:
-            meeting.give_up(reason)
+            meeting = self._joining.get(name)
+            if meeting is None or join_id not in (None, meeting.join_id):
+                return
+            del self._joining[name]
+        meeting.give_up(reason)
 
-    def leave(self, name: str) -> None:
+    def leave(self, name: str, join_id: str | None = None) -> None:
         group = self.get(name)
+        if join_id not in (None, group.join_id):
+            return
         with self._lock:
+            if self._groups.get(name) is not group:
+                # it gave way meanwhile
+                return
             del self._groups[name]
         group.leave()
         self._keep_while_waiting(group)

@@ -59,6 +59,10 @@ class Rendezvous:
         # what has not happened yet; the thread alone writes it
         self._lacks = "nobody came"
 
+    @property
+    def join_id(self) -> str:
+        return self._call.call_id
+
     def start(self) -> None:
         threading.Thread(target=self._run, name="inflight-rendezvous", daemon=True).start()
 

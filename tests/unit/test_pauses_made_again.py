@@ -1,0 +1,128 @@
+"""The call of a pause made again, by the name that its caller chose, at any moment of the first."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.frontend.bodies import PauseBody
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.grants import Grant
+from sglang_inflight.messages import (
+    A,
+    ContinueCall,
+    Failed,
+    InflightCall,
+    PauseCall,
+    Paused,
+    Resumed,
+    StatusCall,
+)
+
+BODY = PauseBody(mode="in_place", new_id="p")
+# ticks of the loop in which all is done that waits for nothing
+TICKS = 12
+
+
+class OneRank(Ranks):
+    """In a long step, until the test says that it is over. Then it does what it was told."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.takes = 0
+        self._told: list[tuple[Any, asyncio.Future[Any]]] = []
+
+    async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._told.append((call, answered))
+        return [await answered]
+
+    def step(self) -> None:
+        told, self._told = self._told, []
+        for call, answered in told:
+            answer = self._do(call)
+            if not answered.done():
+                answered.set_result(answer)
+
+    def _do(self, call: Any) -> Any:
+        match call:
+            case PauseCall(pause_id=pause_id):
+                self.takes += 1
+                self.held = [pause_id]
+                return Paused(mode=call.mode, running=0, waiting=0, retracted=0, aborted=0)
+            case ContinueCall():
+                self.held = []
+                return Resumed(paused=False)
+            case StatusCall():
+                return SimpleNamespace(pause=SimpleNamespace(paused=bool(self.held)))
+        raise AssertionError(call)
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none, whose settings this is one of."""
+    monkeypatch.setattr("sglang_inflight.frontend.pauses.why_no_pause", lambda: None)
+
+
+def pauses_of(rank: OneRank) -> Pauses:
+    manager: Any = SimpleNamespace(
+        gracefully_exit=False, is_pause=False, config_value=lambda name: "v0"
+    )
+    metric = SimpleNamespace(observe=lambda value: None)
+    metrics: Any = SimpleNamespace(pause_grant=SimpleNamespace(labels=lambda mode: metric))
+    return Pauses(manager, rank, metrics)
+
+
+async def settle() -> None:
+    for _ in range(TICKS):
+        await asyncio.sleep(0)
+
+
+async def finish(rank: OneRank, calls: list[asyncio.Task[Grant]]) -> None:
+    while not all(call.done() for call in calls):
+        rank.step()
+        await settle()
+
+
+@pytest.mark.parametrize("ticks", range(TICKS))
+def test_while_the_first_is_taken_back(ticks: int) -> None:
+    """``ticks`` ticks of the loop after its caller has left; and a third call, after the second."""
+
+    async def play() -> None:
+        rank = OneRank()
+        pauses = pauses_of(rank)
+        first = asyncio.create_task(pauses.pause(BODY))
+        await settle()
+        first.cancel()
+        for _ in range(ticks):
+            await asyncio.sleep(0)
+        again = [asyncio.create_task(pauses.pause(BODY)) for _ in range(2)]
+        await finish(rank, [first, *again])
+        assert first.cancelled()
+        assert {call.result().pause_id for call in again} == {"p"}
+        # that of the first, which was taken back, and theirs
+        assert (rank.held, rank.takes) == (["p"], 2)
+        assert pauses._taking == {}
+
+    asyncio.run(play())
+
+
+def test_all_have_left() -> None:
+    async def play() -> None:
+        rank = OneRank()
+        pauses = pauses_of(rank)
+        calls = []
+        for _ in range(3):
+            calls.append(asyncio.create_task(pauses.pause(BODY)))
+            await settle()
+            calls[-1].cancel()
+            await settle()
+        await finish(rank, calls)
+        assert all(call.cancelled() for call in calls)
+        assert (rank.held, pauses._taking) == ([], {})
+
+    asyncio.run(play())
