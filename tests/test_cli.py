@@ -50,7 +50,9 @@ def test_commands(server: Server, checkpoints: Path) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     pause_id = _run(server, "pause").stdout.strip()
     assert _json(server, "status")["holders"][0]["pause_id"] == pause_id
-    assert pause_id in _run(server, "status").stdout.replace("\n", "")
+    shown = _run(server, "status").stdout
+    assert pause_id in shown.replace("\n", "")
+    assert re.search(r"staging mode +device", shown), shown
     stale = _run(server, "continue", "nobody")
     assert (stale.exit_code, "nobody" in stale.stderr) == (3, True)
     assert _run(server, "continue", pause_id).exit_code == 0
