@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -14,6 +16,34 @@ import uvloop
 from sglang_inflight.frontend.engine.shared_loop import share
 
 WAIT_S = 60
+
+# In a process of its own: nest_asyncio, which comes with SGLang, changes all of asyncio.
+IN_A_NOTEBOOK = """
+import asyncio
+from types import SimpleNamespace
+
+import nest_asyncio
+
+from sglang_inflight.frontend.engine.methods import is_paused
+from sglang_inflight.frontend.engine.shared_loop import share
+
+async def answer():
+    await asyncio.sleep(0)
+    return "not paused"
+
+async def cell():
+    loop = asyncio.get_running_loop()
+    share(loop)
+    calls = SimpleNamespace(is_paused=answer)
+    frontend = SimpleNamespace(calls=calls, lifetime=SimpleNamespace(attend=lambda work: work))
+    manager = SimpleNamespace(why_inactive=None, event_loop=loop, inflight=frontend)
+    print(is_paused.waiting(SimpleNamespace(tokenizer_manager=manager, loop=loop)))
+
+loop = asyncio.SelectorEventLoop()
+asyncio.set_event_loop(loop)
+nest_asyncio.apply(loop)
+loop.run_until_complete(cell())
+"""
 
 
 @pytest.fixture(
@@ -171,3 +201,11 @@ def test_ctrl_c(loop: asyncio.AbstractEventLoop) -> None:
     thread.join()
     loop.run_until_complete(asyncio.sleep(0))
     assert call.was_cancelled
+
+
+def test_in_a_loop_that_can_wait_for_itself() -> None:
+    """A method of ours is called there as SGLang's are."""
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_A_NOTEBOOK], capture_output=True, text=True, timeout=WAIT_S
+    )
+    assert (ran.stdout, ran.returncode) == ("not paused\n", 0), ran.stderr

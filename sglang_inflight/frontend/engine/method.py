@@ -10,7 +10,7 @@ from sglang_inflight.answer import Answer
 from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import Body
 from sglang_inflight.frontend.engine.arguments import Arguments, Given
-from sglang_inflight.frontend.engine.shared_loop import refuse_where_a_loop_runs
+from sglang_inflight.frontend.engine.shared_loop import is_nested, refuse_where_a_loop_runs
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine, AdoptedTokenizerManager
@@ -53,7 +53,8 @@ class EngineMethod(Generic[B]):
             if without_us is not None and (why := _why_inactive(engine)) is not None:
                 return without_us(why)
             manager_of(engine)
-            refuse_where_a_loop_runs(f"await engine.async_{self.name}(...) instead")
+            if not is_nested(engine.loop):
+                refuse_where_a_loop_runs(f"await engine.async_{self.name}(...) instead")
             body = arguments.read(engine, args, named)
             return engine.loop.run_until_complete(attend(engine, body))
 

@@ -76,7 +76,7 @@ class SharedLoop:
         where the loop is closed. A thread that is interrupted (Ctrl-C) cancels its work.
         """
         try:
-            if self._is_nested():
+            if is_nested(self._loop):
                 return self._run(work)
             refuse_where_a_loop_runs("await the engine's async methods there")
             given = _Work(work)
@@ -113,9 +113,10 @@ class SharedLoop:
         result: T = type(self._loop).run_until_complete(self._loop, work)
         return result
 
-    def _is_nested(self) -> bool:
-        """Whether ``nest_asyncio`` has made this loop one that can wait for itself."""
-        return asyncio._get_running_loop() is self._loop and hasattr(self._loop, "_nest_patched")
+
+def is_nested(loop: asyncio.AbstractEventLoop) -> bool:
+    """Whether this thread runs ``loop``, which ``nest_asyncio`` has made wait for itself."""
+    return asyncio._get_running_loop() is loop and hasattr(loop, "_nest_patched")
 
 
 def refuse_where_a_loop_runs(hint: str) -> None:
