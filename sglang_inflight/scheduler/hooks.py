@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import NextBatchPlan
-from sglang.srt.managers.schedule_batch import Req as RowOwner
+from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
@@ -199,10 +199,10 @@ def record_taken(
     processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
 
 
-def read_before_release(pool: AdoptedReqToTokenPool, owner: object) -> None:
+def read_before_release(pool: AdoptedReqToTokenPool, req: object) -> None:
     # a streaming session that ends has a row, and is no request
-    if isinstance(owner, RowOwner):
-        pool.inflight.before_release(owner)
+    if isinstance(req, AnyRequest):
+        pool.inflight.before_release(req)
 
 
 def end_turn(keep: Callable[..., bool], sessions: AdoptedStreamingSession, req: Req) -> bool:
@@ -236,19 +236,16 @@ def extend_output_streamer(get_class: Callable[..., type], scheduler: AdoptedSch
 def follow_to_host(
     engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
-    # the first is of KV; there may be none, and what is copied before there is a controller is
-    # of the weights that the server started with
-    for transfer in transfers[:1]:
-        if (controller := getattr(engine, "inflight", None)) is not None:
-            controller.follow_to_host(transfer.host_indices, transfer.device_indices)
+    # what is copied before there is a controller is of the weights that the server started with
+    if (controller := getattr(engine, "inflight", None)) is not None:
+        controller.follow_to_host(transfers)
 
 
 def follow_from_host(
     engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
-    for transfer in transfers[:1]:
-        if (controller := getattr(engine, "inflight", None)) is not None:
-            controller.follow_from_host(transfer.host_indices, transfer.device_indices)
+    if (controller := getattr(engine, "inflight", None)) is not None:
+        controller.follow_from_host(transfers)
 
 
 def note_who_made_it(

@@ -68,6 +68,7 @@ class OneRank:
             answers,
             mode=StagingMode.DEVICE,
             refusal=None,
+            why_not_staged=None,
         )
 
     def join(self, call_id: str, port: int) -> None:
