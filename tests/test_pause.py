@@ -200,6 +200,17 @@ def test_a_request_under_a_grammar_waits_as_others_do(any_server: Server) -> Non
     assert held.output().finish_reason == "length"
 
 
+def test_a_request_that_waits_for_its_grammar_can_end_in_a_pause(any_server: Server) -> None:
+    pause(any_server, "in_place")
+    ended, goes_on = (under_a_new_grammar(any_server, tokens=10) for _ in range(2))
+    until_waiting(any_server, 2)
+    ended.abort()
+    assert ended.output().finish_reason == "abort"
+    assert status(any_server)["waiting"] == 1
+    resume(any_server)
+    assert goes_on.output().finish_reason == "length"
+
+
 @dataclass
 class Queues:
     """What pauses must have done to some requests, kept beside the scheduler's own books."""

@@ -277,7 +277,7 @@ class Controller:
 
     def before_abort(self, request: AbortRequest) -> None:
         """Requests are about to be ended: one by its id, or all."""
-        self._boundary.abort_held(request)
+        self._boundary.abort_waiting(request)
 
     def begin_anew(self, req: Req) -> None:
         """A prefill server lets go of what it had computed for ``req``, which waits again."""
