@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,10 +63,10 @@ def server(decode_server: Server, checkpoints: Path) -> Server:
     return decode_server
 
 
-def start(server: Server, n: int, tokens: int) -> list[Generation]:
+def start(server: Server, n: int, tokens: int, **fields: Any) -> list[Generation]:
+    fields["bootstrap_host"] = FAKE_HOST
     return [
-        Generation(server, tokens=tokens, bootstrap_host=FAKE_HOST, bootstrap_room=next(_rooms))
-        for _ in range(n)
+        Generation(server, tokens=tokens, bootstrap_room=next(_rooms), **fields) for _ in range(n)
     ]
 
 
@@ -159,6 +160,19 @@ def test_a_pause_that_retracts(server: Server, checkpoints: Path) -> None:
     assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
     assert labels == ["v0"] * counts[1] + ["v1"] * (120 - counts[1])
     assert set(labels_of(output.meta["kv_versions"])) == {"v1"}
+
+
+def test_what_waits_for_its_grammar_can_end(server: Server) -> None:
+    """It has no KV, as others have that wait here."""
+    (running,) = start(server, 1, tokens=100)
+    running.wait_for_tokens(3)
+    pause(server, "in_place")
+    (ended,) = start(server, 1, tokens=10, sampling={"regex": f"(t[0-9]+|x{next(_rooms)})*"})
+    until_waiting(server, 1)
+    ended.abort()
+    assert ended.output().finish_reason == "abort"
+    resume(server)
+    expect_whole(running)
 
 
 def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) -> None:

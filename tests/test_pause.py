@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ MODES = ("in_place", "retract", "abort", "wait")
 # for requests that run to their end
 TOKENS = 200
 COUNTS = ("running", "waiting", "retracted", "aborted")
+_grammars = itertools.count()
 
 
 @dataclass
@@ -172,6 +174,41 @@ def test_wait_is_bounded(server: Server) -> None:
     assert [generation.count for generation in long] == seen
     resume(server)
     expect_all_go_on(long)
+
+
+def under_a_new_grammar(server: Server, tokens: int) -> Generation:
+    """It waits until its grammar is ready, in a queue of its own."""
+    regex = f"(t[0-9]+|x{next(_grammars)})*"
+    return Generation(server, tokens=tokens, sampling={"regex": regex})
+
+
+def test_a_request_under_a_grammar_waits_as_others_do(any_server: Server) -> None:
+    """Whatever comes while a pause drains is held, by whichever queue it comes in."""
+    (running,) = start_running(any_server, 1, tokens=ENDLESS)
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(pause, any_server, "wait")
+        until("it drains", lambda: status(any_server)["state"] == "draining")
+        held = under_a_new_grammar(any_server, tokens=10)
+        until_waiting(any_server, 1)
+        running.wait_for_tokens(running.count + 50)
+        assert held.count == 0
+        running.abort()
+        (rank,) = asked.result()["ranks"]
+    assert (rank["running"], rank["waiting"]) == (0, 1)
+    assert settle(any_server, [held]) == [0]
+    resume(any_server)
+    assert held.output().finish_reason == "length"
+
+
+def test_a_request_that_waits_for_its_grammar_can_end_in_a_pause(any_server: Server) -> None:
+    pause(any_server, "in_place")
+    ended, goes_on = (under_a_new_grammar(any_server, tokens=10) for _ in range(2))
+    until_waiting(any_server, 2)
+    ended.abort()
+    assert ended.output().finish_reason == "abort"
+    assert status(any_server)["waiting"] == 1
+    resume(any_server)
+    assert goes_on.output().finish_reason == "length"
 
 
 @dataclass

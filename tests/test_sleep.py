@@ -417,6 +417,11 @@ def test_a_start_without_weights(
         answer = server.post("/generate", body)
         assert answer["status_code"] == 503
         assert "REQUIRE_UPDATE" in message_of(answer)
+        # nor is one refused any later that would wait for its grammar first
+        body["sampling_params"] = {"max_new_tokens": 2, "regex": "(t1 )*"}
+        answer = server.post("/generate", body)
+        assert answer["status_code"] == 503
+        assert "REQUIRE_UPDATE" in message_of(answer)
         assert memory(server)[WEIGHTS] == "hollow"
         assert status(server)["digest"] is None
         update(server, versions, 1, **LIVE)

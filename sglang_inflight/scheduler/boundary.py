@@ -227,24 +227,36 @@ class Boundary:
                 cache.release_session(session_id)
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
-    def abort_held(self, request: AbortRequest) -> None:
-        """End those that a decode server would send for again when generation goes on.
+    def abort_waiting(self, request: AbortRequest) -> None:
+        """End those that wait where SGLang's own abort ends none, or none before the next batch.
 
-        SGLang's own abort does not look there.
+        That is for their grammar; and for generation to go on, when a decode server would send
+        for them again. What SGLang's abort finds in the waiting queue it ends at once, but on a
+        decode server that has its KV.
         """
         scheduler = self._scheduler
+        grammars = scheduler.grammar_manager
+        without_grammar = [req for req in grammars.grammar_queue if _is_meant(req, request)]
+        grammars.grammar_queue = [r for r in grammars.grammar_queue if r not in without_grammar]
+        for req in without_grammar:
+            if req.grammar is not None:
+                req.grammar.cancel()
         if scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
+            scheduler.waiting_queue += without_grammar
             return
+        for req in without_grammar:
+            scheduler._release_aborted_request(req)
         prealloc = scheduler.disagg_decode_prealloc_queue
-        held = prealloc.held_rebootstrap_reqs
-        rid = request.rid or ""
-        ended = [req for req in held if request.abort_all or req.rid.startswith(rid)]
-        prealloc.held_rebootstrap_reqs = [req for req in held if req not in ended]
-        for req in ended:
+        held = [req for req in prealloc.held_rebootstrap_reqs if _is_meant(req, request)]
+        prealloc.held_rebootstrap_reqs = [
+            req for req in prealloc.held_rebootstrap_reqs if req not in held
+        ]
+        for req in held:
             # its last token, which it was to begin with
             if req.pd_rebootstrap_forced_output_id is not None:
                 req.output_ids.append(req.pd_rebootstrap_forced_output_id)
                 req.pd_rebootstrap_forced_output_id = None
+        for req in (*without_grammar, *held):
             send_abort_output(scheduler, _make_abort_req(req, request.finished_reason), req)
 
     def retract(self) -> int:
@@ -313,3 +325,7 @@ class Boundary:
             scheduler._engine_paused = was_paused
         if not flushed:
             raise RuntimeError("the prefix cache could not be flushed: a request still holds KV")
+
+
+def _is_meant(req: Req, request: AbortRequest) -> bool:
+    return request.abort_all or req.rid.startswith(request.rid or "")

@@ -241,16 +241,22 @@ class Controller:
         return self.is_frozen or self._still.is_waited_for or self._held_turns.are_owed
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
-        """Around the choice of requests to prefill: show it only those that may run now."""
+        """Around the choice of requests to prefill: show it only those that may run now.
+
+        First it takes in those whose grammar is ready.
+        """
         if self.pause.state is not PauseState.DRAINING:
             return schedule()
-        scheduler = self._scheduler
+        scheduler, grammars = self._scheduler, self._scheduler.grammar_manager
         held = [req for req in scheduler.waiting_queue if not self.pause.admits(req)]
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if self.pause.admits(req)]
+        without_grammar = [req for req in grammars.grammar_queue if not self.pause.admits(req)]
+        grammars.grammar_queue = [req for req in grammars.grammar_queue if self.pause.admits(req)]
         try:
             return schedule()
         finally:
             scheduler.waiting_queue = held + scheduler.waiting_queue
+            grammars.grammar_queue = without_grammar + grammars.grammar_queue
 
     def ask_for_kv(self, ask: Callable[[], Any]) -> Any:
         """Around the choice of requests whose KV the prefill server is to send: as above."""
@@ -271,7 +277,7 @@ class Controller:
 
     def before_abort(self, request: AbortRequest) -> None:
         """Requests are about to be ended: one by its id, or all."""
-        self._boundary.abort_held(request)
+        self._boundary.abort_waiting(request)
 
     def begin_anew(self, req: Req) -> None:
         """A prefill server lets go of what it had computed for ``req``, which waits again."""

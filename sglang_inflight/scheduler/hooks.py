@@ -83,7 +83,7 @@ def enqueue(scheduler: AdoptedScheduler, req: Req, *args: Any, **kwargs: Any) ->
     scheduler.inflight.enqueue(req)
 
 
-def abort_held(scheduler: AdoptedScheduler, recv_req: AbortRequest) -> None:
+def abort_waiting(scheduler: AdoptedScheduler, recv_req: AbortRequest) -> None:
     scheduler.inflight.before_abort(recv_req)
 
 
@@ -323,7 +323,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.on_idle", stay_idle_while_held, HookType.AROUND),
     (f"{_SCHEDULER}._collect_inflight_batches", count_those_held, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
-    (f"{_SCHEDULER}.abort_request", abort_held, HookType.BEFORE),
+    (f"{_SCHEDULER}.abort_request", abort_waiting, HookType.BEFORE),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),

@@ -65,6 +65,8 @@ class Req(Protocol):
     return_logprob: bool
     sampling_params: SamplingParams
     skip_radix_cache_insert: bool
+    # a ``Future`` of it while it is made, and None where there is none
+    grammar: Any | None
     time_stats: SchedulerReqTimeStats
     weight_version_events: list[Any]
     # the reason for which it ends with its next result
