@@ -200,6 +200,23 @@ def test_a_node_falls_silent_before_the_commit(
     expect_to_run_on(first, streams, [0, 1])
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/flush_cache", {}), ("/update_weight_version", {"new_version": "v0"})]
+)
+def test_sglangs_own_calls_do_not_wait_for_a_silent_node(
+    pair: Nodes, first: Server, path: str, body: dict[str, Any]
+) -> None:
+    pair.stop_second()
+    # one that waits for it, and one that comes when that is known
+    for _ in range(2):
+        unknown = first.post(path, body)
+        assert (unknown["status_code"], SECOND in str(unknown)) == (504, True), unknown
+    pair.let_second_go_on()
+    until("it is heard", lambda: first.get("/inflight/status")["status_code"] == 200)
+    assert first.post(path, body)["status_code"] == 200
+    expect_epochs_alike(first, 0)
+
+
 def test_a_node_falls_silent_after_the_vote(
     pair: Nodes, first: Server, streams: list[Generation]
 ) -> None:

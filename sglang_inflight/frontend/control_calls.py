@@ -3,7 +3,8 @@
 Upstream takes the next answer of the right type for the answer. A caller that gave up,
 whose answer is still to come, leaves it to the next caller, who then thinks that its own
 call is done. A handler that raises has no answer at all, and of the ranks of a replica
-only the first is ever heard, so here the others say that they are done too.
+only the first is ever heard, so here the others say that they are done too. One that is on a
+node that falls silent says nothing, and is waited for no longer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.lifetime import Lifetime
-from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.ranks import Rank, Ranks, nothing_heard, sent_all_the_same
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 
 if TYPE_CHECKING:
@@ -27,21 +28,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Awaited:
     # how many answer in upstream's form, and how many only say that they are done
     replicas: int
     others: int
     answers: list[Any] = field(default_factory=list)
-    done: int = 0
+    done: set[Rank] = field(default_factory=set)
     complete: asyncio.Future[list[Any]] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
     def end_if_whole(self) -> None:
-        is_whole = len(self.answers) == self.replicas and self.done == self.others
+        is_whole = len(self.answers) == self.replicas and len(self.done) == self.others
         if is_whole and not self.complete.done():
             self.complete.set_result(self.answers)
+
+    def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
+        """Upstream's answers name no rank: one of them may be missing."""
+        lost = silent - self.done
+        if lost and not self.complete.done():
+            self.complete.set_exception(sent_all_the_same(nothing_heard(lost, for_s)))
 
 
 class ControlCalls:
@@ -64,7 +71,8 @@ class ControlCalls:
     async def call(self, communicator: AdoptedCommunicator, request: Request) -> list[Any]:
         """Send ``request`` and return the answer of every replica.
 
-        Raises ``HandlerFailed``, or what else a rank said, where a rank said so.
+        Raises ``HandlerFailed``, or what else a rank said, where a rank said so, and
+        ``OutcomeUnknown`` where a rank is silent.
         """
         return await self._lifetime.attend(self._call(communicator, request))
 
@@ -76,7 +84,8 @@ class ControlCalls:
             self._awaited[request.rid] = awaited
             try:
                 communicator._send(request)
-                return await awaited.complete
+                with self._ranks.given_up_on_silence(awaited):
+                    return await awaited.complete
             finally:
                 del self._awaited[request.rid]
 
@@ -95,7 +104,7 @@ class ControlCalls:
         if awaited is None:
             return
         if not isinstance(answer, Failed):
-            awaited.done += 1
+            awaited.done.add((answer.dp_rank, answer.pp_rank, answer.tp_rank))
             awaited.end_if_whole()
         elif not awaited.complete.done():
             error = ERRORS.get(answer.error, HandlerFailed)

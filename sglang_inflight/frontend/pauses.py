@@ -173,10 +173,23 @@ class Pauses:
                 if deadline.is_over:
                     raise
 
+    @contextlib.asynccontextmanager
+    async def let_go_on_failure(self, pause_id: str) -> AsyncIterator[None]:
+        """Whatever ends the block early, a caller who leaves too, lets go of the pause."""
+        try:
+            yield
+        except BaseException:
+            await asyncio.shield(self._let_go(pause_id))
+            raise
+
     async def _undo(self, call: PauseCall) -> None:
         """A caller who was not granted a pause holds none, on no rank."""
-        if not call.renews:
-            await self._release_everywhere(call.pause_id)
+        await self._let_go(None if call.renews else call.pause_id)
+
+    async def _let_go(self, pause_id: str | None) -> None:
+        """Of one that nobody wants, wherever it is held, and see what is so then."""
+        if pause_id is not None:
+            await self._release_everywhere(pause_id)
         try:
             await self.ask_status()
         except Refused as error:

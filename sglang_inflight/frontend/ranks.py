@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 from sglang_inflight.frontend.lifetime import Lifetime
@@ -21,6 +22,13 @@ logger = logging.getLogger(__name__)
 Rank = tuple[int, int, int]
 
 
+class Awaited(Protocol):
+    """A call that ranks are to answer."""
+
+    def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
+        """Of other nodes' ranks, where an answer of theirs is missing."""
+
+
 class _Collector:
     def __init__(self, expected: frozenset[Rank]) -> None:
         self.answers: dict[Rank, RankAnswer] = {}
@@ -33,12 +41,9 @@ class _Collector:
             self.complete.set_result(None)
 
     def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
-        """Of other nodes' ranks, where an answer of theirs is missing."""
-        lost = sorted(silent & self.missing())
+        lost = silent & self.missing()
         if lost and not self.complete.done():
-            self.complete.set_exception(
-                RankSilent(f"nothing was heard of {_name(lost)}, on another node, for {for_s:g} s")
-            )
+            self.complete.set_exception(nothing_heard(lost, for_s))
 
     def missing(self) -> frozenset[Rank]:
         return self._expected - self.answers.keys()
@@ -58,6 +63,8 @@ class Ranks:
         # the engine that was made last.
         self.all = _all_ranks()
         self._collectors: dict[str, _Collector] = {}
+        # what ends when one falls silent
+        self._awaited: list[Awaited] = []
         # of other nodes, and for how many seconds they were when that was told
         self._silent: dict[Rank, float] = {}
 
@@ -78,9 +85,9 @@ class Ranks:
         collector = self._collectors[call.call_id] = _Collector(self.all)
         try:
             await self._tokenizer_manager._async_dispatch_to_scheduler(call)
-            self._give_up_on_silent([collector])
             try:
-                await self._lifetime.attend(asyncio.wait_for(collector.complete, timeout_s))
+                with self.given_up_on_silence(collector):
+                    await self._lifetime.attend(asyncio.wait_for(collector.complete, timeout_s))
             except TimeoutError:
                 silent = _name(sorted(collector.missing()))
                 raise RankSilent(f"{silent} did not answer within {timeout_s:g} s") from None
@@ -100,10 +107,7 @@ class Ranks:
         try:
             return await self.ask(call, timeout_s)
         except RankSilent as silence:
-            raise OutcomeUnknown(
-                f"it was sent to all ranks, but {silence}. A silent rank carries it out when it "
-                "comes to it, or it is dead"
-            ) from silence
+            raise sent_all_the_same(silence) from silence
 
     @property
     def count(self) -> int:
@@ -132,13 +136,34 @@ class Ranks:
             name_rank(*rank),
             said.for_s,
         )
-        self._give_up_on_silent(self._collectors.values())
+        for awaited in self._awaited:
+            self._give_up(awaited)
 
-    def _give_up_on_silent(self, collectors: Iterable[_Collector]) -> None:
+    @contextmanager
+    def given_up_on_silence(self, awaited: Awaited) -> Iterator[None]:
+        """Around the wait for what was sent."""
+        self._awaited.append(awaited)
+        self._give_up(awaited)
+        try:
+            yield
+        finally:
+            self._awaited.remove(awaited)
+
+    def _give_up(self, awaited: Awaited) -> None:
         if self._silent:
-            silent, for_s = frozenset(self._silent), min(self._silent.values())
-            for collector in collectors:
-                collector.give_up(silent, for_s)
+            awaited.give_up(frozenset(self._silent), min(self._silent.values()))
+
+
+def nothing_heard(lost: Iterable[Rank], for_s: float) -> RankSilent:
+    ranks = _name(sorted(lost))
+    return RankSilent(f"nothing was heard of {ranks}, on another node, for {for_s:g} s")
+
+
+def sent_all_the_same(silence: RankSilent) -> OutcomeUnknown:
+    return OutcomeUnknown(
+        f"it was sent to all ranks, but {silence}. A silent rank carries it out when it comes to "
+        "it, or it is dead"
+    )
 
 
 def require_success(answers: list[A | Failed]) -> list[A]:

@@ -122,6 +122,17 @@ def test_a_body_that_ends_early(cut: int) -> None:
         take(text)
 
 
+def test_a_file_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux gives no more than 2 GiB at a time."""
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 1000), at))
+    text = json.dumps({"serialized_named_tensors": [encode(CONTENT)]}).encode()
+    with large_body() as body:
+        body.feed(text)
+        payloads = decode(bytes(body._rest), TensorBody).serialized_named_tensors
+        assert body.put_back(payloads, as_files=False) == [CONTENT]
+
+
 def test_nobody_can_name_a_file() -> None:
     forged = {"type": "PayloadFile", "path": "/etc/passwd"}
     with pytest.raises(Refused, match="Expected `bytes`, got `object`"):

@@ -185,7 +185,13 @@ class _LargeString:
             left = left[os.write(self._fd, left) :]
 
     def read(self) -> bytes:
-        return os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        parts: list[bytes] = []
+        at, size = 0, os.fstat(self._fd).st_size
+        # Linux gives no more than 2 GiB at a time
+        while at < size:
+            parts.append(os.pread(self._fd, size - at, at))
+            at += len(parts[-1])
+        return b"".join(parts)
 
     def as_payload(self) -> PayloadFile:
         return PayloadFile(path=f"/proc/{os.getpid()}/fd/{self._fd}")

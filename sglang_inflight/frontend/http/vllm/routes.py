@@ -138,12 +138,8 @@ class _Routes:
         mode = choose_pause_mode(query.mode, clears_cache=query.clear_cache)
         answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.clear_cache:
-            try:
+            async with self._pauses.let_go_on_failure(answer.pause_id):
                 await self._caches.flush(retract=True)
-            except Refused:
-                # a caller that was refused holds no pause
-                await self._pauses.resume(ContinueBody(pause_id=answer.pause_id))
-                raise
         return {**answer, "status": "paused"}
 
     async def resume(self) -> Content:
@@ -265,17 +261,14 @@ class _Routes:
         answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.level == 0:
             return {**answer, "status": "sleeping", "level": 0}
-        try:
+        # memory that went all the same has a pause of its own
+        async with self._pauses.let_go_on_failure(answer.pause_id):
             moved = await self._memory.release(
                 ReleaseMemoryBody(
                     tags=[tag for tag in SLEEP_TAGS if tag not in released],
                     keep_weights="host" if query.level == 1 else "discard",
                 )
             )
-        except Refused:
-            # a caller that was refused holds no pause
-            await self._pauses.resume(ContinueBody(pause_id=answer.pause_id))
-            raise
         memory = {"memory": moved.as_json()["ranks"]}
         return {**answer, **memory, "status": "sleeping", "level": query.level}
 

@@ -1,0 +1,112 @@
+"""vLLM's ``/pause`` and ``/sleep``, whose pauses nobody holds where they fail after the grant."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.errors import Conflict, OutcomeUnknown
+from sglang_inflight.frontend.caches import Caches
+from sglang_inflight.frontend.http.vllm.bodies import PauseQuery, SleepQuery
+from sglang_inflight.frontend.http.vllm.routes import _Routes
+from sglang_inflight.grants import MemoryMoved
+from tests.unit.test_pauses_made_again import OneRank, no_server, pauses_of, settle
+
+__all__ = ["no_server"]
+
+
+class Amid:
+    """What comes after the grant, in the middle of which the test comes."""
+
+    def __init__(self) -> None:
+        self.begun = asyncio.Event()
+        self.fails: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
+class Played:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank = OneRank()
+        self.amid = Amid()
+        pauses = pauses_of(self.rank)
+
+        async def wait(*_: object, **__: object) -> MemoryMoved:
+            self.amid.begun.set()
+            await self.amid.fails
+            raise AssertionError
+
+        async def released() -> list[str]:
+            return []
+
+        monkeypatch.setattr(Caches, "flush", wait)
+        frontend: Any = SimpleNamespace(
+            ranks=self.rank,
+            pauses=pauses,
+            caches=Caches(pauses._tokenizer_manager, self.rank),
+            updates=None,
+            groups=None,
+            memory=SimpleNamespace(release=wait, released=released),
+            settings=SimpleNamespace(update_timeout_s=1.0),
+        )
+        self.routes = _Routes(frontend, pauses._tokenizer_manager)
+
+    async def begin(self, call: Awaitable[Any]) -> asyncio.Future[Any]:
+        """Up to the middle of what comes after the grant."""
+        calling = asyncio.ensure_future(call)
+        while not self.amid.begun.is_set():
+            assert not calling.done(), calling
+            self.rank.step()
+            await settle()
+        assert self.rank.held
+        return calling
+
+    async def finish(self, call: asyncio.Future[Any]) -> None:
+        while not call.done():
+            self.rank.step()
+            await settle()
+
+
+CALLS: dict[str, Callable[[_Routes], Awaitable[Any]]] = {
+    "/pause": lambda routes: routes.pause(PauseQuery(mode="keep", clear_cache=True)),
+    "/sleep": lambda routes: routes.sleep(SleepQuery(level=1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, disagg = SimpleNamespace(device="cpu"), SimpleNamespace(disaggregation_mode="null")
+    frontend = "sglang_inflight.frontend"
+    monkeypatch.setattr(f"{frontend}.http.vllm.routes.get_device", lambda: device)
+    monkeypatch.setattr(f"{frontend}.pauses.get_disagg", lambda: disagg)
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_a_caller_leaves_after_the_grant(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play() -> None:
+        played = Played(monkeypatch)
+        call = await played.begin(CALLS[path](played.routes))
+        call.cancel()
+        await played.finish(call)
+        assert call.cancelled()
+        assert played.rank.held == []
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("error", [OutcomeUnknown("a rank is silent"), Conflict("no"), OSError()])
+@pytest.mark.parametrize("path", CALLS)
+def test_it_fails_after_the_grant(
+    path: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def play() -> None:
+        played = Played(monkeypatch)
+        call = await played.begin(CALLS[path](played.routes))
+        played.amid.fails.set_exception(error)
+        await played.finish(call)
+        assert call.exception() is error
+        assert played.rank.held == []
+
+    asyncio.run(play())
