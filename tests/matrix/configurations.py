@@ -145,6 +145,27 @@ CONFIGURATIONS = (
             "--hicache-mem-layout", "layer_first",
         ),
     ),
+    Configuration(
+        "`--dp-size 2 --tp-size 2`", ("--dp-size", "2", "--tp-size", "2"), ranks=4
+    ),
+    Configuration(
+        "`--dp-size 2 --pp-size 2`", ("--dp-size", "2", "--pp-size", "2"), ranks=4
+    ),
+    Configuration(
+        "`--dp-size 2 --tokenizer-worker-num 2`",
+        ("--dp-size", "2", "--tokenizer-worker-num", "2"),
+        ranks=2,
+    ),
+    Configuration(
+        "`--dp-size 2 --enable-hierarchical-cache`",
+        (
+            "--dp-size", "2",
+            "--enable-hierarchical-cache",
+            "--hicache-io-backend", "direct",
+            "--hicache-mem-layout", "layer_first",
+        ),
+        ranks=2,
+    ),
     Configuration("`--disable-radix-cache`", ("--disable-radix-cache",)),
     Configuration(
         "`--disaggregation-mode prefill` and `decode`, both asked",
