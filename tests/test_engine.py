@@ -109,6 +109,14 @@ def test_arguments_that_cannot_be(answers: dict[str, Any]) -> None:
     assert answers["after nonsense"] is False
 
 
+def test_requests_with_values_of_other_types(answers: dict[str, Any]) -> None:
+    """One is what it means, and another would end the scheduler."""
+    output = answers["loose"]
+    assert output["output_ids"] == answers["last"]
+    assert len(output["meta_info"]["output_token_logprobs"]) == 3
+    assert answers["too loose"].startswith("ValueError: sampling_params.max_new_tokens: ")
+
+
 def test_waiting_in_the_event_loop(answers: dict[str, Any]) -> None:
     """Refused before anything is done, where it could never be answered."""
     pause, generate, flush = answers["async"]["in the loop"]

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
@@ -35,9 +37,18 @@ LEAST_PENALTY = 1e-20
 MOST_TOP_K = (1 << 31) - 1
 
 # large, and looked at in their own way, or made by the front end itself
-_NOT_LOOKED_AT = frozenset(
-    {"input_ids", "input_embeds", "mm_inputs", "positional_embed_overrides", "time_stats"}
-)
+_NOT_LOOKED_AT = {
+    "input_ids",
+    "input_embeds",
+    "mm_inputs",
+    "positional_embed_overrides",
+    "time_stats",
+}
+if envs.SGLANG_USE_PICKLE_IPC.get():
+    # for the request's own processor, whatever it is: no scheduler looks into it
+    _NOT_LOOKED_AT |= {"custom_params"}
+# by which it is known here already
+_KEPT = {"rid", "http_worker_ipc"}
 
 
 def create_tokenized(
@@ -84,6 +95,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
         raise ValueError(
             f"repetition_penalty is {params.repetition_penalty}, and at least {LEAST_PENALTY}"
         )
+    if params.logit_bias:
+        # JSON's keys are texts, and Python's callers give numbers
+        params.logit_bias = {str(token): bias for token, bias in params.logit_bias.items()}
     for token_id, bias in (params.logit_bias or {}).items():
         if not bias <= MOST_BIAS:
             raise ValueError(f"logit_bias of {token_id} is {bias}, and at most {MOST_BIAS}")
@@ -190,7 +204,11 @@ class _Processor(msgspec.Struct):
 
 
 def _require_types(message: msgspec.Struct, within: str = "") -> None:
-    """A scheduler takes a message by its type, and ends with one that is not of it."""
+    """A scheduler takes a message by its type, and may end with one that is not of it.
+
+    SGLang carries values of any type, and a few harm nobody. Those that can be made of the type
+    are: 16.0 is the whole number, 1 is the yes, that a client means.
+    """
     for name, decoder in _decoders(type(message)):
         value = getattr(message, name)
         try:
@@ -199,7 +217,18 @@ def _require_types(message: msgspec.Struct, within: str = "") -> None:
             if isinstance(value, msgspec.Struct):
                 # the error counts its fields, and does not name them
                 _require_types(value, f"{within}{name}.")
-            raise ValueError(f"{within}{name}: {error}") from error
+            else:
+                setattr(message, name, _of_type(message, name, value, f"{within}{name}: {error}"))
+
+
+def _of_type(message: msgspec.Struct, name: str, value: Any, wrong: str) -> Any:
+    """``value`` as pydantic converts it, which is SGLang's way with bodies over HTTP."""
+    if name in _KEPT:
+        raise ValueError(wrong)
+    try:
+        return _converters(type(message))[name].validate_python(value)
+    except ValidationError as error:
+        raise ValueError(wrong) from error
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
@@ -215,3 +244,14 @@ def _decoders(kind: type[msgspec.Struct]) -> list[tuple[str, msgspec.msgpack.Dec
         for field in msgspec.structs.fields(kind)
         if field.name not in _NOT_LOOKED_AT
     ]
+
+
+@functools.cache
+def _converters(kind: type[msgspec.Struct]) -> dict[str, TypeAdapter[Any]]:
+    """Made when the first is needed: few requests need one."""
+    anything = ConfigDict(arbitrary_types_allowed=True)
+    return {
+        field.name: TypeAdapter(field.type, config=anything)
+        for field in msgspec.structs.fields(kind)
+        if field.name not in _NOT_LOOKED_AT
+    }

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.errors import InflightError, Refused
 from sglang_inflight.frontend import tiers
+from sglang_inflight.frontend.bodies import BeginBody, EndBody, IPCBody, TensorBody
+from sglang_inflight.frontend.updates import two_phase
 from sglang_inflight.frontend.updates.kv_policy import require_supported
+from sglang_inflight.messages import CommitCall
+from tests.unit.test_update_orders import Play
 
 ONE: dict[str, Any] = {
     "enable_lmcache": False,
@@ -24,6 +29,8 @@ def start(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int 
     """There is no server, whose settings these are."""
     monkeypatch.setattr(tiers, "get_memory", lambda: SimpleNamespace(**memory))
     monkeypatch.setattr(tiers, "get_parallel", lambda: SimpleNamespace(pp_size=pp_size))
+    alone = SimpleNamespace(disaggregation_mode="null")
+    monkeypatch.setattr(two_phase, "get_disagg", lambda: alone)
 
 
 @pytest.mark.parametrize("memory", [ONE, TWO], ids=["device", "host"])
@@ -50,3 +57,58 @@ def test_tiers_out_of_reach(
     with pytest.raises(Refused, match=words):
         require_supported(kv_cache, retracts=False)
     require_supported("keep", retracts=False)
+
+
+async def update(play: Play, *, in_session: bool, **fields: Any) -> None:
+    """As SGLang's clients make it. It waits for no request, of which there are none here."""
+    fields |= {"abort_all_requests": True}
+    if not in_session:
+        await play.updates.update(IPCBody(zmq_handles={}, **fields))
+        return
+    await play.updates.begin(BeginBody())
+    await play.updates.update(TensorBody(serialized_named_tensors=[b""], **fields))
+    await play.updates.end(EndBody())
+
+
+def kv_cache_of_commit(**fields: Any) -> str:
+    async def commit() -> str:
+        play = Play()
+        play.make(update(play, **fields))
+        await play.finish()
+        await play.made[0]
+        (call,) = [call for call in play.ranks.called if isinstance(call, CommitCall)]
+        return call.kv_cache
+
+    return asyncio.run(commit())
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
+@pytest.mark.parametrize(
+    ("memory", "fields", "kv_cache"),
+    [
+        (ONE, {}, "recompute"),
+        (ONE, {"flush_cache": False}, "fence"),
+        ({**ONE, "enable_lmcache": True}, {}, "recompute"),
+        ({**ONE, "enable_lmcache": True}, {"flush_cache": False}, "keep"),
+    ],
+)
+def test_who_asks_for_nothing_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+    memory: dict[str, Any],
+    fields: dict[str, Any],
+    kv_cache: str,
+    in_session: bool,
+) -> None:
+    """The device's part is flushed, or kept, and what is behind it is kept."""
+    start(monkeypatch, memory)
+    assert kv_cache_of_commit(in_session=in_session, **fields) == kv_cache
+
+
+@pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
+@pytest.mark.parametrize("fields", [{"kv_cache": "recompute"}, {"non_blocking": True}], ids=str)
+def test_who_asks_for_more(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_session: bool
+) -> None:
+    start(monkeypatch, {**ONE, "enable_lmcache": True})
+    with pytest.raises(InflightError, match="LMCache"):
+        kv_cache_of_commit(in_session=in_session, **fields)

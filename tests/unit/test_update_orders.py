@@ -99,6 +99,7 @@ class Play:
             asyncio_tasks=set(),
             mm_processor=None,
             config_value=lambda name: "v0",
+            abort_request=lambda abort_all: None,
             _update_weight_version_if_provided=self.published.append,
         )
         manager = self.manager

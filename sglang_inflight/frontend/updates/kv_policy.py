@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.tiers import why_out_of_reach
 from sglang_inflight.messages import KVPolicy
 from sglang_inflight.unsupported import why_no_retraction
+
+logger = logging.getLogger(__name__)
 
 
 def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
@@ -17,3 +22,17 @@ def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
             'kv_cache="recompute" (flush_cache=true) retracts running requests, which '
             f'this server cannot: {reason}; pass kv_cache="fence" or "keep"'
         )
+
+
+def as_sglang_does(kv_cache: KVPolicy) -> KVPolicy:
+    """For a caller who asks for nothing of ours: SGLang flushes what it can, or nothing."""
+    if kv_cache == "keep" or (reason := why_out_of_reach()) is None:
+        return kv_cache
+    _warn(reason)
+    return "keep" if kv_cache == "fence" else kv_cache
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Once, however often it is so."""
+    logger.warning("Requests may reuse the KV of older weights after updates: %s.", reason)

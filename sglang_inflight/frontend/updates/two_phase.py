@@ -149,7 +149,8 @@ class TwoPhase:
     def _add(self, update: OpenUpdate, wanted: Wanted) -> None:
         update.move(Event.STAGE)
         update.add(wanted)
-        require_supported(update.kv_policy, retracts=wanted.non_blocking)
+        if wanted.exceeds_sglang:
+            require_supported(update.kv_policy, retracts=wanted.non_blocking)
 
     async def _call(self, call: InflightCall[A], deadline: Deadline) -> list[A]:
         return await self._ranks.call(call, deadline.seconds_left + GRACE_S)

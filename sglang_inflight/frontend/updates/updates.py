@@ -167,7 +167,8 @@ class Updates:
         """
         session = self._require_named(body.session_id)
         ending = Ending.of(body)
-        require_supported(ending.kv_policy or session.kv_policy, retracts=ending.non_blocking)
+        if ending.exceeds_sglang:
+            require_supported(ending.kv_policy or session.kv_policy, retracts=ending.non_blocking)
         return await session.being_ended.join(lambda: self._end(session, ending))
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:

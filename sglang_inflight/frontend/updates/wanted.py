@@ -15,6 +15,7 @@ from sglang_inflight.frontend.bodies import (
     choose_kv_policy,
 )
 from sglang_inflight.frontend.deadline import Deadline
+from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
 from sglang_inflight.messages import KVPolicy, Selector, Source
 
 
@@ -71,6 +72,8 @@ class Wanted:
     expected_version: str | None
     weight_version: str | None
     kv_policy: KVPolicy
+    # whether SGLang has no such call, so that less than the policy is an error
+    exceeds_sglang: bool
     # whether the policy holds for the whole session, whatever calls before said
     insists_on_kv_policy: bool
     # stage while requests run
@@ -82,6 +85,7 @@ class Wanted:
     @classmethod
     def of(cls, body: UpdateBody, source: Source, deadline: Deadline) -> Wanted:
         """``source`` is that of ``body``: each time it is asked for, it is another one."""
+        exceeds_sglang = body.kv_cache is not None or body.non_blocking
         return cls(
             source=source,
             deadline=deadline,
@@ -93,7 +97,8 @@ class Wanted:
             partial=body.is_partial,
             expected_version=body.expected_version,
             weight_version=body.weight_version,
-            kv_policy=body.kv_policy,
+            kv_policy=body.kv_policy if exceeds_sglang else as_sglang_does(body.kv_policy),
+            exceeds_sglang=exceeds_sglang,
             insists_on_kv_policy=body.kv_cache is not None or body.flush_cache,
             non_blocking=body.non_blocking,
             aborts_requests=body.abort_all_requests,
@@ -109,6 +114,10 @@ class Ending:
     kv_policy: KVPolicy | None
     non_blocking: bool
     torch_empty_cache: bool
+
+    @property
+    def exceeds_sglang(self) -> bool:
+        return self.kv_policy is not None or self.non_blocking
 
     @classmethod
     def of(cls, body: EndBody) -> Ending:

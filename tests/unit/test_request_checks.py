@@ -1,0 +1,119 @@
+"""Values of other types than a scheduler has for them: taken as what they mean, or refused.
+
+Which of them end one was found out on a server that has no check.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_inflight.frontend.request_checks import check_sampling, create_tokenized
+
+VOCAB = 100
+
+
+def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInput:
+    """What is sent of a request to ``Engine``, which looks at no type before."""
+    config = SimpleNamespace(
+        vocab_size=VOCAB, hidden_size=2, hf_text_config=SimpleNamespace(vocab_size=VOCAB)
+    )
+    manager: Any = SimpleNamespace(model_config=config)
+    obj = GenerateReqInput(input_ids=[1, 2], sampling_params=sampling, **fields)
+    obj.normalize_batch_and_arguments()
+
+    def create(*_: Any) -> TokenizedGenerateReqInput:
+        params = SamplingParams(**sampling)
+        check_sampling(params, VOCAB)
+        params.verify(VOCAB)
+        return TokenizedGenerateReqInput(
+            rid=obj.rid,
+            input_text=None,
+            input_ids=array("q", obj.input_ids),
+            input_embeds=None,
+            mm_inputs=None,
+            token_type_ids=None,
+            sampling_params=params,
+            return_logprob=obj.return_logprob,
+            logprob_start_len=obj.logprob_start_len,
+            top_logprobs_num=obj.top_logprobs_num,
+            token_ids_logprob=obj.token_ids_logprob,
+            stream=obj.stream,
+            session_id=obj.session_id,
+            priority=obj.priority,
+            extra_key=obj.extra_key,
+            cache_salt=obj.cache_salt,
+        )
+
+    return create_tokenized(create, manager, obj, None, obj.input_ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("max_new_tokens", 16.0, 16),
+        ("top_k", 50.0, 50),
+        ("top_k", True, 1),
+        ("beam_width", 2.0, 2),
+        ("ignore_eos", 1, True),
+        ("skip_special_tokens", 0, False),
+        ("logit_bias", {5: 1.0}, {"5": 1.0}),
+        ("custom_params", {"a": {"b": [{"c": None}]}}, {"a": {"b": [{"c": None}]}}),
+    ],
+)
+def test_what_a_sampling_parameter_means(name: str, given: Any, taken: Any) -> None:
+    found = getattr(tokenize({name: given}).sampling_params, name)
+    assert (type(found), found) == (type(taken), taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "taken"),
+    [
+        ("return_logprob", 1, True),
+        ("stream", 1, True),
+        ("priority", 2.0, 2),
+        ("top_logprobs_num", True, 1),
+    ],
+)
+def test_what_a_field_means(name: str, given: Any, taken: Any) -> None:
+    found = getattr(tokenize({}, **{name: given}), name)
+    assert (type(found), found) == (type(taken), taken)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 1.5),
+        ("top_k", 1.5),
+        ("top_k", math.nan),
+        ("beam_width", 1.5),
+        ("skip_special_tokens", "no way"),
+        ("skip_special_tokens", -1),
+        ("logit_bias", ""),
+    ],
+)
+def test_a_sampling_parameter_that_would_end_a_scheduler(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"sampling_params.{name}|{name}"):
+        tokenize({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("token_ids_logprob", "x"),
+        ("session_id", 1.5),
+        ("priority", "x"),
+        ("priority", 1.5),
+        ("extra_key", 1.5),
+        ("cache_salt", [1]),
+    ],
+)
+def test_a_field_that_would_end_a_scheduler(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        tokenize({}, **{name: value})
