@@ -26,7 +26,7 @@ def engine_of(tree_cache: Any) -> AdoptedTransferEngine | None:
 
 def count_host_slots(tree_cache: Any) -> int:
     controller = _controller_of(tree_cache)
-    return 0 if controller is None else controller.mem_pool_host.size
+    return 0 if controller is None else controller.mem_pool_host.logical_size
 
 
 def finish_copies(tree_cache: UnifiedRadixCache) -> None:

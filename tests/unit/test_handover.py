@@ -81,8 +81,7 @@ class Server:
         self.scheduler: Any = SimpleNamespace(
             disagg_metadata_buffers=buffers,
             req_to_token_pool=pool,
-            token_to_kv_pool_allocator=SimpleNamespace(size=64),
-            page_size=1,
+            token_to_kv_pool_allocator=SimpleNamespace(size_full=64, page_size=1),
             tree_cache=None,
             is_mixed_chunk=False,
             disagg_decode_transfer_queue=SimpleNamespace(gloo_group=None),

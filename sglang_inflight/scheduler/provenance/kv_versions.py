@@ -34,6 +34,7 @@ from sglang.srt.utils import is_pin_memory_available
 
 from sglang_inflight.scheduler.host_tier import count_host_slots
 from sglang_inflight.scheduler.provenance.request_record import Spans, record_of
+from sglang_inflight.scheduler.provenance.slots import count_slots
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class KVVersions:
         self._scheduler = scheduler
         self._device = scheduler.req_to_token_pool.req_to_token.device
         self._pins = is_pin_memory_available(self._device)
-        # int32, one per slot: the index of a label. None while there is only one.
+        # int32, one per slot's id: the index of a label. None while there is only one.
         self._of_slot: torch.Tensor | None = None
         # the same of the host's slots; None where there are none, too
         self._of_host_slot: torch.Tensor | None = None
@@ -71,8 +72,7 @@ class KVVersions:
         """All KV so far is of ``current``, if there was no other label before."""
         if self._of_slot is None:
             self._own = [self._index(current)]
-            # a page more than there are slots: the first page takes what padding writes
-            slots = self._scheduler.token_to_kv_pool_allocator.size + self._scheduler.page_size
+            slots = count_slots(self._scheduler.token_to_kv_pool_allocator)
             self._of_slot = torch.zeros(slots, dtype=torch.int32, device=self._device)
             if (host_slots := count_host_slots(self._scheduler.tree_cache)) > 0:
                 self._of_host_slot = torch.zeros(host_slots, dtype=torch.int32, device=self._device)

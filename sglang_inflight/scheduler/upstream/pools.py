@@ -19,9 +19,32 @@ class ReqToTokenPool(Protocol):
 
 @describes("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator")
 class TokenToKVPoolAllocator(Protocol):
-    # how many slots there are
+    # of pages as it hands them out, which may be larger than the scheduler's
+    page_size: int
+
+    # how many slots there are for layers that attend to all tokens, if it counts those apart
     @property
-    def size(self) -> int: ...
+    def size_full(self) -> int: ...
+
+
+@describes(
+    "sglang.srt.mem_cache.allocator.unified_hybrid_swa.UnifiedSWAAllocatorBase",
+    "sglang.srt.mem_cache.allocator.unified_mamba.UnifiedMambaTokenToKVPoolAllocator",
+)
+class VirtualPoolAllocator(Protocol):
+    """Of slots whose memory may move, so that their ids do not say where it is."""
+
+    # how many ids there are
+    @property
+    def draft_virtual_id_space(self) -> int: ...
+
+
+@describes("sglang.srt.mem_cache.allocator.page_interleave.PageInterleavePoolAllocator")
+class ShardedPoolAllocator(Protocol):
+    """Of pages that ranks have turn about."""
+
+    # ranks
+    shard_size: int
 
 
 @describes("sglang.srt.mem_cache.l2_transfer.L2Transfer")
@@ -39,8 +62,8 @@ class L2TransferEngine(Protocol):
 
 @describes("sglang.srt.mem_cache.pool_host.group.HostPoolGroup")
 class HostPoolGroup(Protocol):
-    # slots
-    size: int
+    # slots, those of all ranks that have their pages turn about
+    logical_size: int
 
 
 @describes("sglang.srt.managers.cache_controller.HiCacheController")

@@ -1,0 +1,34 @@
+"""A marker half of whose layers attend to the last tokens only: it has two KV pools.
+
+SGLang gives such layers a pool of their own, which is smaller. Slots of requests are those of
+the larger one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import marker
+
+WINDOW = 32
+
+CONFIG = {
+    **marker.CONFIG,
+    "architectures": ["MellumForCausalLM"],
+    "model_type": "mellum",
+    "layer_types": ["full_attention", "sliding_attention"],
+    "sliding_window": WINDOW,
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": 10000.0}
+        for kind in ("full_attention", "sliding_attention")
+    },
+    # an expert layer where the model has one
+    "mlp_layer_types": ["dense", "dense"],
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": marker.FFN,
+}
+
+
+def build(folder: Path, version: int) -> Path:
+    return marker.write(folder, marker.tensors(version), CONFIG)
