@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
-from sglang_inflight.scheduler.upstream.pools import L2TransferEngine, ReqToTokenPool
+from sglang_inflight.scheduler.upstream.pools import (
+    L2TransferEngine,
+    ReqToTokenPool,
+    StreamingSession,
+    UnifiedRadixCache,
+)
 from sglang_inflight.scheduler.upstream.queues import DecodePreallocQueue, DecodeTransferQueue
 from sglang_inflight.scheduler.upstream.result_processor import SchedulerBatchResultProcessor
 from sglang_inflight.scheduler.upstream.scheduler import Scheduler
@@ -23,6 +28,14 @@ class ReservingScheduler(Scheduler, Protocol):
 
 class AdoptedReqToTokenPool(ReqToTokenPool, Protocol):
     inflight: Controller
+
+
+class AdoptedRadixCache(UnifiedRadixCache, Protocol):
+    req_to_token_pool: AdoptedReqToTokenPool
+
+
+class AdoptedStreamingSession(StreamingSession, Protocol):
+    cache: AdoptedRadixCache
 
 
 class AdoptedTransferEngine(L2TransferEngine, Protocol):

@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was, send
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.pools import PrefixCache
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
@@ -204,6 +205,27 @@ class Boundary:
             held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
             return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
         return self.waiting_requests()
+
+    def free_sessions(self) -> list[Req]:
+        """Let go of what streaming sessions keep for requests to come.
+
+        Returns those that use theirs. One that waits may have been lent it already, and has
+        computed nothing on it.
+        """
+        cache: PrefixCache = self._scheduler.tree_cache
+        records = cache.session_records()
+        if not records:
+            return []
+        waiting = self.requests_without_kv()
+        users = {id(req.kv): req for req in self.live_requests().difference(waiting)}
+        idle = {id(kv) for kv in records.values()} - users.keys()
+        for req in waiting:
+            if id(req.kv) in idle:
+                req.detach_kv()
+        for session_id, kv in records.items():
+            if id(kv) in idle:
+                cache.release_session(session_id)
+        return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
     def abort_held(self, request: AbortRequest) -> None:
         """End those that a decode server would send for again when generation goes on.

@@ -307,6 +307,19 @@ class Controller:
         if req.finished():
             record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
 
+    def end_turn(self, keep: Callable[[], bool], req: Req) -> bool:
+        """Around the end, or the retraction, of a request of a streaming session.
+
+        ``keep`` leaves its KV to the session's next one, if it can. What is nobody else's is
+        not that one's either: it computes its history anew.
+        """
+        self.before_release(req)
+        session = req.session
+        is_kept = keep()
+        if is_kept and session is not None and record_of(req).is_fenced_off:
+            self._scheduler.tree_cache.release_session(session.session_id)
+        return is_kept
+
     def before_output(self, reqs: list[Req]) -> None:
         """The outputs of ``reqs`` are about to be sent."""
         for req in reqs:

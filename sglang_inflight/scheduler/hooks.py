@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.schedule_batch import NextBatchPlan
+from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         AdoptedReqToTokenPool,
         AdoptedResultProcessor,
         AdoptedScheduler,
+        AdoptedStreamingSession,
         AdoptedTransferEngine,
         AdoptedTransferQueue,
         ReservingScheduler,
@@ -197,8 +199,18 @@ def record_taken(
     processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
 
 
-def read_before_release(pool: AdoptedReqToTokenPool, req: Req) -> None:
-    pool.inflight.before_release(req)
+def read_before_release(pool: AdoptedReqToTokenPool, req: object) -> None:
+    # a streaming session that ends has a row, and is no request
+    if isinstance(req, AnyRequest):
+        pool.inflight.before_release(req)
+
+
+def end_turn(keep: Callable[..., bool], sessions: AdoptedStreamingSession, req: Req) -> bool:
+    """A request of a streaming session leaves its row to the next one."""
+    if sessions.borrowed_slot(req) is None:
+        return keep(sessions, req)
+    controller = sessions.cache.req_to_token_pool.inflight
+    return controller.end_turn(lambda: keep(sessions, req), req)
 
 
 def load_adapter(
@@ -287,6 +299,7 @@ _KV = "sglang.srt.mem_cache.common"
 _SPANS = "sglang.srt.utils.weight_versions"
 _TRANSFERS = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
 _EXCHANGE = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
+_SESSIONS = "sglang.srt.session.streaming_session.StreamingSession"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -334,6 +347,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.BEFORE,
     ),
     (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_release, HookType.BEFORE),
+    (f"{_SESSIONS}.try_cache_finished_req", end_turn, HookType.AROUND),
     (f"{_PREFILL}.send_kv_chunk", note_who_made_it, HookType.BEFORE),
     (f"{_PREFILL}.optimistic_release_and_requeue", begin_anew, HookType.AFTER),
     (

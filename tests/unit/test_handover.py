@@ -89,7 +89,7 @@ class Server:
         self.live: set[Req] = set()
         boundary: Any = SimpleNamespace(
             pending_batches=[], live_requests=lambda: self.live, running_requests=set,
-            requests_without_kv=list,
+            requests_without_kv=list, free_sessions=list,
         )  # fmt: skip
         metrics: Any = SimpleNamespace(prefill_mismatches=SimpleNamespace(inc=self.count))
         self.mismatches = 0

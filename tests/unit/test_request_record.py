@@ -25,6 +25,9 @@ class Queues:
     def requests_without_kv(self) -> list[Req]:
         return self.waiting
 
+    def free_sessions(self) -> list[Req]:
+        return []
+
 
 @pytest.fixture
 def queues() -> Queues:

@@ -6,6 +6,9 @@ prefill is looked up under the new epoch, finds nothing older, and fills its own
 requests keep their key, and with it their KV, which is not put into the cache any more.
 Nothing is flushed and no tree is walked: old entries are never looked up again and no older
 ones come, so they are the least recently used, and the first to be evicted.
+
+A streaming session looks nothing up: it keeps the KV of its last request, and lends it to the
+next. It lets go of it, at once or when the request ends that runs on it.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ class PrefixFence:
         self._epoch = epoch
         for req in self._boundary.running_requests():
             self.keep_out(req)
+        for req in self._boundary.free_sessions():
+            self.keep_out(req)
         forget_embeddings()
         for req in self._boundary.requests_without_kv():
             self.admit(req)
@@ -48,16 +53,17 @@ class PrefixFence:
 
     def keep_out(self, req: Req) -> None:
         """What ``req`` holds now is put into no cache."""
-        if not req.skip_radix_cache_insert:
+        record = record_of(req)
+        if not record.is_fenced_off:
+            record.is_fenced_off, record.was_kept_out = True, req.skip_radix_cache_insert
             req.skip_radix_cache_insert = True
-            record_of(req).is_fenced_off = True
 
     def admit(self, req: Req) -> None:
         """Called for each request that enters the waiting queue, new or retracted."""
         record = record_of(req)
         if record.is_fenced_off:
             # retracted: it holds nothing of the old weights
-            req.skip_radix_cache_insert = False
+            req.skip_radix_cache_insert = record.was_kept_out
             record.is_fenced_off = False
         if self._epoch == 0:
             return

@@ -33,6 +33,8 @@ class RequestRecord:
     kv_backup: torch.Tensor | None = None
     # it ran across a fence, or moved with its KV: that KV is nobody else's
     is_fenced_off: bool = False
+    # SGLang itself kept it out of the prefix cache before that
+    was_kept_out: bool = False
 
 
 class _AdoptedReq(Req, Protocol):

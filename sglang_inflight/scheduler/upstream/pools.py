@@ -9,6 +9,8 @@ from sglang_inflight.upstream.describes import describes
 if TYPE_CHECKING:
     import torch
 
+    from sglang_inflight.scheduler.upstream.req import Req, ReqKvInfo
+
 
 @describes("sglang.srt.mem_cache.memory_pool.ReqToTokenPool")
 class ReqToTokenPool(Protocol):
@@ -75,10 +77,28 @@ class HiCacheController(Protocol):
     def start_loading(self) -> int: ...
 
 
+@describes("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache")
+class PrefixCache(Protocol):
+    # what streaming sessions keep for their next turn, or lend to one, by their ids
+    def session_records(self) -> dict[str, ReqKvInfo]: ...
+    def release_session(self, session_id: str) -> None: ...
+
+
 @describes("sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache")
-class UnifiedRadixCache(Protocol):
+class UnifiedRadixCache(PrefixCache, Protocol):
+    req_to_token_pool: ReqToTokenPool
     # None without a tier on the host
     cache_controller: HiCacheController | None
 
     def writing_check(self, write_back: bool = False, finish_count: int | None = None) -> None: ...
     def loading_check(self, finish_count: int | None = None) -> None: ...
+
+
+@describes("sglang.srt.session.streaming_session.StreamingSession")
+class StreamingSession(Protocol):
+    """All such sessions of a server, each of which keeps its KV between two requests."""
+
+    cache: UnifiedRadixCache
+
+    # of the session that lends its KV to the request
+    def borrowed_slot(self, req: Req) -> Any | None: ...

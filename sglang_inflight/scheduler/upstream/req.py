@@ -42,6 +42,13 @@ class SchedulerReqTimeStats(Protocol):
     def set_completion_time(self) -> None: ...
 
 
+@describes("sglang.srt.session.session_controller.Session")
+class Session(Protocol):
+    """Requests that go on where the one before has ended."""
+
+    session_id: str
+
+
 @describes("sglang.srt.managers.schedule_batch.Req")
 class Req(Protocol):
     rid: str
@@ -50,6 +57,7 @@ class Req(Protocol):
     lora_id: str | None
     is_retracted: bool
     kv: ReqKvInfo
+    session: Session | None
     origin_input_ids: Sequence[int]
     output_ids: MutableSequence[int]
     return_logprob: bool
@@ -75,6 +83,7 @@ class Req(Protocol):
 
     @property
     def output_ids_through_stop(self) -> Sequence[int]: ...
+    def detach_kv(self) -> ReqKvInfo: ...
     def finished(self) -> bool: ...
     def set_finish_with_abort(self, error_msg: str) -> None: ...
     def update_finish_state(self) -> None: ...

@@ -1,0 +1,166 @@
+"""Streaming sessions (``--enable-streaming-session``) keep their KV from one turn to the next."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.server import Server, serve
+from tests.support.load import (
+    Generation,
+    Output,
+    ask,
+    expect_whole,
+    labels_of,
+    pass_boundaries,
+    pause,
+    prompt,
+    resume,
+    start,
+    until,
+    until_waiting,
+    update,
+)
+
+LENGTH, MORE, TOKENS = 40, 10, 4
+# its KV, without that of the last token, which nothing computes
+FIRST_TURN = LENGTH + TOKENS - 1
+BOTH_TURNS = LENGTH + TOKENS + MORE + TOKENS - 1
+
+_serial = itertools.count()
+
+
+@pytest.fixture(scope="module", params=["overlap", "normal"])
+def server(
+    request: pytest.FixtureRequest, checkpoints: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("sessions") / "log"
+    loop = ("--disable-overlap-schedule",) if request.param == "normal" else ()
+    flags = ("--enable-streaming-session", "--weight-version", "v0", *loop)
+    with serve(checkpoints / "v0", *flags, log=log) as server:
+        yield server
+
+
+class Session:
+    def __init__(self, server: Server, **fields: Any) -> None:
+        self._server = server
+        self.name = f"session-{next(_serial)}"
+        body = {"capacity_of_str_len": 10000, "session_id": self.name, "streaming": True}
+        assert ask(server, "POST", "/open_session", body | fields) == self.name
+
+    def begin(self, length: int = MORE, tokens: int = TOKENS) -> Generation:
+        return Generation(
+            self._server, tokens=tokens, input_ids=prompt(length), session_params={"id": self.name}
+        )
+
+    def turn(self, length: int = MORE) -> Output:
+        return expect_whole(self.begin(length))
+
+    def close(self) -> None:
+        ask(self._server, "POST", "/close_session", {"session_id": self.name})
+
+
+def commit(server: Server, checkpoints: Path, kv_cache: str) -> tuple[str, str]:
+    """Returns the version before and after."""
+    before = serving(server)
+    version = (int(before[1:]) + 1) % 6
+    update(server, checkpoints, version, non_blocking=True, kv_cache=kv_cache)
+    return before, f"v{version}"
+
+
+def serving(server: Server) -> str:
+    version: str = ask(server, "GET", "/get_weight_version")["weight_version"]
+    return version
+
+
+def kv_of(output: Output) -> list[str]:
+    return labels_of(output.meta["kv_versions"])
+
+
+def expect_well(server: Server) -> None:
+    """An idle scheduler ends where not all slots are accounted for."""
+    pass_boundaries(server)
+    (generation,) = start(server, 1, tokens=TOKENS)
+    expect_whole(generation)
+
+
+def test_a_session_that_is_closed(server: Server) -> None:
+    session = Session(server)
+    assert kv_of(session.turn(LENGTH)) == [serving(server)] * FIRST_TURN
+    second = session.turn()
+    assert second.meta["cached_tokens"] == FIRST_TURN
+    assert kv_of(second) == [serving(server)] * BOTH_TURNS
+    session.close()
+    expect_well(server)
+
+
+def test_a_session_whose_time_is_over(server: Server) -> None:
+    session = Session(server, timeout=0.1)
+    session.turn(LENGTH)
+    until("it is closed", lambda: f"Session closed: {session.name}" in server.log_text())
+    expect_well(server)
+
+
+@pytest.mark.parametrize("kv_cache", ["fence", "keep", "recompute"])
+def test_a_commit_between_two_turns(server: Server, checkpoints: Path, kv_cache: str) -> None:
+    session = Session(server)
+    session.turn(LENGTH)
+    old, new = commit(server, checkpoints, kv_cache)
+    second = session.turn()
+    if kv_cache == "keep":
+        assert kv_of(second) == [old] * FIRST_TURN + [new] * (BOTH_TURNS - FIRST_TURN)
+    else:
+        assert second.meta["cached_tokens"] == 0
+        assert kv_of(second) == [new] * BOTH_TURNS
+    # and what it has computed is lent to the next
+    assert session.turn().meta["cached_tokens"] == BOTH_TURNS
+    session.close()
+    expect_well(server)
+
+
+def test_a_fence_amid_a_turn(server: Server, checkpoints: Path) -> None:
+    """It keeps its KV, and leaves none of it to the next one."""
+    session = Session(server)
+    session.turn(LENGTH)
+    running = session.begin(tokens=300)
+    running.wait_for_tokens(3)
+    old, new = commit(server, checkpoints, "fence")
+    first = kv_of(expect_whole(running))
+    assert set(first[:FIRST_TURN]) == {old}
+    assert first[-1] == new
+    later = session.turn()
+    assert later.meta["cached_tokens"] == 0
+    assert set(kv_of(later)) == {new}
+    session.close()
+    expect_well(server)
+
+
+def test_a_fence_before_a_turn_that_waits(server: Server, checkpoints: Path) -> None:
+    session = Session(server)
+    session.turn(LENGTH)
+    pause(server, "in_place")
+    waiting = session.begin()
+    until_waiting(server, 1)
+    _, new = commit(server, checkpoints, "fence")
+    resume(server)
+    assert kv_of(expect_whole(waiting)) == [new] * BOTH_TURNS
+    session.close()
+    expect_well(server)
+
+
+def test_a_fence_amid_a_turn_that_was_sent_back(server: Server, checkpoints: Path) -> None:
+    """Its session keeps its KV for it while it waits."""
+    session = Session(server)
+    session.turn(LENGTH)
+    running = session.begin(tokens=300)
+    running.wait_for_tokens(3)
+    pause(server, "retract")
+    _, new = commit(server, checkpoints, "fence")
+    resume(server)
+    assert set(kv_of(expect_whole(running))) == {new}
+    session.close()
+    expect_well(server)

@@ -1,0 +1,81 @@
+"""What streaming sessions keep for requests to come is let go of, and nothing else."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.session.session_controller import Session
+from sglang.srt.session.streaming_session import StreamingSession
+
+from sglang_inflight.scheduler import boundary
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.provenance.request_record import record_of
+
+
+class Scheduler:
+    """SGLang's own sessions, on a cache that frees slots by counting them."""
+
+    def __init__(self) -> None:
+        self.freed: list[int] = []
+        self.tree_cache: Any = SimpleNamespace(
+            page_size=1, req_to_token_pool=SimpleNamespace(free=self.free),
+            free_kv_row=lambda kv, spans: None, unlock=lambda lock: None,
+        )  # fmt: skip
+        self.sessions = StreamingSession(self.tree_cache)
+        self.tree_cache.session_records = lambda: {
+            name: slot.kv for name, slot in self.sessions.slots.items()
+        }
+        self.tree_cache.release_session = self.sessions.release_session
+        self.running: set[Req] = set()
+        self.waiting_queue: list[Req] = []
+        self.grammar_manager = SimpleNamespace(grammar_queue=[])
+        self.cur_batch_for_debug = self.chunked_req = self.hisparse_coordinator = None
+        self.disaggregation_mode = DisaggregationMode.NULL
+        self.result_queue: list[Any] = []
+
+    def _collect_inflight_batches(self) -> list[Any]:
+        return [SimpleNamespace(reqs=list(self.running))]
+
+    def collect_inflight_reqs(self) -> set[Req]:
+        return self.running
+
+    def free(self, owner: Any) -> None:
+        self.freed.append(owner.kv.req_pool_idx)
+        owner.kv.req_pool_idx = None
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
+    monkeypatch.setattr(boundary, "get_parallel", lambda: SimpleNamespace(pp_size=1))
+    return Scheduler()
+
+
+def turn(scheduler: Scheduler, row: int) -> Req:
+    """Of a session of its own, whose KV it uses."""
+    session = Session(1, str(row), streaming=True)
+    req = Req(f"r{row}", "", [1, 2, 3], SamplingParams(max_new_tokens=4), session=session)
+    req.kv.req_pool_idx = row
+    scheduler.sessions.take(req)
+    return req
+
+
+def test_a_fence_lets_go_of_what_no_turn_runs_on(scheduler: Scheduler) -> None:
+    running, ended, waiting = (turn(scheduler, row) for row in range(3))
+    scheduler.running = {running}
+    ended.detach_kv()
+    # it was looked at, and there was no room for it
+    scheduler.waiting_queue = [waiting]
+    any_scheduler, metrics = cast(Any, scheduler), cast(Any, None)
+    PrefixFence(Boundary(any_scheduler, metrics)).raise_to(1)
+    assert scheduler.freed == [1, 2]
+    assert not waiting.kv.holds_kv
+    assert scheduler.sessions.borrowed_slot(waiting) is None
+    assert scheduler.sessions.borrowed_slot(running) is not None
+    assert record_of(running).is_fenced_off
+    assert not record_of(waiting).is_fenced_off
