@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.common import RetractionBackup
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
@@ -63,6 +64,25 @@ def test_what_runs_across_a_fence_is_not_cached_until_it_is_retracted(
     # the next fence finds it so
     fence.raise_to(2)
     assert req.skip_radix_cache_insert
+    fence.admit(req)
+    assert not req.skip_radix_cache_insert
+    assert req.extra_key == "|inflight-epoch:2"
+
+
+def test_what_is_retracted_to_the_host_comes_back_with_its_kv(
+    queues: Queues, fence: PrefixFence
+) -> None:
+    req = request()
+    fence.raise_to(1)
+    fence.admit(req)
+    queues.running = {req}
+    fence.raise_to(2)
+    req.kv.retraction_backup = RetractionBackup()
+    fence.admit(req)
+    assert req.skip_radix_cache_insert
+    assert req.extra_key == "|inflight-epoch:1"
+    # the next time there is no room on the host, and it is computed anew
+    req.kv.retraction_backup = None
     fence.admit(req)
     assert not req.skip_radix_cache_insert
     assert req.extra_key == "|inflight-epoch:2"

@@ -60,6 +60,9 @@ class PrefixFence:
 
     def admit(self, req: Req) -> None:
         """Called for each request that enters the waiting queue, new or retracted."""
+        if req.kv.retraction_backup is not None:
+            # retracted, and its KV comes back: under its old key, if it is cached at all
+            return
         record = record_of(req)
         if record.is_fenced_off:
             # retracted: it holds nothing of the old weights

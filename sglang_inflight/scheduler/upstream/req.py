@@ -17,6 +17,8 @@ class ReqKvInfo(Protocol):
     kv_committed_len: int
     # of its first positions the prefix cache has the KV
     cache_protected_len: int
+    # of a decode server alone: what the host has of a request that was sent back
+    retraction_backup: Any | None
 
     @property
     def holds_kv(self) -> bool: ...
