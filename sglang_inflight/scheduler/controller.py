@@ -46,6 +46,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.handlers import Containment
+from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.scheduler.metrics import Metrics
@@ -68,9 +69,8 @@ from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    import torch
-
     from sglang_inflight.scheduler.adopted import ReservingScheduler
+    from sglang_inflight.scheduler.upstream.pools import L2Transfer
     from sglang_inflight.scheduler.upstream.req import Req
     from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
     from sglang_inflight.status import Role
@@ -282,13 +282,15 @@ class Controller:
         """A forward of ``batch`` is about to be launched."""
         self._kv_versions.record_launch(batch)
 
-    def follow_to_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
-        """KV is about to be copied from ``slots`` to those of the host's tier."""
-        self._kv_versions.follow_to_host(host_slots, slots)
+    def follow_to_host(self, transfers: list[L2Transfer]) -> None:
+        """KV is about to be copied from the device to the host's tier, or what goes with it."""
+        for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
+            self._kv_versions.follow_to_host(transfer.host_indices, transfer.device_indices)
 
-    def follow_from_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
-        """KV is about to be copied from the host's tier to ``slots``."""
-        self._kv_versions.follow_from_host(host_slots, slots)
+    def follow_from_host(self, transfers: list[L2Transfer]) -> None:
+        """It is about to be copied back."""
+        for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
+            self._kv_versions.follow_from_host(transfer.host_indices, transfer.device_indices)
 
     def back_up(self, req: Req) -> None:
         """The KV of a request that a decode server has no room for goes to the host."""

@@ -236,19 +236,16 @@ def extend_output_streamer(get_class: Callable[..., type], scheduler: AdoptedSch
 def follow_to_host(
     engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
-    # the first is of KV; there may be none, and what is copied before there is a controller is
-    # of the weights that the server started with
-    for transfer in transfers[:1]:
-        if (controller := getattr(engine, "inflight", None)) is not None:
-            controller.follow_to_host(transfer.host_indices, transfer.device_indices)
+    # what is copied before there is a controller is of the weights that the server started with
+    if (controller := getattr(engine, "inflight", None)) is not None:
+        controller.follow_to_host(transfers)
 
 
 def follow_from_host(
     engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
-    for transfer in transfers[:1]:
-        if (controller := getattr(engine, "inflight", None)) is not None:
-            controller.follow_from_host(transfer.host_indices, transfer.device_indices)
+    if (controller := getattr(engine, "inflight", None)) is not None:
+        controller.follow_from_host(transfers)
 
 
 def note_who_made_it(

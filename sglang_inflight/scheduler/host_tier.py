@@ -13,7 +13,11 @@ from sglang_inflight.upstream.runtime_context import get_memory
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.adopted import AdoptedTransferEngine
-    from sglang_inflight.scheduler.upstream.pools import HiCacheController, UnifiedRadixCache
+    from sglang_inflight.scheduler.upstream.pools import (
+        HiCacheController,
+        L2Transfer,
+        UnifiedRadixCache,
+    )
 
 
 def engine_of(tree_cache: Any) -> AdoptedTransferEngine | None:
@@ -27,6 +31,22 @@ def engine_of(tree_cache: Any) -> AdoptedTransferEngine | None:
 def count_host_slots(tree_cache: Any) -> int:
     controller = _controller_of(tree_cache)
     return 0 if controller is None else controller.mem_pool_host.logical_size
+
+
+def transfers_of_kv(tree_cache: Any, transfers: list[L2Transfer]) -> list[L2Transfer]:
+    """Those to or from slots that requests have.
+
+    A model with windows or states has pools beside that one, whose slots are others. They may be
+    copied with it, or alone.
+    """
+    controller = _controller_of(tree_cache)
+    if controller is None:
+        return []
+    pool = controller.mem_pool_host
+    # one that is no group is itself the pool
+    anchor = getattr(pool, "anchor_entry", None)
+    of_kv = pool if anchor is None else anchor.host_pool
+    return [each for each in transfers if each.host_pool is of_kv and not each.is_draft]
 
 
 def finish_copies(tree_cache: UnifiedRadixCache) -> None:

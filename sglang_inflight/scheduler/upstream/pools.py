@@ -51,8 +51,11 @@ class ShardedPoolAllocator(Protocol):
 
 @describes("sglang.srt.mem_cache.l2_transfer.L2Transfer")
 class L2Transfer(Protocol):
-    """Of KV in a pool on a device to slots on the host, or back."""
+    """Of what a pool on a device has to slots on the host, or back."""
 
+    host_pool: Any
+    # of a draft model, which has the slots of its target
+    is_draft: bool
     host_indices: torch.Tensor
     device_indices: torch.Tensor
 
@@ -62,8 +65,15 @@ class L2TransferEngine(Protocol):
     def submit_device_to_host(self, transfers: list[Any]) -> Any: ...
 
 
+@describes("sglang.srt.mem_cache.pool_host.group.PoolEntry")
+class PoolEntry(Protocol):
+    host_pool: Any
+
+
 @describes("sglang.srt.mem_cache.pool_host.group.HostPoolGroup")
 class HostPoolGroup(Protocol):
+    # the pool whose slots requests have. Others go with it: of windows, and of states
+    anchor_entry: PoolEntry
     # slots, those of all ranks that have their pages turn about
     logical_size: int
 

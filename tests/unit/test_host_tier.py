@@ -1,0 +1,72 @@
+"""A version goes to the host's tier with the KV, and with nothing else that is copied."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
+
+from sglang_inflight.scheduler import hooks, host_tier
+from sglang_inflight.scheduler.controller import Controller
+
+NONE, SLOTS, WINDOW = torch.tensor([]), torch.tensor([1, 2]), torch.tensor([70, 80])
+
+
+class Heard:
+    """Instead of the versions, which slots they were told of."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[str, list[int]]] = []
+
+    def follow_to_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
+        self.copies.append(("to", slots.tolist()))
+
+    def follow_from_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
+        self.copies.append(("from", slots.tolist()))
+
+
+def pool() -> Any:
+    return SimpleNamespace(
+        layout="layer_first", page_size=1, device="cpu", size=100, logical_size=100,
+        can_use_write_back_jit=False,
+    )  # fmt: skip
+
+
+def entry(name: PoolName, *, is_anchor: bool) -> PoolEntry:
+    device_pool: Any = SimpleNamespace()
+    return PoolEntry(
+        name, pool(), device_pool, lambda layer: layer, is_primary_index_anchor=is_anchor,
+        packed_draft_device_pools=(SimpleNamespace(),) if is_anchor else (),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kv", "window"), [(SLOTS, None), (SLOTS, WINDOW), (NONE, WINDOW)], ids=["kv", "both", "window"]
+)
+def test_only_versions_of_kv(
+    monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, window: torch.Tensor | None
+) -> None:
+    monkeypatch.setattr(
+        host_tier, "get_memory", lambda: SimpleNamespace(enable_hierarchical_cache=True)
+    )
+    group = HostPoolGroup(
+        [entry(PoolName.SWA, is_anchor=False), entry(PoolName.KV, is_anchor=True)]
+    )
+    copier: Any = HybridCacheController.__new__(HybridCacheController)
+    copier.mem_pool_host, copier.transfer_layer_id_max = group, 2
+    controller = Controller.__new__(Controller)
+    cache: Any = SimpleNamespace(cache_controller=copier)
+    any_controller: Any = controller
+    any_controller._scheduler = SimpleNamespace(tree_cache=cache)
+    any_controller._kv_versions = heard = Heard()
+    engine: Any = SimpleNamespace(inflight=controller)
+    pools = [] if window is None else [PoolTransfer(PoolName.SWA, window, window)]
+    hooks.follow_to_host(engine, copier._l2_transfers(kv, kv, pools))
+    hooks.follow_from_host(engine, copier._l2_load_transfers(kv, kv, pools))
+    slots = kv.tolist()
+    assert heard.copies == ([("to", slots), ("from", slots)] if slots else [])
