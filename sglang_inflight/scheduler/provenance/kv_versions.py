@@ -20,8 +20,10 @@ Its version goes with it. So it does where a decode server that is short of memo
 request's KV on the host. KV that comes from a prefill server comes with its versions.
 
 Stream order: recording and reading are enqueued on the scheduler's stream, as the allocation
-of the slots and of a request's row are. So a read sees what was recorded before it and waits
-for no forward.
+of the slots and of a request's row are. So a read sees what was recorded before it. The host
+waits for what it reads, and so for what that stream waits for: until the forward that was
+launched last has read what the scheduler may write next. Of most that run as CUDA graphs SGLang
+knows when that is. Of others, as a prefill may be, it waits for the end.
 """
 
 from __future__ import annotations
