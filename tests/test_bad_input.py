@@ -170,16 +170,19 @@ def test_what_sglang_reads_is_read(untouched: Untouched) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "field", "meant"),
+    ("path", "field", "meant", "another"),
     [
-        (PAUSE, "lease", "lease_s"),
-        (DISK, "non_blockng", "non_blocking"),
-        (END, "weight_versions", "weight_version"),
+        (PAUSE, "lease", "lease_s", {"timeout_s": 1}),
+        (DISK, "non_blockng", "non_blocking", {"on_busy": "refuse"}),
+        (END, "weight_versions", "weight_version", {"non_blocking": True}),
     ],
 )
-def test_field_that_is_nearly_ours(untouched: Untouched, path: str, field: str, meant: str) -> None:
+def test_field_that_is_nearly_ours(
+    untouched: Untouched, path: str, field: str, meant: str, another: dict[str, Any]
+) -> None:
     """SGLang has none like it, so its caller would wait for us in vain."""
-    untouched.refuse(path, {**whole_body(path), field: 1}, f"`{field}`", f"`{meant}`")
+    body = {**whole_body(path), field: 1, **another}
+    untouched.refuse(path, body, f"`{field}`", f"`{meant}`")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +234,7 @@ def test_empty_body(untouched: Untouched, path: str, field: str) -> None:
             (path, field, values)
             for path in (DISK, TENSOR, DISTRIBUTED, IPC)
             for field, values in (
-                ("weight_version", [5, "", {"v": 1}]),
+                ("weight_version", [5, {"v": 1}]),
                 ("timeout_s", [0, -2, "long"]),
                 ("kv_cache", ["flush"]),
                 ("on_busy", ["cry"]),

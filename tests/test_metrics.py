@@ -47,6 +47,7 @@ def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints:
     assert grown("staged_bytes_total") == receipt["bytes"]
     assert grown("staged_seconds_total") > 0
     assert read(server)["epoch"] == receipt["epoch"]
+    assert load_seconds(server)["disk"] > 0
 
     succeed(server.post("/inflight/rollback", {}))
     assert grown("updates_total:rolled_back") == 1
@@ -56,6 +57,17 @@ def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints:
     expect_all_go_on(generations)
     # each saw the update and the rollback
     assert (grown("version_lag_count"), grown("version_lag_sum")) == (2, 2 * 2)
+
+
+def load_seconds(server: Server) -> dict[str, float]:
+    """SGLang's own metric of updates, by where they came from."""
+    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
+    return {
+        sample.labels["source"]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "sglang:weight_load_duration_seconds"
+    }
 
 
 def test_dashboard_draws_every_metric(normal_loop_server: Server, checkpoints: Path) -> None:

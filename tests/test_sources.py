@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, RUNNING, START_TIMEOUT_S, Server, serve
+from tests.support.checkpoint_engine import checkpoint_engine
 from tests.support.faults import Faults
-from tests.support.load import start_running
+from tests.support.load import start_running, until
+from tests.support.pool import ServerPool
 from tests.support.stalled_mount import stalled_mount
 from tests.support.stopped_sender import stopped_sender
 from tests.support.updates import (
@@ -139,3 +143,35 @@ def test_a_checkpoint_that_changes_while_it_is_staged(
     # all of them, as the marker says
     succeed(server.post(TENSOR, {**V1, **tensor_body(marker.tensors(1))}))
     expect_to_run_on(server, running, [0, 1])
+
+
+def send_when_it_answers() -> dict[str, Any]:
+    """As checkpoint-engine does to a server that is not up before it has weights."""
+
+    def answers() -> bool:
+        try:
+            return bool(RUNNING) and httpx.get(f"{RUNNING[0].url}/is_paused", **PLAIN).is_success
+        except httpx.HTTPError:
+            return False
+
+    until("the server answers", answers, patience_s=START_TIMEOUT_S)
+    with checkpoint_engine(marker.tensors(1)) as (_, handles):
+        body = {"zmq_handles": handles, "weight_version": "v1"}
+        answer: dict[str, Any] = RUNNING[0].post("/update_weights_from_ipc", body)
+        return answer
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_server_that_waits_for_its_first_weights(
+    checkpoints: Path, pool: ServerPool, tmp_path: Path, workers: int
+) -> None:
+    pool.discard()
+    log = tmp_path / "server.log"
+    flags = ("--checkpoint-engine-wait-weights-before-ready", "--tokenizer-worker-num")
+    with ThreadPoolExecutor(1) as sending:
+        sent = sending.submit(send_when_it_answers)
+        with serve(checkpoints / "v0", *flags, str(workers), log=log) as server:
+            assert sent.result()["success"], sent.result()
+            assert "Weights are ready after" in server.log_text()
+            assert "Weights are not ready" not in server.log_text()
+            assert server.get("/model_info")["weight_version"] == "v1"

@@ -26,10 +26,12 @@ def as_sglang_reads(
     """``values`` of fields that there are, each of the type that SGLang would make of it.
 
     ``theirs`` is SGLang's own type of the body, and ``ours`` are the names of all fields.
-    Raises ``Refused`` for a field that is nearly one of ours: SGLang would not have it, so
-    its caller means us, and would wait for what it asked for.
+    Raises ``Refused`` for a field that is nearly one of ours, beside another that is: its caller
+    means us, and would wait for what it asked for. A client of SGLang's may send such a one,
+    ``timeout`` for one, and means nothing by it.
     """
     adapters = _adapters(theirs)
+    added = set(ours) - adapters.keys()
     read = {}
     for name, value in values.items():
         if name in adapters:
@@ -37,8 +39,8 @@ def as_sglang_reads(
         elif name in ours:
             read[name] = value
         else:
-            meant = difflib.get_close_matches(name, set(ours) - adapters.keys(), 1, cutoff=0.8)
-            if meant:
+            meant = difflib.get_close_matches(name, added, 1, cutoff=0.8)
+            if meant and not added.isdisjoint(values):
                 raise Refused(f"unknown field `{name[:100]}`: is `{meant[0]}` meant?")
             _say_that_it_is_ignored(name[:100], theirs.__name__)
     return read

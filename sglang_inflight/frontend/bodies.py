@@ -6,6 +6,8 @@ error. Times are seconds. Decoding names the field that is wrong, so no check is
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -39,6 +41,8 @@ from sglang_inflight.messages import (
     Source,
     TensorSource,
 )
+
+logger = logging.getLogger(__name__)
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
@@ -103,7 +107,8 @@ class UpdateBody(Body, kw_only=True):
     """What every update call has. docs/api.md has the meaning of each field."""
 
     flush_cache: bool = True
-    weight_version: Version | None = None
+    # None, and an empty one, which SGLang takes: as it is
+    weight_version: Annotated[str, msgspec.Meta(max_length=LONGEST_VERSION)] | None = None
     torch_empty_cache: bool = False
     non_blocking: bool = False
     kv_cache: KVPolicy | None = None
@@ -119,6 +124,7 @@ class UpdateBody(Body, kw_only=True):
     abort_all_requests: bool = False
 
     def __post_init__(self) -> None:
+        self.weight_version = self.weight_version or None
         check_version(self.weight_version)
 
     @property
@@ -148,8 +154,9 @@ class DiskBody(UpdateBody, kw_only=True):
     # upstream has these and reads none of them
     is_async: bool = False
     keep_pause: bool = False
-    recapture_cuda_graph: bool = False
     token_step: int = 0
+    # a commit leaves every weight at its address, which is what captured graphs hold
+    recapture_cuda_graph: bool = False
     manifest: dict[str, Any] | None = None
 
     @property
@@ -159,6 +166,20 @@ class DiskBody(UpdateBody, kw_only=True):
     @property
     def sends_pieces(self) -> bool:
         return False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.recapture_cuda_graph:
+            _say_that_graphs_stay()
+
+
+@functools.cache
+def _say_that_graphs_stay() -> None:
+    """Once, however often it is asked for."""
+    logger.warning(
+        "recapture_cuda_graph: no graph is captured anew, because a commit leaves every weight "
+        "at its address, which captured graphs hold."
+    )
 
 
 class TensorBody(UpdateBody, kw_only=True):

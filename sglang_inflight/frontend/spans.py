@@ -27,16 +27,14 @@ def write_spans(
         write(meta_info, spans, num_output_tokens)
         return
     finished = meta_info["finish_reason"] is not None
-    if finished or not _as_sglang_writes_them():
-        adapters = _of_adapters(spans, num_output_tokens)
-        if adapters:
-            meta_info[ADAPTER_VERSIONS] = adapters
+    if not as_sglang_writes_them() and (adapters := _of_adapters(spans, num_output_tokens)):
+        meta_info[ADAPTER_VERSIONS] = adapters
     spans = _merge([_changed(s, version=split_adapter(s.version)[0]) for s in spans])
     labels = [VersionLabel.unpack(span.version) for span in spans]
     named = [
         _changed(span, version=label.version) for span, label in zip(spans, labels, strict=True)
     ]
-    if _as_sglang_writes_them():
+    if as_sglang_writes_them():
         if finished:
             write(meta_info, _merge(named), num_output_tokens)
         return
@@ -60,8 +58,8 @@ def _of_adapters(
 
 
 @functools.cache
-def _as_sglang_writes_them() -> bool:
-    """With an answer's last chunk, and one span for as long as the name is the same."""
+def as_sglang_writes_them() -> bool:
+    """With an answer's last chunk, a span for as long as the name is the same, and no others."""
     return Settings.from_environment().spans == "sglang"
 
 

@@ -44,7 +44,7 @@ from sglang_inflight.frontend.request_checks import (
     check_sampling,
     create_tokenized,
 )
-from sglang_inflight.frontend.spans import write_spans
+from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
 from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.frontend.workers.invitation import ATTRIBUTE, Invitation
@@ -243,7 +243,7 @@ def take_kv_versions(
     *args: Any,
 ) -> None:
     """They come once and whole; upstream would take them for a value per token."""
-    spans = customized_info.get(KV_VERSIONS)
+    spans = None if as_sglang_writes_them() else customized_info.get(KV_VERSIONS)
     if spans is not None and spans[index] is not None:
         meta_info[KV_VERSIONS] = spans[index]
     rest = {key: values for key, values in customized_info.items() if key != KV_VERSIONS}

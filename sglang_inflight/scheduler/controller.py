@@ -108,7 +108,7 @@ class Controller:
         settings = Settings.from_environment()
         self._scheduler = scheduler
         self._answers = AnswerChannel(find_way(port_args.tokenizer_ipc_name))
-        metrics = Metrics()
+        metrics = Metrics(scheduler.weight_updater.metrics_collector)
         boundary = self._boundary = Boundary(scheduler, metrics)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         self._still = StillPipeline(boundary)

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_inflight.messages import (
+    DiskSource,
+    DistributedSource,
+    GPUMemorySource,
+    IPCSource,
+    Source,
+    TensorSource,
+)
 from sglang_inflight.upstream.runtime_context import get_observability, get_parallel
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
 
+    from sglang_inflight.scheduler.upstream.model_runner import MetricsCollector
+
 _LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+# as SGLang's metric has them
+_SOURCES: dict[type[Source], str] = {
+    DiskSource: "disk",
+    DistributedSource: "distributed",
+    TensorSource: "tensor",
+    IPCSource: "ipc",
+    GPUMemorySource: "ipc",
+}
 
 
 class Metrics:
@@ -20,7 +38,8 @@ class Metrics:
     same where it does not. Any thread may count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sglangs: MetricsCollector | None) -> None:
+        """``sglangs`` is the rank's own collector, or None where it has none."""
         # not sooner: when it is imported it settles whether processes share their values
         from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -78,3 +97,10 @@ class Metrics:
         )
         self.paused.set(0)
         self.epoch.set(0)
+        self._sglangs = sglangs
+
+    def observe_load(self, source: Source, seconds: float) -> None:
+        """Of one call of an update: in SGLang's own metric, too."""
+        self.staged_seconds.inc(seconds)
+        if self._sglangs is not None:
+            self._sglangs.observe_weight_load(seconds, _SOURCES[type(source)])

@@ -66,6 +66,8 @@ class Parallel(Protocol):
 class Device(Protocol):
     @property
     def device(self) -> str | None: ...
+    @property
+    def watchdog_timeout(self) -> float: ...
 
 
 @describes(f"{_FIELDS}.disagg.Disagg")

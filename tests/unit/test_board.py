@@ -28,6 +28,7 @@ FIRST = News(
     weight_version="v0",
     model_path="m",
     load_format="auto",
+    initial_weights_loaded=True,
     paused=False,
     hollow=False,
     forgotten=0,

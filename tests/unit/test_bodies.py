@@ -116,6 +116,17 @@ def test_an_unknown_field_is_ignored_with_one_warning(
     assert len([record for record in caplog.records if "surprise" in record.message]) == 1
 
 
+@pytest.mark.parametrize(
+    ("shape", "field"), [(bodies.PauseBody, "timeout"), (bodies.TensorBody, "session")]
+)
+def test_a_field_that_is_nearly_ours(shape: type[Body], field: str) -> None:
+    """Beside another of ours it is an error, and of a client that knows of none it is nothing."""
+    read(shape, {**WHOLE[shape], field: 1})
+    for another in ({"timeout_s": 1.0}, {"timeout_s": None}):
+        with pytest.raises(Refused, match=f"`{field}`"):
+            read(shape, {**WHOLE[shape], field: 1, **another})
+
+
 @pytest.mark.parametrize("shape", OURS)
 def test_an_unknown_field_of_our_own_routes_is_refused(shape: type[Body]) -> None:
     with pytest.raises(Refused, match="surprise"):
@@ -128,7 +139,21 @@ def test_our_own_fields_are_read_as_they_are(value: Any) -> None:
         read(bodies.PauseBody, {"lease_s": value})
 
 
-@pytest.mark.parametrize("name", ["", "a\nb", "\0", "\x1b[0m", "v" * 257, "\ud800"])
+def test_graphs_that_are_to_be_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
+    bodies._say_that_graphs_stay.cache_clear()
+    for _ in range(2):
+        read(bodies.DiskBody, {**WHOLE[bodies.DiskBody], "recapture_cuda_graph": True})
+    (said,) = [r.message for r in caplog.records if "recapture_cuda_graph" in r.message]
+    assert "no graph is captured anew" in said
+
+
+def test_an_update_whose_version_has_no_name() -> None:
+    """SGLang takes it, and a version is known by its name: it stays what it was."""
+    body = {**WHOLE[bodies.DiskBody], "weight_version": ""}
+    assert read(bodies.DiskBody, body).weight_version is None
+
+
+@pytest.mark.parametrize("name", ["a\nb", "\0", "\x1b[0m", "v" * 257, "\ud800"])
 def test_a_version_is_fit_to_be_repeated(name: str) -> None:
     """Also where no body was decoded, as in an Engine."""
     for make in (

@@ -56,7 +56,7 @@ class Rank:
             shadowed("draft", self.draft, parameters),
         ]
         none: Any = SimpleNamespace(inc=lambda count: None)
-        metrics: Any = SimpleNamespace(staged_seconds=none, staged_bytes=none)
+        metrics: Any = SimpleNamespace(observe_load=lambda source, s: None, staged_bytes=none)
         groups: Any = None
         self._jobs = Jobs(
             models,

@@ -47,13 +47,14 @@ class Owner:
 class Caller:
     """An HTTP connection as a server gives it to an app."""
 
-    def __init__(self, forward: Forward, path: str) -> None:
+    def __init__(self, forward: Forward, path: str, root_path: str = "") -> None:
         self.sent: list[Message] = []
         self.says: asyncio.Queue[Message] = asyncio.Queue()
         scope = {
             "type": "http",
             "method": "POST",
-            "path": path,
+            "path": root_path + path,
+            "root_path": root_path,
             "query_string": b"a=1&b=2",
             "headers": [(b"content-length", b"6"), (b"x-key", b"secret")],
         }
@@ -91,9 +92,10 @@ async def serving(server: uvicorn.Server, listening: socket.socket) -> AsyncIter
     await task
 
 
-def test_a_call_and_its_answer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("root_path", ["", "/api"])
+def test_a_call_and_its_answer(tmp_path: Path, root_path: str) -> None:
     async def do(owner: Owner, forward: Forward) -> None:
-        caller = Caller(forward, "/echo")
+        caller = Caller(forward, "/echo", root_path)
         caller.send(b"one", more=True)
         # the first part is sent before there is a second
         while not owner.chunks:

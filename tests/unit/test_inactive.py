@@ -131,7 +131,8 @@ def test_every_route_is_known_here() -> None:
     assert known <= paths
 
 
-def test_over_http() -> None:
+@pytest.mark.parametrize("root_path", ["", "/api"])
+def test_over_http(root_path: str) -> None:
     app = FastAPI()
 
     @app.post("/pause_generation")
@@ -139,7 +140,7 @@ def test_over_http() -> None:
         return await request.json()
 
     mount(app, WHY)
-    client = TestClient(app)
+    client = TestClient(app, base_url=f"http://test{root_path}", root_path=root_path)
     assert client.get("/inflight/status").json() == {"active": False, "message": WHY}
 
     def chunks(body: dict[str, Any]) -> Iterator[bytes]:

@@ -17,6 +17,7 @@ from starlette.routing import Route
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 
 EVERY_S = 0.01
+PATIENCE_S = 60.0
 COMMENT = ": paused mode=in_place"
 
 
@@ -35,7 +36,9 @@ class Paused:
         return "in_place"
 
 
-async def ask(answer: Any, paused: Paused, body: Any = None) -> httpx.Response:
+async def ask(
+    answer: Any, paused: Paused, body: Any = None, *, root_path: str = ""
+) -> httpx.Response:
     async def endpoint(request: Request) -> Response:
         await request.body()
         response: Response = await answer(paused)
@@ -43,9 +46,12 @@ async def ask(answer: Any, paused: Paused, body: Any = None) -> httpx.Response:
 
     app = Starlette(routes=[Route("/generate", endpoint, methods=["POST"])])
     wrapped = PauseComments(app, mode=paused.mode, every_s=EVERY_S)
-    transport = httpx.ASGITransport(app=wrapped)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        return await client.post("/generate", json={"stream": True} if body is None else body)
+    transport = httpx.ASGITransport(app=wrapped, root_path=root_path)
+    client = httpx.AsyncClient(transport=transport, base_url="http://test")
+    async with asyncio.timeout(PATIENCE_S), client:
+        asked = {"stream": True} if body is None else body
+        # as servers hand paths to applications
+        return await client.post(f"{root_path}/generate", json=asked)
 
 
 def lines_of(response: httpx.Response) -> list[str]:
@@ -72,6 +78,15 @@ def test_a_late_error_is_an_event(late: Response, event: dict[str, Any]) -> None
     assert comments == [COMMENT] * 3
     assert json.loads(error.removeprefix("data: ")) == {"error": event}
     assert done == "data: [DONE]"
+
+
+def test_behind_a_proxy_that_takes_a_prefix_off() -> None:
+    async def answer(paused: Paused) -> Response:
+        await paused.ended.wait()
+        return JSONResponse({"message": "full"}, 503)
+
+    response = asyncio.run(ask(answer, Paused(), root_path="/api"))
+    assert lines_of(response)[0] == COMMENT
 
 
 @pytest.mark.parametrize("body", [{"stream": False}, {}, {"stream": "yes"}, [1]])

@@ -10,6 +10,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils import weight_versions as upstream
 
 from sglang_inflight.frontend import spans as answers
+from sglang_inflight.frontend.tokenizer_hooks import take_kv_versions
 from sglang_inflight.scheduler.provenance import token_versions as versions
 from sglang_inflight.scheduler.provenance.adapter_versions import AdapterVersions
 from sglang_inflight.version_label import AdapterLabel, VersionLabel
@@ -41,7 +42,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def write(
     monkeypatch: pytest.MonkeyPatch, wire: list[Any], form: str, *, finished: bool, tokens: int
 ) -> dict[str, Any]:
-    monkeypatch.setattr(answers, "_as_sglang_writes_them", lambda: form == "sglang")
+    monkeypatch.setattr(answers, "as_sglang_writes_them", lambda: form == "sglang")
     meta = {"finish_reason": {"type": "length"} if finished else None, "weight_version": "now"}
     answers.write_spans(upstream.add_weight_versions_to_meta_info, meta, wire, tokens)
     return meta
@@ -63,7 +64,7 @@ def test_what_a_chunk_does_not_show_yet(monkeypatch: pytest.MonkeyPatch, wire: l
     assert meta["weight_version"] == "a"
 
 
-def test_as_sglang_writes_them(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+def testas_sglang_writes_them(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
     """What SGLang says of the same history, and when it does."""
     chunk = write(monkeypatch, wire, "sglang", finished=False, tokens=4)
     assert chunk == {"finish_reason": None, "weight_version": "now"}
@@ -94,10 +95,30 @@ def test_where_the_setting_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for value in ("all", "sglang"):
         monkeypatch.setenv("SGLANG_INFLIGHT_SPANS", value)
-        answers._as_sglang_writes_them.cache_clear()
-        seen.append(answers._as_sglang_writes_them())
-    answers._as_sglang_writes_them.cache_clear()
+        answers.as_sglang_writes_them.cache_clear()
+        seen.append(answers.as_sglang_writes_them())
+    answers.as_sglang_writes_them.cache_clear()
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("value", ["all", "sglang"])
+def test_versions_of_kv(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """They come with the answer, or not at all: upstream would take them for tokens'."""
+    monkeypatch.setenv("SGLANG_INFLIGHT_SPANS", value)
+    answers.as_sglang_writes_them.cache_clear()
+    handed_on = []
+    spans = [{"version": "v", "epoch": 0, "start": 0, "end": 3}]
+    meta: dict[str, Any] = {}
+    manager: Any = None
+
+    def accumulate(_: object, meta: object, state: object, info: Any, index: int) -> None:
+        handed_on.append(info)
+
+    info = {"kv_versions": [None, spans], "theirs": [1, 2]}
+    take_kv_versions(accumulate, manager, meta, None, info, 1)
+    answers.as_sglang_writes_them.cache_clear()
+    assert meta == ({"kv_versions": spans} if value == "all" else {})
+    assert handed_on == [{"theirs": [1, 2]}]
 
 
 # ---- adapters ----------------------------------------------------------------------------
@@ -133,6 +154,7 @@ def test_versions_and_adapters_that_change_by_themselves(monkeypatch: pytest.Mon
     assert [(s["adapter"], s["version"], s["end"]) for s in meta["adapter_versions"]] == [
         ("policy", "a", 5), ("policy", "b", 7), ("policy", "a", 9)
     ]  # fmt: skip
+    assert "adapter_versions" not in write(monkeypatch, wire, "sglang", finished=True, tokens=9)
     chunk = write(monkeypatch, wire, "all", finished=False, tokens=6)
     assert [(s["version"], s["end"]) for s in chunk["adapter_versions"]] == [("a", 5), ("b", 6)]
 

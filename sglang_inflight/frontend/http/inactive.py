@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI
+from starlette._utils import get_route_path
 from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
 
@@ -83,7 +84,7 @@ class RefuseOurFields:
         self._why = why
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shape = BODIES.get(scope["path"]) if scope["type"] == "http" else None
+        shape = BODIES.get(get_route_path(scope)) if scope["type"] == "http" else None
         if shape is None:
             await self._app(scope, receive, send)
             return

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from starlette._utils import get_route_path
 from starlette.types import Message, Receive, Scope, Send
 
 Mode = Callable[[], Awaitable[str | None]]
@@ -33,7 +34,7 @@ class PauseComments:
         self._every_s = every_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in _STREAMS:
+        if scope["type"] != "http" or get_route_path(scope) not in _STREAMS:
             await self._app(scope, receive, send)
             return
         stream = _Stream(receive, send, self._mode, self._every_s)

@@ -13,6 +13,7 @@ from sglang_inflight.frontend.updates.phase import Event, Phase, follow
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import (
     DiskSource,
+    IPCSource,
     KVPolicy,
     OpenCall,
     SealCall,
@@ -42,6 +43,7 @@ class OpenUpdate:
     bytes: int = 0
     # what is served then, where it came from disk
     checkpoint: DiskSource | None = None
+    is_of_checkpoint_engine: bool = False
     # whether the calls that brought tensors so far named the session; None before the first
     is_named: bool | None = None
     lease_s: float | None = None
@@ -120,6 +122,7 @@ class OpenUpdate:
         of_draft = "draft" in (wanted.selector, self.opening.selector)
         if isinstance(wanted.source, DiskSource) and not of_draft:
             self.checkpoint = wanted.source
+        self.is_of_checkpoint_engine |= isinstance(wanted.source, IPCSource)
 
     def finish(self, ending: Ending) -> None:
         """The end of a session has the last word."""

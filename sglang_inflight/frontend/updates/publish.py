@@ -25,6 +25,9 @@ def publish(
         return
     if update.kv_policy == "recompute":
         clear_preprocessed(tokenizer_manager)
+    if update.is_of_checkpoint_engine:
+        # a start waits for it, with --checkpoint-engine-wait-weights-before-ready
+        tokenizer_manager.initial_weights_loaded = True
     if update.checkpoint is not None:
         tokenizer_manager.model_path = update.checkpoint.model_path
         tokenizer_manager.record_config_updates(

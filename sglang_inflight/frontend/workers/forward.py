@@ -11,6 +11,7 @@ import httpx
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
@@ -135,7 +136,7 @@ class Forward:
                 httpx.URL(
                     scheme="http",
                     host="owner",
-                    path=scope["path"],
+                    path=get_route_path(scope),
                     query=scope["query_string"],
                 ),
                 headers=[

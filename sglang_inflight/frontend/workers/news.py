@@ -30,6 +30,8 @@ class News(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     # of the last update from disk
     model_path: str
     load_format: str
+    # no worker that waits for a checkpoint engine waits any longer
+    initial_weights_loaded: bool
     paused: bool
     # weights are missing, and requests would end with 503
     hollow: bool

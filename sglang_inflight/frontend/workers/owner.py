@@ -176,6 +176,7 @@ class Owner:
             weight_version=manager.config_value("weight_version"),
             model_path=manager.model_path,
             load_format=manager.config_value("load_format"),
+            initial_weights_loaded=manager.initial_weights_loaded,
             paused=manager.is_pause,
             hollow=manager.inflight.is_hollow,
             forgotten=self._preprocessed.forgotten,

@@ -138,6 +138,7 @@ class Worker:
             )
         if news.forgotten != before.forgotten:
             clear_preprocessed(tokenizer_manager)
+        tokenizer_manager.initial_weights_loaded = news.initial_weights_loaded
         tokenizer_manager.is_pause = news.paused
         self._frontend.is_hollow = news.hollow
         self._adapters.become(news.adapters)

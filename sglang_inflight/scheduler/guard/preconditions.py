@@ -24,13 +24,15 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.memory.occupation import Occupation
+from sglang_inflight.upstream.runtime_context import get_device
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
     from sglang_inflight.upstream.requests import BatchRequest, MemoryRequest, SlowDownRequest
 
-# Every step sleeps this long: the watchdog takes a longer one for a hang.
-LONGEST_SLOW_DOWN_S = 10.0
+# Every step sleeps that long, and the watchdog takes a longer one for a hang: of its time, what a
+# step may sleep beside what it does.
+SHARE_OF_WATCHDOG = 0.5
 # They read weights; the third saves a model.
 _READS_WEIGHTS = (
     CheckWeightsReqInput,
@@ -102,9 +104,11 @@ def _tags(request: MemoryRequest) -> list[str]:
 
 
 def _may_sleep(seconds: float | None) -> None:
-    if seconds is not None and not seconds <= LONGEST_SLOW_DOWN_S:
+    most = get_device().watchdog_timeout * SHARE_OF_WATCHDOG
+    if seconds is not None and not seconds <= most:
         raise Refused(
-            f"forward_sleep_time={seconds:g}: a step sleeps {LONGEST_SLOW_DOWN_S:g} s at most"
+            f"forward_sleep_time={seconds:g}: a step sleeps {most:g} s at most, or the watchdog "
+            "ends the server (--watchdog-timeout)"
         )
 
 

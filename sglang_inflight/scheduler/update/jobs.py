@@ -151,7 +151,7 @@ class Jobs:
             if isinstance(source, DiskSource):
                 update.checkpoints[model.role] = source
         staged_s = time.perf_counter() - started
-        self._metrics.staged_seconds.inc(staged_s)
+        self._metrics.observe_load(source, staged_s)
         self._metrics.staged_bytes.inc(checked[0].bytes)
         return Staged(staged_s=staged_s, tensors=checked[0].tensors, bytes=checked[0].bytes)
 

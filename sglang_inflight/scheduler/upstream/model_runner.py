@@ -77,10 +77,17 @@ class DraftWorker(Protocol):
     def weight_update_runners(self) -> list[tuple[str, ModelRunner]]: ...
 
 
+@describes("sglang.srt.observability.metrics_collector.SchedulerMetricsCollector")
+class MetricsCollector(Protocol):
+    def observe_weight_load(self, duration_seconds: float, source: str) -> None: ...
+
+
 @describes("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
 class SchedulerWeightUpdaterManager(Protocol):
     # the kinds of memory that are released
     offload_tags: set[str]
     memory_saver_adapter: MemorySaver
+    # None where the rank collects none
+    metrics_collector: MetricsCollector | None
 
     def _select_runners(self, selector: str = "all") -> list[tuple[str, ModelRunner]]: ...

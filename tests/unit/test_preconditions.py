@@ -1,0 +1,26 @@
+"""What SGLang's handlers need is looked at before they begin."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers.io_struct import SlowDownReqInput
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.guard import preconditions
+from sglang_inflight.scheduler.guard.preconditions import Preconditions
+
+NOBODY: Any = None
+
+
+def test_a_step_sleeps_as_long_as_the_watchdog_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(watchdog_timeout=300.0)
+    monkeypatch.setattr(preconditions, "get_device", lambda: device)
+    asked = Preconditions(NOBODY, NOBODY, NOBODY)
+    for seconds in (None, -1.0, 20.0, 150.0):
+        asked.check(SlowDownReqInput(forward_sleep_time=seconds))
+    for seconds in (151.0, 1e300, float("nan")):
+        with pytest.raises(Refused, match="150 s at most"):
+            asked.check(SlowDownReqInput(forward_sleep_time=seconds))
