@@ -72,11 +72,11 @@ class TokenizerManager(Protocol):
     # ---- weights and memory --------------------------------------------------------
     model_path: str
     model_update_lock: RWLock
+    # false where the server is to wait for a checkpoint engine
+    initial_weights_loaded: bool
 
     async def check_weights(
         self, obj: Any
-    # false where the server is to wait for a checkpoint engine
-    initial_weights_loaded: bool
     ) -> tuple[bool, str, list[dict[str, Any]] | None, str | None]: ...
     async def update_weight_version(self, obj: Any) -> None: ...
     def _update_weight_version_if_provided(self, weight_version: str | None) -> None: ...
