@@ -45,6 +45,7 @@ class TokenizerManager(Protocol):
 
     # ---- requests ------------------------------------------------------------------
     is_pause: bool
+    is_pause_cond: asyncio.Condition
     rid_to_state: Mapping[str, Any]
     lora_registry: LoRARegistry
     lora_update_lock: asyncio.Lock
@@ -62,6 +63,8 @@ class TokenizerManager(Protocol):
     def generate_request(
         self, obj: Any, request: Any | None = None
     ) -> AsyncIterator[dict[str, Any]]: ...
+    async def pause_generation(self, obj: Any) -> None: ...
+    async def continue_generation(self, obj: Any) -> None: ...
     def create_abort_task(self, obj: Any) -> Any: ...
     async def load_lora_adapter(self, obj: Any, _: Any | None = None) -> Any: ...
     async def load_lora_adapter_from_tensors(self, obj: Any, _: Any | None = None) -> Any: ...
@@ -72,11 +75,11 @@ class TokenizerManager(Protocol):
     # ---- weights and memory --------------------------------------------------------
     model_path: str
     model_update_lock: RWLock
+    # false where the server is to wait for a checkpoint engine
+    initial_weights_loaded: bool
 
     async def check_weights(
         self, obj: Any
-    # false where the server is to wait for a checkpoint engine
-    initial_weights_loaded: bool
     ) -> tuple[bool, str, list[dict[str, Any]] | None, str | None]: ...
     async def update_weight_version(self, obj: Any) -> None: ...
     def _update_weight_version_if_provided(self, weight_version: str | None) -> None: ...
