@@ -129,7 +129,7 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
     answers["blocking failure"] = engine.update_weights_from_disk("/nowhere")
     answers["without a session"] = engine.update_weights_from_tensor([])
     # SGLang has no route by which these come: its own look at types
-    loose = {"temperature": 0, "max_new_tokens": 3.0, "top_k": 1.0, "ignore_eos": 1}
+    loose: dict[str, Any] = {"temperature": 0, "max_new_tokens": 3.0, "top_k": 1.0, "ignore_eos": 1}
     loose |= {"logit_bias": {5: 1.0}, "custom_params": {"a": {"b": [{"c": None}]}}}
     answers["loose"] = engine.generate(input_ids=[9], sampling_params=loose, return_logprob=1)
     answers["too loose"] = said(
