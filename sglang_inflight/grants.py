@@ -31,6 +31,16 @@ class Grant(Answer, frozen=True, kw_only=True):
     ranks: tuple[RankGrant, ...]
 
 
+class NamelessGrant(Answer, frozen=True, kw_only=True):
+    """SGLang's own pause, see ``frontend/sglangs_pause.py``: all requests have ended."""
+
+    status: str = "ok"
+    message: str = "Generation paused successfully."
+    paused: bool = True
+    mode: PauseMode = "abort"
+    weight_version: str
+
+
 class Release(Answer, frozen=True, kw_only=True):
     """A pause was let go of, or all were; ``paused`` where others still hold one."""
 

@@ -32,6 +32,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
+from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK
 from tests.support.updates import by_reference, refuse, tensor_body
 from tests.test_kv_versions import kv_runs, made_as_it_ran
@@ -254,3 +255,33 @@ def test_written_in_place(folder: Path, tmp_path: Path) -> None:
         for output in expect_all_go_on(generations):
             expect_exact(output)
             assert versions_of(output) == ["v0"]
+
+
+def test_sglangs_own_pause(folder: Path, tmp_path: Path) -> None:
+    """Where the loop has no pause states, SGLang's own is what it is without us."""
+    flags = ["--pp-size", "2", "--tp-size", "2", "--attn-dp-size", "2", "--weight-version", "v0"]
+    flags += ["--log-requests", "--log-requests-level", "0"]
+    log = tmp_path / "log"
+    with serve(folder / "v0", *flags, log=log, env=with_plugin("attention_dp")) as server:
+        generations = start_running(server, 4, tokens=ENDLESS)
+        for fields in ({"mode": "in_place"}, {"lease_s": 5}, {"new_id": "mine"}):
+            refuse(server.post("/pause_generation", fields), "--pp-size 1")
+        expect_all_go_on(generations[:1])
+
+        answer = ask(server, "POST", "/pause_generation", {})
+        assert (answer["paused"], answer["mode"]) == (True, "abort")
+        assert "pause_id" not in answer
+        for generation in generations[1:]:
+            expect_aborted(generation)
+        (held,) = start(server, 1, tokens=8)
+        until("the request has come", lambda: held.rid in server.log_text())
+        # which looks at the ranks, and they know of no pause
+        assert (status(server)["paused"], status(server)["mode"]) == (True, "abort")
+        assert ask(server, "GET", "/is_paused") == {"is_paused": True}
+        update(server, folder, 1)
+        refuse(server.post("/continue_generation", {"pause_id": "mine"}), "mine", status_code=409)
+
+        assert resume(server)["paused"] is False
+        assert versions_of(expect_whole(held)) == ["v1"]
+        assert ask(server, "GET", "/is_paused") == {"is_paused": False}
+        assert status(server)["paused"] is False

@@ -26,6 +26,7 @@ from sglang_inflight.grants import (
     Deferred,
     Grant,
     MemoryMoved,
+    NamelessGrant,
     Release,
     WindowGrant,
     WindowRelease,
@@ -53,7 +54,10 @@ class Calls:
         self._updates = updates
         self._memory = memory
 
-    async def pause(self, body: PauseBody) -> Grant | WindowGrant:
+    async def pause(self, body: PauseBody) -> Grant | NamelessGrant | WindowGrant:
+        sglangs = self._pauses.sglangs
+        if sglangs.is_the_servers and sglangs.is_meant_by(body):
+            return await sglangs.take()
         return await self._pauses.pause(body)
 
     async def resume(self, body: ContinueBody) -> Release | WindowRelease:

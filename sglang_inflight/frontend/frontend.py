@@ -122,13 +122,19 @@ class Frontend:
         """Do what nobody waits for; what comes of it but a success is logged."""
         keep(self._tasks, _logged(doing))
 
+    @property
+    def queues_in_pauses(self) -> bool:
+        """Whether the schedulers queue what comes in a pause; patch 0003 asks."""
+        return not self.pauses.sglangs.is_the_servers
+
     async def mode(self) -> str | None:
         """That of the pause that holds now, and None where none does."""
         return await (self.worker or self.pauses).mode()
 
     async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""
-        return write_status(await self.pauses.ask_status())
+        ranks = await self.pauses.ask_status()
+        return write_status(ranks, sglangs_pause=self.pauses.sglangs.holds)
 
 
 async def _logged(doing: Coroutine[Any, Any, Any]) -> None:

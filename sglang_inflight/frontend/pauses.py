@@ -16,6 +16,7 @@ from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.sglangs_pause import SGLangsPause
 from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.grants import Grant, RankGrant, Release
 from sglang_inflight.messages import (
@@ -44,11 +45,13 @@ class Pauses:
     """Takes, renews and lets go of pauses. The state itself is the schedulers'.
 
     ``TokenizerManager.is_pause`` follows along for upstream's readers of it (``/ready``,
-    gRPC). It gates nothing: patch 0003 lets requests through to the schedulers' queues.
+    gRPC). It gates nothing: patch 0003 lets requests through to the schedulers' queues. Where
+    the loop has no pause states there is SGLang's own pause, of which it is the state.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self.sglangs = SGLangsPause(tokenizer_manager)
         self._metrics = metrics
         self._ranks = ranks
         # calls that take a pause of a name that their callers chose
@@ -72,7 +75,7 @@ class Pauses:
         server's loop has no pause states.
         """
         if (reason := why_no_pause()) is not None:
-            raise Refused(reason)
+            raise Refused(f'{reason}. SGLang\'s own, of mode "abort" and without a name, is there')
         if body.mode == "retract" and get_disagg().disaggregation_mode == "decode":
             is_multimodal = self._tokenizer_manager.model_config.is_multimodal
             if (reason := why_not_sent_for_again(is_multimodal=is_multimodal)) is not None:
@@ -130,6 +133,8 @@ class Pauses:
         Raises ``Conflict`` where ``pause_id`` is not held any more, ``OutcomeUnknown`` where
         a rank is silent.
         """
+        if self.sglangs.is_the_servers:
+            return await self.sglangs.let_go(body)
         call = ContinueCall(pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache)
         answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
         paused = any(answer.paused for answer in answers)
@@ -202,6 +207,8 @@ class Pauses:
             await self._ranks.ask(call, RELEASE_TIMEOUT_S)
 
     async def is_paused(self) -> bool:
+        if self.sglangs.is_the_servers:
+            return self.sglangs.holds
         paused = {rank.pause.paused for rank in await self.ask_status()}
         if len(paused) > 1:
             raise Conflict("the replicas differ: some are paused, some are not")
@@ -214,6 +221,8 @@ class Pauses:
         """
         if not self._tokenizer_manager.is_pause:
             return None
+        if self.sglangs.holds:
+            return "abort"
         async with self._asking:
             if time.monotonic() >= self._asked_at + ASK_AGAIN_S:
                 try:
@@ -228,7 +237,8 @@ class Pauses:
     async def ask_status(self) -> list[Described]:
         """Each rank's own account of itself."""
         ranks = await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
-        self._tokenizer_manager.is_pause = any(rank.pause.paused for rank in ranks)
+        if not self.sglangs.is_the_servers:
+            self._tokenizer_manager.is_pause = any(rank.pause.paused for rank in ranks)
         return ranks
 
 

@@ -44,6 +44,7 @@ from sglang_inflight.frontend.request_checks import (
     check_sampling,
     create_tokenized,
 )
+from sglang_inflight.frontend.sglangs_pause import OwnCall
 from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
 from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
@@ -125,12 +126,22 @@ def _check_keys(app: FastAPI) -> None:
         add_api_key_middleware(app, api_key=None, admin_api_key=key)
 
 
-async def pause_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
-    await tm.inflight.calls.pause(_convert(obj, PauseBody))
+async def pause_generation(
+    pause: Callable[..., Awaitable[None]], tm: AdoptedTokenizerManager, obj: Request | OwnCall
+) -> None:
+    if isinstance(obj, OwnCall):
+        await pause(tm, obj.request)
+    else:
+        await tm.inflight.calls.pause(_convert(obj, PauseBody))
 
 
-async def continue_generation(tm: AdoptedTokenizerManager, obj: Request) -> None:
-    await tm.inflight.calls.resume(_convert(obj, ContinueBody))
+async def continue_generation(
+    resume: Callable[..., Awaitable[None]], tm: AdoptedTokenizerManager, obj: Request | OwnCall
+) -> None:
+    if isinstance(obj, OwnCall):
+        await resume(tm, obj.request)
+    else:
+        await tm.inflight.calls.resume(_convert(obj, ContinueBody))
 
 
 async def update_weights_from_disk(
@@ -271,8 +282,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     *(
         (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *around(surround))
         for surround in (
+            continue_generation,
             flush_cache,
             is_ready,
+            pause_generation,
             release_memory_occupation,
             resume_memory_occupation,
         )
@@ -305,8 +318,6 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     *(
         (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", *instead(replacement))
         for replacement in (
-            pause_generation,
-            continue_generation,
             update_weights_from_disk,
             update_weights_from_tensor,
             update_weights_from_distributed,

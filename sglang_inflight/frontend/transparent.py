@@ -55,6 +55,7 @@ from sglang_inflight.grants import (
     Deferred,
     Grant,
     MemoryMoved,
+    NamelessGrant,
     Release,
     WindowGrant,
     WindowRelease,
@@ -133,7 +134,7 @@ class TransparentCalls(Calls):
         self._in_background = in_background
         self._window: Window | None = None
 
-    async def pause(self, body: PauseBody) -> Grant | WindowGrant:
+    async def pause(self, body: PauseBody) -> Grant | NamelessGrant | WindowGrant:
         mode = body.mode or "abort"
         if mode not in _MEANINGS or body != PauseBody(mode=body.mode):
             return await super().pause(body)

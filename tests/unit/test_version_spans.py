@@ -114,7 +114,7 @@ def test_versions_of_kv(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     def accumulate(_: object, meta: object, state: object, info: Any, index: int) -> None:
         handed_on.append(info)
 
-    info = {"kv_versions": [None, spans], "theirs": [1, 2]}
+    info: dict[str, list[Any]] = {"kv_versions": [None, spans], "theirs": [1, 2]}
     take_kv_versions(accumulate, manager, meta, None, info, 1)
     answers.as_sglang_writes_them.cache_clear()
     assert meta == ({"kv_versions": spans} if value == "all" else {})

@@ -45,6 +45,7 @@ from sglang_inflight.grants import (
     Deferred,
     Grant,
     MemoryMoved,
+    NamelessGrant,
     Release,
     WindowGrant,
     WindowRelease,
@@ -72,7 +73,9 @@ class NoArguments(Body, kw_only=True):
 
 
 @engine_method(PauseBody, "mode")
-async def pause_generation(engine: AdoptedEngine, body: PauseBody) -> Grant | WindowGrant:
+async def pause_generation(
+    engine: AdoptedEngine, body: PauseBody
+) -> Grant | NamelessGrant | WindowGrant:
     """Pause generation, or renew a pause. Returns when every rank stands still.
 
     ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.moving import count_as_moved
+from sglang_inflight.frontend.sglangs_pause import let_requests_in
 from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.workers.forward import Forward
 from sglang_inflight.frontend.workers.invitation import Invitation
@@ -140,6 +141,8 @@ class Worker:
             clear_preprocessed(tokenizer_manager)
         tokenizer_manager.initial_weights_loaded = news.initial_weights_loaded
         tokenizer_manager.is_pause = news.paused
+        if before.paused and not news.paused:
+            keep(tokenizer_manager.asyncio_tasks, let_requests_in(tokenizer_manager))
         self._frontend.is_hollow = news.hollow
         self._adapters.become(news.adapters)
         refs = map(as_sglangs, news.reloadable)
