@@ -161,7 +161,6 @@ class TestEngine:
         fields = (
             "position 1",
             "sampling_params.ignore_eos",
-            "sampling_params.custom_params",
             "token_ids_logprob",
             "session_params.id",
             "return_logprob",

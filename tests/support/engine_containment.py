@@ -26,7 +26,6 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 BAD: list[dict[str, Any]] = [
     {"input_ids": [5, -7]},
     {"sampling_params": {"ignore_eos": "perhaps"}},
-    {"sampling_params": {"custom_params": 5}},
     {"return_logprob": True, "token_ids_logprob": [[5], [6, 7]]},
     {"session_params": {"id": 5}},
     {"return_logprob": "perhaps"},
