@@ -117,11 +117,14 @@ class Boundary:
         live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
         if scheduler.chunked_req is not None:
             live.add(scheduler.chunked_req)
-        # prefilled, and in no batch until HiSparse has backed their KV up
-        if scheduler.hisparse_coordinator is not None:
-            live.update(act.req for act in scheduler.hisparse_coordinator.ack_staging_queue)
+        live.update(self._backed_up())
         live.update(self.between_servers())
         return live
+
+    def _backed_up(self) -> list[Req]:
+        """Prefilled, and in no batch until HiSparse has backed their KV up."""
+        coordinator = self._scheduler.hisparse_coordinator
+        return [] if coordinator is None else [act.req for act in coordinator.ack_staging_queue]
 
     def between_servers(self) -> Iterator[Req]:
         """Requests in the queues that only a prefill server has, or a decode server."""
@@ -143,6 +146,7 @@ class Boundary:
         admitted = scheduler.collect_inflight_reqs()
         if scheduler.chunked_req is not None:
             admitted.add(scheduler.chunked_req)
+        admitted.update(self._backed_up())
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
             # until the decode server has their KV
             admitted.update(scheduler.disagg_prefill_inflight_queue)
@@ -185,10 +189,12 @@ class Boundary:
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.NULL:
             return None
-        holding = sum(req.kv.holds_kv for req in self.live_requests())
+        have_kv = {req for req in self.live_requests() if req.kv.holds_kv}
         if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            holding += len(scheduler.disagg_decode_prealloc_queue.retracted_queue)
-        holding += self.may_be_written_to
+            # on the host, or on its way there
+            have_kv.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
+            have_kv.update(entry.req for entry in scheduler.disagg_decode_transfer_queue.queue)
+        holding = len(have_kv) + self.may_be_written_to
         if not holding:
             return None
         return (
@@ -272,6 +278,7 @@ class Boundary:
         if get_parallel().pp_size > 1:
             self._retract_microbatches()
         else:
+            self._retract_backed_up()
             with paused_as_it_was(scheduler):
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
         return len(running)
@@ -288,14 +295,7 @@ class Boundary:
         if scheduler.chunked_req is not None:
             held[scheduler.chunked_req] = None
         reqs = [req for req in held if not req.finished() and not req.is_retracted]
-        retract_all(
-            reqs=reqs,
-            req_to_token_pool=scheduler.req_to_token_pool,
-            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
-            tree_cache=scheduler.tree_cache,
-            hisparse_coordinator=scheduler.hisparse_coordinator,
-            offload_kv=False,
-        )
+        self._take_kv_from(reqs)
         turn = self._turn
         microbatches = range(len(scheduler.running_mbs))
         scheduler.mbs = [None for _ in microbatches]
@@ -306,6 +306,26 @@ class Boundary:
         scheduler.chunked_req = None
         for req in reqs:
             scheduler._add_request_to_queue(req)
+
+    def _retract_backed_up(self) -> None:
+        """Upstream's retraction looks for them in the last batch, which they soon leave."""
+        scheduler = self._scheduler
+        in_batches = scheduler.collect_inflight_reqs()
+        reqs = [req for req in self._backed_up() if req not in in_batches]
+        self._take_kv_from(reqs)
+        for req in reqs:
+            scheduler._add_request_to_queue(req)
+
+    def _take_kv_from(self, reqs: list[Req]) -> None:
+        scheduler = self._scheduler
+        retract_all(
+            reqs=reqs,
+            req_to_token_pool=scheduler.req_to_token_pool,
+            token_to_kv_pool_allocator=scheduler.token_to_kv_pool_allocator,
+            tree_cache=scheduler.tree_cache,
+            hisparse_coordinator=scheduler.hisparse_coordinator,
+            offload_kv=False,
+        )
 
     def flush(self, *, empty_cache: bool) -> None:
         """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""

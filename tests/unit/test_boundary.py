@@ -1,4 +1,4 @@
-"""What a scheduler holds, wherever it holds it."""
+"""What a scheduler holds, wherever it holds it, and how it lets go of it."""
 
 from __future__ import annotations
 
@@ -66,3 +66,79 @@ def test_those_between_two_servers_are_found(scheduler: Any) -> None:
     scheduler.disagg_decode_transfer_queue = SimpleNamespace(queue=[SimpleNamespace(req="coming")])
     live: set[Any] = set(boundary.Boundary(scheduler, none).live_requests())
     assert {"asked for", "backed up", "to be asked for again", "coming"} <= live
+
+
+class Request:
+    """One that has not finished."""
+
+    def __init__(self, *, row: int | None = None) -> None:
+        self.kv = SimpleNamespace(holds_kv=row is not None, kv_committed_len=0)
+        self.is_retracted = False
+
+    def finished(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def decode(scheduler: Any) -> Any:
+    """A decode server with nothing to do."""
+    scheduler._collect_inflight_batches = list
+    scheduler.collect_inflight_reqs = set
+    scheduler.cur_batch_for_debug = scheduler.chunked_req = scheduler.hisparse_coordinator = None
+    scheduler.result_queue, scheduler.waiting_queue = [], []
+    scheduler.grammar_manager.grammar_queue = []
+    scheduler.disaggregation_mode = DisaggregationMode.DECODE
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
+        queue=[], retracted_queue=[], held_rebootstrap_reqs=[]
+    )
+    scheduler.disagg_decode_transfer_queue = SimpleNamespace(
+        queue=[], has_pending_deferred_releases=lambda: False
+    )
+    return scheduler
+
+
+def test_kv_that_comes_to_the_host_is_not_to_be_recomputed(decode: Any) -> None:
+    """It has no row, and its server's cache is not flushed meanwhile."""
+    none: Any = None
+    there = boundary.Boundary(decode, none)
+    assert there.why_not_recomputed() is None
+    with_a_row = Request(row=1)
+    decode.disagg_decode_transfer_queue.queue = [
+        SimpleNamespace(req=req) for req in (with_a_row, *_without(1))
+    ]
+    assert "2 requests have KV" in (there.why_not_recomputed() or "")
+
+
+def test_what_hisparse_backs_up_runs_and_is_retracted(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its prefill and the first batch that decodes it, it is in no other one."""
+    decoding, prefilled, earlier = Request(row=1), Request(row=2), Request(row=3)
+    last = SimpleNamespace(reqs=[prefilled])
+    queue = [SimpleNamespace(req=req) for req in (earlier, prefilled)]
+    scheduler.hisparse_coordinator = SimpleNamespace(ack_staging_queue=queue)
+    scheduler.collect_inflight_reqs = lambda: {decoding, *last.reqs}
+    scheduler.chunked_req, scheduler.result_queue, scheduler.device = None, [], "cpu"
+    scheduler.last_batch = None
+    scheduler.req_to_token_pool = scheduler.token_to_kv_pool_allocator = None
+    scheduler.tree_cache = scheduler._pause_started_at = None
+    scheduler._engine_paused = False
+    scheduler.waiting_queue = []
+    scheduler._add_request_to_queue = scheduler.waiting_queue.append
+    told: list[str] = []
+    scheduler.pause_generation = lambda request: told.append(request.mode)
+    freed: list[Any] = []
+    monkeypatch.setattr(boundary, "retract_all", lambda reqs, **_: freed.extend(reqs))
+    nothing = SimpleNamespace(inc=lambda _: None)
+    metrics: Any = SimpleNamespace(retracted=nothing, recomputed=nothing)
+    there = boundary.Boundary(scheduler, metrics)
+    running: set[Any] = set(there.running_requests())
+    assert running == {decoding, prefilled, earlier}
+    assert there.retract() == 3
+    # SGLang's own retraction takes care of what is in batches
+    assert (freed, scheduler.waiting_queue, told) == ([earlier], [earlier], ["retract"])
+
+
+def _without(n: int) -> list[Request]:
+    """``n`` that have no KV on this device."""
+    return [Request() for _ in range(n)]

@@ -66,7 +66,7 @@ def test_a_name_that_means_the_loopback_here_alone(monkeypatch: pytest.MonkeyPat
 
 
 class Relayed:
-    """A relay whose front end is a socket of the test."""
+    """A relay whose front end is a socket of the test, as is ``node``."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         messages.make_known()
@@ -74,7 +74,11 @@ class Relayed:
         self._front_end.bind("inproc://front-end")
         sending = context.socket(zmq.PUSH)
         sending.connect("inproc://front-end")
-        self.relay = Relay(sending, context.socket(zmq.PULL))
+        listening = context.socket(zmq.PULL)
+        listening.bind("inproc://relay")
+        self.node = context.socket(zmq.PUSH)
+        self.node.connect("inproc://relay")
+        self.relay = Relay(sending, listening)
 
     def heard(self) -> list[Any]:
         """By the front end."""
@@ -130,3 +134,27 @@ def test_silence_is_told_once_and_its_end_too(relayed: Relayed) -> None:
     assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=SILENCE_S)]
     relay.take([relay.token, pulse], began + SILENCE_S + 2)
     assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=None)]
+
+
+def test_what_was_said_while_the_relay_was_held_up_is_heard_first(relayed: Relayed) -> None:
+    relay, long_ago = relayed.relay, time.monotonic() - SILENCE_S - 1
+    pulses = [[relay.token, encode(Pulse(tp_rank=rank))] for rank in (1, 2)]
+    for pulse in pulses:
+        relay.take(pulse, long_ago)
+    for pulse in pulses:
+        relayed.node.send_multipart(pulse)
+    relay.listen()
+    relay.look(time.monotonic())
+    assert relayed.heard() == []
+
+
+def test_strangers_keep_nobody_from_looking(
+    relayed: Relayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.MOST_AT_ONCE", 2)
+    for frames in ([b""], [b""], [relayed.relay.token, encode(Done(call_id="one"))]):
+        relayed.node.send_multipart(frames)
+    relayed.relay.listen()
+    assert relayed.heard() == []
+    relayed.relay.listen()
+    assert relayed.heard() == [Done(call_id="one")]

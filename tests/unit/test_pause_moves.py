@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ class Scheduler:
         # no socket: it does not sleep
         self.ipc_channels = SimpleNamespace(recv_from_tokenizer=None)
         self.fails = False
+        self.live: list[Any] = []
 
     # as a scheduler
 
@@ -56,8 +58,8 @@ class Scheduler:
     def waiting_requests(self) -> list[Any]:
         return []
 
-    def live_requests(self) -> set[Any]:
-        return set()
+    def live_requests(self) -> list[Any]:
+        return self.live
 
     def between_servers(self) -> list[Any]:
         return []
@@ -137,3 +139,19 @@ def test_draining_ends_a_freeze_and_running_on_only_a_freeze(rank: Rank) -> None
     rank.pause.resume(ContinueCall(call_id="third", torch_empty_cache=True))
     assert rank.scheduler.told == told
     assert rank.state() == "running"
+
+
+def test_no_request_is_forgiven_more_time_than_it_has_waited(rank: Rank) -> None:
+    """One was there before the pause, one came in it, one has not waited yet."""
+    began = time.perf_counter()
+    times = [began - 1, began, 0.0]
+    stats = [SimpleNamespace(wait_queue_entry_time=at, forward_entry_time=at) for at in times]
+    rank.scheduler.live = [SimpleNamespace(time_stats=each) for each in stats]
+    rank.ask("in_place", "first")
+    rank.pause._frozen_at = began - 100
+    rank.pause.resume(ContinueCall(call_id="second"))
+    now = time.perf_counter()
+    for each in stats[:2]:
+        assert began <= each.wait_queue_entry_time <= now
+        assert began <= each.forward_entry_time <= now
+    assert (stats[2].wait_queue_entry_time, stats[2].forward_entry_time) == (0.0, 0.0)

@@ -49,3 +49,14 @@ def test_a_prefill_server_forgives_its_requests_its_pause() -> None:
     boundary: Any = SimpleNamespace(live_requests=lambda: held)
     Transfers(scheduler, boundary).forgive(200)
     assert sender._check_bootstrap_timeout() is None
+
+
+def test_one_that_came_amid_the_pause_has_no_more_time_than_others() -> None:
+    sender = connection(CommonKVSender)
+    sender.init_time = time.time() - 10
+    scheduler: Any = SimpleNamespace(disaggregation_mode=DisaggregationMode.PREFILL)
+    boundary: Any = SimpleNamespace(
+        live_requests=lambda: [SimpleNamespace(disagg_kv_sender=sender)]
+    )
+    Transfers(scheduler, boundary).forgive(200)
+    assert sender.init_time <= time.time()

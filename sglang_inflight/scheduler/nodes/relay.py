@@ -27,6 +27,8 @@ SILENCE_S = 15.0
 # how often it is looked who is silent, and told that strangers came
 LOOK_S = 1.0
 TELL_S = 60.0
+# messages between two looks, so that strangers who send without end keep nobody from looking
+MOST_AT_ONCE = 10_000
 
 Rank = tuple[int, int, int]
 
@@ -72,12 +74,22 @@ class Relay:
     def _run(self) -> None:
         while True:
             try:
-                if self._listening.poll(int(1000 * LOOK_S)):
-                    self.take(self._listening.recv_multipart(), time.monotonic())
+                self.listen()
                 self.look(time.monotonic())
             except Exception:
                 # no answer of another node would be heard any more
                 logger.exception("A message of another node could not be handed on")
+
+    def listen(self) -> None:
+        """Take what has come. Where this thread was held up that may be much, and all of it was
+        said before anybody is called silent.
+        """
+        if not self._listening.poll(int(1000 * LOOK_S)):
+            return
+        for _ in range(MOST_AT_ONCE):
+            self.take(self._listening.recv_multipart(), time.monotonic())
+            if not self._listening.poll(0):
+                return
 
     def take(self, frames: list[bytes], now: float) -> None:
         """Hand on what is an answer."""

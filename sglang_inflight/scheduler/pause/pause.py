@@ -321,11 +321,15 @@ class Pause:
         )
 
     def _shift_deadlines(self, seconds: float) -> None:
-        """Time spent paused does not count against a request's time limits."""
+        """Time spent paused does not count against a request's time limits.
+
+        Nor does more than that: one that came amid the pause has waited for a part of it.
+        """
+        now = time.perf_counter()
         for req in self._boundary.live_requests():
             stats = req.time_stats
             if stats.wait_queue_entry_time > 0:
-                stats.wait_queue_entry_time += seconds
+                stats.wait_queue_entry_time = min(stats.wait_queue_entry_time + seconds, now)
             if stats.forward_entry_time > 0:
-                stats.forward_entry_time += seconds
+                stats.forward_entry_time = min(stats.forward_entry_time + seconds, now)
         self._transfers.forgive(seconds)

@@ -68,12 +68,14 @@ class Transfers:
 
     def forgive(self, seconds: float) -> None:
         """Count the last ``seconds``, for which this server was frozen, to no time limit."""
+        now = time.time()
         for connection in self._connections():
             for name in ("init_time", "_prefill_complete_time", "_prefill_wait_start"):
                 # each end has its own, and those that SGLang's tests use have none
                 since: float | None = getattr(connection, name, None)
                 if since is not None:
-                    setattr(connection, name, since + seconds)
+                    # no more of them than there were since
+                    setattr(connection, name, min(since + seconds, now))
 
     def _connections(self) -> Iterator[KVConnection | None]:
         scheduler = self._scheduler
