@@ -175,3 +175,26 @@ def test_a_server_that_waits_for_its_first_weights(
             assert "Weights are ready after" in server.log_text()
             assert "Weights are not ready" not in server.log_text()
             assert server.get("/model_info")["weight_version"] == "v1"
+
+
+def on_the_hub(cache: Path, name: str, checkpoint: Path) -> None:
+    """``checkpoint``, as the Hub's client keeps what it has fetched."""
+    commit = "0" * 40
+    model = cache / f"models--{name.replace('/', '--')}"
+    shutil.copytree(checkpoint, model / "snapshots" / commit)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+
+
+def test_a_name_on_the_hub(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
+    pool.discard()
+    on_the_hub(tmp_path / "hub", "someone/trained", checkpoints / "v1")
+    env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    flags = ("--weight-version", "v0")
+    with serve(checkpoints / "v0", *flags, log=tmp_path / "log", env=env) as server:
+        generations = start_running(server, 2, tokens=ENDLESS)
+        body = {"model_path": "someone/trained", **V1}
+        succeed(server.post(DISK, body))
+        assert server.get("/model_info")["weight_version"] == "v1"
+        refuse(server.post(DISK, body | {"model_path": "someone/else"}), "'someone/else'", "Hub")
+        expect_to_run_on(server, generations, [0, 1])

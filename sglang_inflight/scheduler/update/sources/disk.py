@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint in a directory.
+"""Tensors of a checkpoint in a directory, or by a name on the Hub.
 
 Nothing that somebody does to the directory meanwhile can stop the server or end it. Files are
 read and not mapped (``RegularFile``), and no mixture of two checkpoints is loaded
@@ -17,6 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import (
@@ -35,7 +37,7 @@ from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.upstream.runtime_context import get_model
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+    from sglang_inflight.scheduler.upstream.model_runner import ModelConfig, ModelRunner
 
 # What these name is how SGLang's default loader finds files; all others load by other means,
 # which write the live model, or fetch from elsewhere, or make weights up.
@@ -72,7 +74,7 @@ def read_disk(
     """
     load_format = _known(source.load_format)
     with Aside(check) as aside, ExitStack() as stack:
-        folder = aside.do(lambda: _Folder(source.model_path))
+        folder = aside.do(lambda: _open(source.model_path, runner, load_format))
         stack.callback(folder.close)
         with _named(folder):
             if not of_draft:
@@ -96,11 +98,38 @@ def _known(load_format: str | None) -> LoadFormat:
     )
 
 
+def _open(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> _Folder:
+    return _Folder(_fetch(model_path, runner, load_format), named=model_path)
+
+
+def _fetch(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> str:
+    """The directory of ``model_path``: itself, or where SGLang has it by its name on the Hub.
+
+    What is not there yet SGLang fetches, which takes as long as it takes.
+    """
+    if os.path.isdir(model_path):
+        return model_path
+    try:
+        validate_repo_id(model_path)
+    except HFValidationError:
+        # no name, and said to be no directory when it is opened
+        return model_path
+    try:
+        folder, _, _ = _prepare(_at(model_path, runner), runner, load_format)
+    except Exception as error:
+        raise Refused(
+            f"model_path {shorten(model_path)!r} is not a directory on the server, and as a name "
+            f"on the Hub it cannot be had: {shorten(describe(error))}"
+        ) from error
+    return folder
+
+
 class _Folder:
     """A directory, held open: another one that takes its name meanwhile is not looked into."""
 
-    def __init__(self, path: str) -> None:
-        self.named = repr(shorten(path))
+    def __init__(self, path: str, named: str) -> None:
+        """``named`` is what its caller calls it."""
+        self.named = repr(shorten(named))
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             fd = os.open(path, flags)
@@ -167,19 +196,32 @@ def _select(
     """The files that SGLang would load, and whether they are safetensors."""
     for index in _INDEXES:
         folder.check_size(index, _MOST_INDEX_BYTES)
+    config = _at(folder.path, runner)
+    path, files, is_safetensors = _prepare(config, runner, load_format)
+    if is_safetensors:
+        files = maybe_add_mtp_safetensors(files, path, _INDEXES[0], config.hf_config)
+    return files, is_safetensors
+
+
+def _at(model_path: str, runner: ModelRunner) -> ModelConfig:
     config = copy.copy(runner.model_config)
-    config.model_path = folder.path
+    config.model_path = model_path
+    return config
+
+
+def _prepare(
+    config: ModelConfig, runner: ModelRunner, load_format: LoadFormat
+) -> tuple[str, list[str], bool]:
+    """The directory, the files in it that SGLang would load, and whether they are safetensors."""
     loader = DefaultModelLoader(LoadConfig(load_format=load_format))
     source = DefaultModelLoader.Source.init_new(config, runner.model)
-    path, files, is_safetensors = loader._prepare_weights(
+    found: tuple[str, list[str], bool] = loader._prepare_weights(
         source.model_or_path,
         source.revision,
         source.fall_back_to_pt,
         source.allow_patterns_overrides,
     )
-    if is_safetensors:
-        files = maybe_add_mtp_safetensors(files, path, _INDEXES[0], config.hf_config)
-    return files, is_safetensors
+    return found
 
 
 @contextmanager
