@@ -106,6 +106,18 @@ def test_spans_of_what_memory_drove_out(server: Server, checkpoints: Path) -> No
     assert any(output.meta["num_retractions"] for output in outputs)
 
 
+def test_a_pause_waits_for_what_memory_drove_out(server: Server) -> None:
+    """It has begun: held back, it would stand still amid its tokens, or keep others' memory."""
+    running = start(server, 4, tokens=POOL // 2)
+    for generation in running:
+        generation.wait_for_tokens(POOL // 8)
+    until("one is driven out", lambda: status(server)["running"] < len(running))
+    (rank,) = pause(server, "wait")["ranks"]
+    assert (rank["running"], rank["waiting"]) == (0, 0)
+    outputs = [expect_whole(generation) for generation in running]
+    assert any(output.meta["num_retractions"] for output in outputs)
+
+
 def test_an_update_in_a_pause(server: Server, checkpoints: Path) -> None:
     """Exact to the token, in a server that accepts requests and is healthy meanwhile."""
     running = start(server, 2, tokens=240)
