@@ -24,6 +24,7 @@ from tests.support.load import (
     settle,
     status,
     until,
+    until_empty,
     until_waiting,
     update,
 )
@@ -31,6 +32,8 @@ from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"
 POOL, PROMPT = 1024, 16  # tokens
+# requests that run at once
+MOST = 8
 _rooms = itertools.count(1)
 
 
@@ -45,7 +48,7 @@ def decode_server(
         "--disaggregation-transfer-backend", "fake",
         # the other one needs memory that CUDA pins
         "--disaggregation-decode-retraction-backup", "cpu_tensor",
-        "--max-running-requests", "8",
+        "--max-running-requests", str(MOST),
         "--max-total-tokens", str(POOL),
         "--num-reserved-decode-tokens", "8",
         "--weight-version", "v0",
@@ -99,6 +102,18 @@ def test_spans_of_what_memory_drove_out(server: Server, checkpoints: Path) -> No
         generation.wait_for_tokens(POOL // 8)
     until("one is driven out", lambda: status(server)["running"] < len(running))
     update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
+    outputs = [expect_whole(generation) for generation in running]
+    assert any(output.meta["num_retractions"] for output in outputs)
+
+
+def test_a_pause_waits_for_what_memory_drove_out(server: Server) -> None:
+    """It has begun: held back, it would stand still amid its tokens, or keep others' memory."""
+    running = start(server, 4, tokens=POOL // 2)
+    for generation in running:
+        generation.wait_for_tokens(POOL // 8)
+    until("one is driven out", lambda: status(server)["running"] < len(running))
+    (rank,) = pause(server, "wait")["ranks"]
+    assert (rank["running"], rank["waiting"]) == (0, 0)
     outputs = [expect_whole(generation) for generation in running]
     assert any(output.meta["num_retractions"] for output in outputs)
 
@@ -160,6 +175,30 @@ def test_a_pause_that_retracts(server: Server, checkpoints: Path) -> None:
     assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
     assert labels == ["v0"] * counts[1] + ["v1"] * (120 - counts[1])
     assert set(labels_of(output.meta["kv_versions"])) == {"v1"}
+
+
+def test_what_falls_behind_while_it_waits_for_a_slot(server: Server, checkpoints: Path) -> None:
+    """It has its KV, and gives it back: SGLang ends an idle server whose pool is not whole."""
+    running = start(server, MOST, tokens=100)
+    for generation in running:
+        generation.wait_for_tokens(3)
+    late = {"custom_params": {"max_version_lag": 0}}
+    behind = start(server, 2, tokens=10, sampling=late)
+    until_waiting(server, 2)
+    pause(server, "in_place")
+    update(server, checkpoints, 1, kv_cache="fence")
+    for generation in behind:
+        output = generation.output()
+        assert output.finish_reason == "abort"
+        assert "max_version_lag is 0" in output.meta["finish_reason"]["message"]
+        assert len(labels_of(output.meta["kv_versions"])) == PROMPT
+    resume(server)
+    for generation in running:
+        expect_whole(generation)
+    until_empty(server)
+    # idle, it looks at its pool, and then takes this
+    for generation in start(server, 1, tokens=POOL - 10 * PROMPT):
+        expect_whole(generation)
 
 
 def test_what_waits_for_its_grammar_can_end(server: Server) -> None:

@@ -65,6 +65,23 @@ def test_a_node_without_the_package_is_named(
         pass
 
 
+@pytest.mark.parametrize(("name", "value"), [("PD_MISMATCH", "abort"), ("REQUIRE_UPDATE", "1")])
+def test_a_node_with_other_settings_is_named(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path, name: str, value: str
+) -> None:
+    pool.discard()
+    setting = f"SGLANG_INFLIGHT_{name}"
+    nodes = serve_nodes(
+        checkpoints / "v0",
+        *FLAGS,
+        folder=tmp_path,
+        env=nodes_environment(),
+        second_env={setting: value},
+    )
+    with pytest.raises(RuntimeError, match=f"{setting} is .* on node 0 and .* on node 1"), nodes:
+        pass
+
+
 def test_attention_dp(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
     """Ranks with requests of their own, one on each node."""
     pool.discard()

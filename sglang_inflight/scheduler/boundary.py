@@ -152,6 +152,19 @@ class Boundary:
             admitted.update(scheduler.disagg_prefill_inflight_queue)
         return {req for req in admitted if not req.finished() and not req.is_retracted}
 
+    def begun_requests(self) -> set[Req]:
+        """Those that a pause which drains lets run to their end.
+
+        On a decode server that is also what has KV and no slot yet, and what memory drove to the
+        host: held back, it would keep the memory that those which run may need.
+        """
+        scheduler = self._scheduler
+        begun = self.running_requests()
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            begun.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
+            begun.update(req for req in self.live_requests() if req.kv.holds_kv)
+        return begun
+
     def waiting_requests(self) -> list[Req]:
         """Those that are to run, but for those whose KV is on its way to this server."""
         scheduler = self._scheduler
@@ -162,6 +175,7 @@ class Boundary:
             prealloc = scheduler.disagg_decode_prealloc_queue
             waiting += [entry.req for entry in prealloc.queue]
             waiting += prealloc.held_rebootstrap_reqs
+            waiting += prealloc.retracted_queue
         return waiting
 
     def _queue_for_the_other_server(self) -> Iterator[list[Any]]:

@@ -97,6 +97,22 @@ def decode(scheduler: Any) -> Any:
     return scheduler
 
 
+def test_what_has_begun_on_a_decode_server(decode: Any) -> None:
+    """All that has KV, wherever that is; what has none yet has not."""
+    none: Any = None
+    transferred, coming, driven_out, asked_for = (Request(row=1), Request(row=2), *_without(2))
+    decode.waiting_queue = [transferred]
+    decode.disagg_decode_transfer_queue.queue = [SimpleNamespace(req=coming)]
+    decode.disagg_decode_prealloc_queue.queue = [SimpleNamespace(req=asked_for)]
+    decode.disagg_decode_prealloc_queue.retracted_queue = [driven_out]
+    there = boundary.Boundary(decode, none)
+    begun: set[Any] = set(there.begun_requests())
+    assert begun == {transferred, coming, driven_out}
+    # what comes is neither here yet nor to be had
+    waiting: list[Any] = [transferred, asked_for, driven_out]
+    assert there.waiting_requests() == waiting
+
+
 def test_kv_that_comes_to_the_host_is_not_to_be_recomputed(decode: Any) -> None:
     """It has no row, and its server's cache is not flushed meanwhile."""
     none: Any = None

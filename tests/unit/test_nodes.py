@@ -43,6 +43,24 @@ def test_nodes_that_are_alike() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("STAGING", "off"),
+        ("MAX_VERSION_LAG", "1"),
+        ("PD_MISMATCH", "abort"),
+        ("REQUIRE_UPDATE", "1"),
+    ],
+)
+def test_settings_by_which_ranks_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    here = describe_this_node()
+    monkeypatch.setenv(f"SGLANG_INFLIGHT_{name}", value)
+    sentence = find_difference({0: here, 1: describe_this_node()})
+    assert f"SGLANG_INFLIGHT_{name} is" in (sentence or "")
+
+
+@pytest.mark.parametrize(
     ("meeting", "bound", "told", "is_ipv6"),
     [
         ("127.0.0.1:5000", "127.0.0.1", "127.0.0.1", False),

@@ -15,6 +15,10 @@ from sglang_inflight.scheduler.pause.machine import Drained
 from sglang_inflight.scheduler.pause.pause import Pause
 
 
+class Request:
+    to_finish = None
+
+
 class Scheduler:
     """It writes down what it is told, and holds two requests until they are aborted."""
 
@@ -26,6 +30,8 @@ class Scheduler:
         # no socket: it does not sleep
         self.ipc_channels = SimpleNamespace(recv_from_tokenizer=None)
         self.fails = False
+        self.waiting: list[Any] = []
+        self.elsewhere: list[Any] = []
         self.live: list[Any] = []
 
     # as a scheduler
@@ -55,14 +61,17 @@ class Scheduler:
     def running_requests(self) -> set[Any]:
         return self.running
 
+    def begun_requests(self) -> set[Any]:
+        return {*self.running, *self.elsewhere}
+
     def waiting_requests(self) -> list[Any]:
-        return []
+        return self.waiting
 
     def live_requests(self) -> list[Any]:
         return self.live
 
     def between_servers(self) -> list[Any]:
-        return []
+        return self.elsewhere
 
     may_be_written_to = False
 
@@ -139,6 +148,31 @@ def test_draining_ends_a_freeze_and_running_on_only_a_freeze(rank: Rank) -> None
     rank.pause.resume(ContinueCall(call_id="third", torch_empty_cache=True))
     assert rank.scheduler.told == told
     assert rank.state() == "running"
+
+
+def test_what_is_on_its_way_when_a_pause_begins_may_run_and_is_not_waited_for(rank: Rank) -> None:
+    coming: Any = Request()
+    later: Any = Request()
+    rank.scheduler.elsewhere = [coming]
+    rank.ask("wait", "first")
+    assert (rank.pause.admits(coming), rank.pause.admits(later)) == (True, False)
+    rank.scheduler.running = set()
+    assert not rank.pause._still_drains()
+    # it has come, and waits for its turn
+    rank.scheduler.elsewhere, rank.scheduler.waiting = [], [coming, later]
+    assert rank.pause._still_drains()
+    rank.scheduler.waiting = [later]
+    assert not rank.pause._still_drains()
+
+
+def test_what_was_ended_on_its_way_is_waited_for(rank: Rank) -> None:
+    """It takes the loop to let go of its memory."""
+    rank.scheduler.elsewhere = [Request()]
+    rank.ask("abort", "first")
+    rank.scheduler.running = set()
+    assert rank.pause._still_drains()
+    rank.scheduler.elsewhere = []
+    assert not rank.pause._still_drains()
 
 
 def test_no_request_is_forgiven_more_time_than_it_has_waited(rank: Rank) -> None:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 WAIT_S = 60.0
 _KEY = "sglang-inflight/{rank}"
 # what ranks of a replica must not do differently, because they step together
-_SHARED_SETTINGS = ("staging", "max_version_lag")
+_SHARED_SETTINGS = ("staging", "max_version_lag", "pd_mismatch", "require_update")
 
 Account = Mapping[str, str]
 

@@ -85,9 +85,9 @@ class Pause:
         self._held = HeldPauses()
         # events that it went through, by which a message knows whether it is still true
         self._seen = 0
-        # while the loop drains: requests that ran when it began
+        # while the loop drains: requests that had begun when it did
         self._may_run: set[Req] = set()
-        # those that were ended between two servers, where it takes the loop to let go of them
+        # of them those that were ended between two servers: it takes the loop to let go of them
         self._ending: set[Req] = set()
         # by the id of the call that they were ended for, until it is answered
         self._aborted: dict[str, int] = {}
@@ -244,11 +244,10 @@ class Pause:
                 self._freeze()
             case Drain():
                 self._end_freeze(torch_empty_cache=False)
-                self._may_run = self._boundary.running_requests() | self._ending
-                self._ending = set()
+                self._may_run = self._boundary.begun_requests() | self._ending
             case RunOn(torch_empty_cache):
                 self._end_freeze(torch_empty_cache=torch_empty_cache)
-                self._may_run = set()
+                self._may_run = self._ending = set()
             case _:
                 assert_never(move)
 
@@ -289,12 +288,13 @@ class Pause:
         return aborted
 
     def _still_drains(self) -> bool:
+        """What is on its way from another server is not waited for: that one may be paused."""
         return is_true_of_any(
             bool(self._boundary.running_requests())
             or bool(self._boundary.pending_batches)
             or self._scheduler.chunked_req is not None
             or any(self.admits(req) for req in self._boundary.waiting_requests())
-            or any(req in self._may_run for req in self._boundary.between_servers())
+            or any(req in self._ending for req in self._boundary.between_servers())
             or self._boundary.may_be_written_to
         )
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.provenance.request_record import record_of
+from sglang_inflight.upstream.runtime_context import get_disagg
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.req import Req
@@ -78,9 +81,23 @@ class Staleness:
         scheduler = self._scheduler
         if req not in scheduler.waiting_queue:
             return
-        # it holds no KV: nothing but the answer is left of it
         scheduler.waiting_queue.remove(req)
         req.update_finish_state()
         scheduler._release_aborted_request(req)
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            self._release_kv(req)
         req.time_stats.set_completion_time()
         scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def _release_kv(self, req: Req) -> None:
+        """What waits on a decode server has its KV, and elsewhere none. As SGLang's abort does.
+
+        That abort itself would end every request whose id begins with this one's, and forget
+        tokens that were not sent yet.
+        """
+        scheduler = self._scheduler
+        if get_disagg().disaggregation_decode_host_receive_threshold < 1:
+            discard_kv_cache_backup(req, scheduler.tree_cache, "host_pool")
+        if scheduler.hisparse_coordinator is not None:
+            scheduler.hisparse_coordinator.request_finished(req)
+        release_kv_cache(req, scheduler.tree_cache, checkpoint=True)

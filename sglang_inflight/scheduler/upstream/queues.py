@@ -63,3 +63,5 @@ class HiSparseAct(Protocol):
 class HiSparseCoordinator(Protocol):
     # of requests whose KV is backed up after their prefill
     ack_staging_queue: list[HiSparseAct]
+
+    def request_finished(self, req: Req) -> None: ...
