@@ -65,7 +65,8 @@ class OneRank(Ranks):
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none, whose settings this is one of."""
-    monkeypatch.setattr("sglang_inflight.frontend.pauses.why_no_pause", lambda: None)
+    for module in ("pauses", "sglangs_pause"):
+        monkeypatch.setattr(f"sglang_inflight.frontend.{module}.why_no_pause", lambda: None)
 
 
 def pauses_of(rank: OneRank) -> Pauses:
