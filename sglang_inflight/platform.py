@@ -103,7 +103,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         config = _read_config(server_args)
         self._choose_dtype(server_args, config)
         self._let_idle_loops_sleep(server_args)
-        replicas = 1 if server_args.enable_dp_attention else server_args.dp_size
+        replicas = 1 if _has_attention_dp(server_args) else server_args.dp_size
         ranks = server_args.tp_size * server_args.pp_size * replicas
         self._choose_threads(server_args, config, ranks)
         if ranks > 1 and THREADS_BIND not in os.environ:
@@ -124,7 +124,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         it would wait for those that sleep. A script of SGLang's own tests steps with each pass
         of an idle loop.
         """
-        if not (server_args.enable_dp_attention or envs.SGLANG_TEST_SCRIPTED_RUNTIME.get()):
+        if not (_has_attention_dp(server_args) or envs.SGLANG_TEST_SCRIPTED_RUNTIME.get()):
             server_args.sleep_on_idle = True
 
     def _choose_threads(self, server_args: ServerArgs, config: Any, ranks: int) -> None:
@@ -166,6 +166,11 @@ def describe_threads() -> str:
 
 # what was set here and not by the user: another Engine of this process may need another
 _own: dict[str, str] = {}
+
+
+def _has_attention_dp(server_args: ServerArgs) -> bool:
+    """In either of the two ways to ask for it; ``dp_size`` is its width in the older one."""
+    return server_args.enable_dp_attention or server_args.attn_dp_size > 1
 
 
 def _read_config(server_args: ServerArgs) -> Any:

@@ -32,6 +32,7 @@ class ServerArgs(Protocol):
     pp_size: int
     dp_size: int
     enable_dp_attention: bool
+    attn_dp_size: int
     enable_dp_attention_local_control_broadcast: bool
     dwdp_size: int
     elastic_ep_backend: str | None

@@ -75,31 +75,39 @@ Chosen = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def chosen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Chosen, Chosen]:
-    """Where nobody chose, and where the user did. The model is tiny, and says bfloat16."""
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Chosen]:
+    """Where nobody chose, where the user did, and under attention DP, which has two spellings.
+
+    The model is tiny, and says bfloat16.
+    """
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(CONFIG))
     flags = ["--model-path", str(model), "--skip-tokenizer-init"]
     cases = [(flags, {}), ([*flags, "--dtype", "bfloat16"], OWN)]
+    attention_dp = ("--attn-dp-size",), ("--enable-dp-attention", "--dp-size")
+    cases += [([*flags, "--tp-size", "2", *words, "2"], {}) for words in attention_dp]
     # SGLang prints too
     lines = _run(SERVE, json.dumps(cases), **OLD_CPU).splitlines()
-    one, other = (json.loads(line) for line in lines if line.startswith("{"))
-    return one, other
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def test_what_nobody_chose(chosen: tuple[Chosen, Chosen]) -> None:
-    found, _ = chosen
+def test_what_nobody_chose(chosen: list[Chosen]) -> None:
+    found = chosen[0]
     assert (found["dtype"], found["served"]) == ("float32", "torch.float32")
     assert found["env"]["OMP_WAIT_POLICY"] == "passive"
     assert found["env"]["OMP_NUM_THREADS"] == "1"
     assert found["sleeps"]
 
 
-def test_what_the_user_chose(chosen: tuple[Chosen, Chosen]) -> None:
-    _, found = chosen
+def test_what_the_user_chose(chosen: list[Chosen]) -> None:
+    found = chosen[1]
     assert (found["dtype"], found["served"]) == ("bfloat16", "torch.bfloat16")
     assert "OMP_WAIT_POLICY" not in found["env"]
     assert OWN.items() <= found["env"].items()
+
+
+def test_ranks_that_wait_for_each_other_never_sleep(chosen: list[Chosen]) -> None:
+    assert [found["sleeps"] for found in chosen] == [True, True, False, False]
 
 
 def test_quantized_weights_keep_their_dtype() -> None:
