@@ -91,7 +91,11 @@ class AsyncClient:
         self.timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         transport = httpx.AsyncHTTPTransport(
-            retries=ATTEMPTS - 1, socket_options=_NOTICE_DEATH, limits=_LIMITS
+            # certificates take longer to read than a call takes, and a fleet has many clients
+            verify=httpx.URL(url).scheme == "https",
+            retries=ATTEMPTS - 1,
+            socket_options=_NOTICE_DEATH,
+            limits=_LIMITS,
         )
         self._http = httpx.AsyncClient(
             base_url=url, headers=headers, timeout=_TIMEOUT, transport=transport
