@@ -46,9 +46,12 @@ from harness.forking import (
     receive,
     send,
 )
+from sglang_inflight.plugin import HOOK_LISTS
 
 # what a server's processes import, the launcher's own module excepted: it is to run as __main__
 MODULES = (
+    "anyio._backends._asyncio",
+    "prometheus_client",
     "sglang.srt.arg_groups.pipeline",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
@@ -57,6 +60,10 @@ MODULES = (
     "sglang.srt.managers.tp_worker",
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.registry",
+    # ours, in which nothing is done until it is called
+    "sglang_inflight.livepatch",
+    "sglang_inflight.reference.host_tier",
+    *HOOK_LISTS,
 )
 
 # file descriptors, more than a process has when it starts others

@@ -1,32 +1,32 @@
-"""Servers for all test files, and a clean one for each test."""
+"""How a test run begins and ends. Its servers and its order are in ``tests/support/servers.py``."""
 
 from __future__ import annotations
 
 import gc
 import signal
-from collections.abc import Generator, Iterator
-from pathlib import Path
+from collections.abc import Generator
 from typing import Any
 
 import pytest
 
-from harness.marker import build
-from harness.server import RUNNING, Server
-from tests.support.last_words import describe
-from tests.support.pool import FLAVOURS, UPSTREAM, ServerPool, server_pool
 
-VERSIONS = 6
-UNIT = Path(__file__).with_name("unit")
-POOL = pytest.StashKey[ServerPool]()
-
-
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """A test run that is ended takes its servers along, as one that is interrupted does.
 
     A shell's background job ignores SIGINT, and so would every process that it starts.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
+    if not _only_hands_out(config):
+        config.pluginmanager.import_plugin("tests.support.servers")
+
+
+def _only_hands_out(config: pytest.Config) -> bool:
+    """Whether all tests run in xdist's workers, which wait for this process to be ready.
+
+    It needs none of what tests need, and the imports of that take seconds.
+    """
+    return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,21 +40,6 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first, then what has servers of its own, then flavour by flavour: each
-    starts once. Unit tests come last, as what is left for workers that would have none.
-
-    Three workers (``make test``) take turns at the parts of the files that need one flavour.
-    First of all plugins, because xdist's reads what this writes.
-    """
-    items.sort(key=lambda item: (-_limit(item), item.path.parent == UNIT, _turn(item)))
-    for item in items:
-        # those that need another zygote have a group of their own
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(f"{_turn(item)} {item.path.stem}"))
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Groups are held together, or the run ends here: each worker would start each server.
@@ -63,80 +48,3 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """
     if node.config.getoption("dist") == "loadgroup" and not all("@" in test for test in ids):
         pytest.exit(f"pytest-xdist holds no groups with pytest {pytest.__version__}", returncode=4)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that failed tells what its servers did, and leaves none of them to the next."""
-    report = yield
-    if report.failed and call.when == "call":
-        report.sections += [(f"server {server.url}", describe(server)) for server in RUNNING]
-        pool = item.config.stash.get(POOL, None)
-        # unpatched SGLang fails many, and each would cost a start
-        if pool is not None and not UPSTREAM:
-            pool.discard()
-    return report
-
-
-def _limit(item: pytest.Item) -> float:
-    """Seconds that a test may take, where it says so."""
-    mark = item.get_closest_marker("timeout")
-    return mark.args[0] if mark else 0
-
-
-def _turn(item: pytest.Item) -> int:
-    """A stable place in the order; 0 for a test without a server of the pool."""
-    asked = set(getattr(item, "fixturenames", ()))
-    callspec = getattr(item, "callspec", None)
-    if callspec is not None:
-        asked |= {value for value in callspec.params.values() if isinstance(value, str)}
-    turns = [turn for turn, name in enumerate(FLAVOURS, start=1) if name in asked]
-    return max(turns, default=0)
-
-
-@pytest.fixture(scope="session")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the marker checkpoints v0, v1, … v5."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    for version in range(VERSIONS):
-        build(folder / f"v{version}", version)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def pool(
-    checkpoints: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Iterator[ServerPool]:
-    with server_pool(checkpoints / "v0", tmp_path_factory.mktemp("logs")) as pool:
-        pytestconfig.stash[POOL] = pool
-        yield pool
-
-
-@pytest.fixture
-def server(pool: ServerPool) -> Iterator[Server]:
-    """The overlap loop, serving version 0."""
-    yield pool.get(FLAVOURS["server"])
-    pool.restore()
-
-
-@pytest.fixture
-def normal_loop_server(pool: ServerPool) -> Iterator[Server]:
-    """The loop without overlap; its limits are in ``tests/support/pool.py``."""
-    yield pool.get(FLAVOURS["normal_loop_server"])
-    pool.restore()
-
-
-@pytest.fixture
-def off_server(pool: ServerPool) -> Iterator[Server]:
-    """Without shadow weights: updates are written in place."""
-    yield pool.get(FLAVOURS["off_server"])
-    pool.restore()
-
-
-@pytest.fixture(params=["server", "normal_loop_server"], ids=["overlap", "normal"])
-def any_server(request: pytest.FixtureRequest) -> Server:
-    """Both loops, one after the other."""
-    server: Server = request.getfixturevalue(request.param)
-    return server

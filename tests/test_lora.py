@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from harness import marker
-from harness.server import Server, schedulers, serve
+from harness.server import Server, schedulers
 from tests.support import lora
 from tests.support.away import release, take_back
 from tests.support.engine import play
@@ -35,7 +35,7 @@ from tests.support.load import (
     until,
 )
 from tests.support.lora import RANK
-from tests.support.pool import ServerPool
+from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.workers import door, workers
 
 _serial = itertools.count()
@@ -45,55 +45,37 @@ LORA = (
     "--lora-target-modules", "o_proj", "--weight-version", "v0",
 )  # fmt: skip
 MAX_LOADED = 3
-KINDS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
-    "overlap": (
+LIMITED = ("--max-loras-per-batch", str(MAX_LOADED), "--max-loaded-loras", str(MAX_LOADED))
+FLAVOURS |= {
+    "lora_overlap": Flavour(
         (*LORA, "--max-loras-per-batch", "4", "--enable-memory-saver"),
         {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"},
+        model=lora.build_model,
     ),
-    "normal": (
-        (
-            *LORA, "--disable-overlap-schedule",
-            "--max-loras-per-batch", str(MAX_LOADED), "--max-loaded-loras", str(MAX_LOADED),
-        ),
-        {},
-    ),
-    "workers": (
-        (
-            *LORA, "--tokenizer-worker-num", "2",
-            "--max-loras-per-batch", str(MAX_LOADED), "--max-loaded-loras", str(MAX_LOADED),
-        ),
+    "lora_normal": Flavour((*LORA, *LIMITED, "--disable-overlap-schedule"), model=lora.build_model),
+    "lora_workers": Flavour(
+        (*LORA, *LIMITED, "--tokenizer-worker-num", "2"),
         {
             "SGLANG_INFLIGHT_VLLM_ROUTES": "1",
             # how long uvicorn may take to see that a worker has died
             "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
         },
+        model=lora.build_model,
     ),
-    "tp2": ((*LORA, "--max-loras-per-batch", "4", "--tp-size", "2"), {}),
-}  # fmt: skip
+    "lora_tp2": Flavour(
+        (*LORA, "--max-loras-per-batch", "4", "--tp-size", "2"), model=lora.build_model
+    ),
+}
 
 
 def on(*kinds: str) -> pytest.MarkDecorator:
-    """One server at a time, and each once."""
-    return pytest.mark.parametrize("lora_server", kinds, indirect=True, scope="module")
+    flavours = [f"lora_{kind}" for kind in kinds]
+    return pytest.mark.parametrize("lora_server", flavours, indirect=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return lora.build_model(tmp_path_factory.mktemp("lora-model"))
-
-
-@pytest.fixture(scope="module")
-def lora_server(
-    request: pytest.FixtureRequest,
-    pool: ServerPool,
-    model: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Server]:
-    pool.discard()  # one server at a time
-    flags, env = KINDS[request.param]
-    log = tmp_path_factory.mktemp("logs") / "lora.log"
-    with serve(model, *flags, log=log, env=env) as server:
-        yield server
+@pytest.fixture
+def lora_server(request: pytest.FixtureRequest, pool: ServerPool) -> Server:
+    return pool.get(FLAVOURS[request.param])
 
 
 @pytest.fixture
@@ -223,7 +205,7 @@ def test_an_adapter_that_nobody_uses_is_unloaded_in_a_pause(server: Server, name
 @on("overlap")
 @pytest.mark.parametrize("keep", ["host", "discard"])
 def test_while_memory_is_away(
-    server: Server, model: Path, folders: list[Path], name: str, tmp_path: Path, keep: str
+    server: Server, folders: list[Path], name: str, tmp_path: Path, keep: str
 ) -> None:
     """Adapters come, change and go, and a profile begins and ends: none of it needs weights."""
     policy, other = Policy(server, None), Policy(server, folders)
@@ -241,6 +223,7 @@ def test_while_memory_is_away(
     assert list(tmp_path.iterdir())
     take_back(server)
     if keep == "discard":
+        model = lora.build_model(tmp_path / "model")
         whole = {"model_path": str(model), "weight_version": "v0", "partial": False}
         ask(server, "POST", "/update_weights_from_disk", whole)
     resume(server)
@@ -655,8 +638,9 @@ def test_a_shape_that_one_rank_sees(server: Server) -> None:
 # ---- Engine ------------------------------------------------------------------------------
 
 
-def test_an_engine(pool: ServerPool, model: Path, tmp_path: Path) -> None:
+def test_an_engine(pool: ServerPool, tmp_path: Path) -> None:
     pool.discard()
+    model = lora.build_model(tmp_path / "model")
     answers = play("tests.support.lora_play", model, tmp_path)
     assert answers["refused"] == [False, True]
     for way in ("move", "async"):

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,
@@ -61,7 +61,7 @@ def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints:
 
 def load_seconds(server: Server) -> dict[str, float]:
     """SGLang's own metric of updates, by where they came from."""
-    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics/", timeout=60, **PLAIN).text
     return {
         sample.labels["source"]: sample.value
         for family in text_string_to_metric_families(text)
@@ -79,7 +79,7 @@ def test_dashboard_draws_every_metric(normal_loop_server: Server, checkpoints: P
     update = {"model_path": str(checkpoints / "v1"), "non_blocking": True}
     succeed(server.post("/update_weights_from_disk", update))
 
-    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics/", timeout=60, **PLAIN).text
     exposed = {
         family.name: {sample.name for sample in family.samples}
         for family in text_string_to_metric_families(text)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, Server
 from tests.support.load import (
     ENDLESS,
     expect_spans,
@@ -32,7 +32,7 @@ def generate(server: Server, *, code: int = 200, **body: Any) -> Any:
     greedy = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
     sampling = {**greedy, **body.pop("sampling_params", {})}
     body = {"token_ids": prompt(), **body, "sampling_params": sampling}
-    response = httpx.post(server.url + "/inference/v1/generate", json=body, timeout=60)
+    response = httpx.post(server.url + "/inference/v1/generate", json=body, timeout=60, **PLAIN)
     assert response.status_code == code, response.text
     return response.json()
 

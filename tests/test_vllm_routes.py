@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.trainer import Trainer
 from tests.support.load import (
     ENDLESS,
@@ -354,7 +354,9 @@ def test_bad_input(
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer guessed"}], ids=["no", "wrong"])
 def test_key(vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]) -> None:
     for path, method in {**ROUTES, "/update_weight_version": "POST"}.items():
-        response = httpx.request(method, vllm_server.url + path, headers=headers, timeout=60)
+        response = httpx.request(
+            method, vllm_server.url + path, headers=headers, timeout=60, **PLAIN
+        )
         assert response.status_code == 401, f"{path}: {response.text}"
     assert vllm.get("/is_paused") == {"is_paused": False}
 
@@ -362,5 +364,5 @@ def test_key(vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]) -> 
 def test_off_unless_switched_on(server: Server) -> None:
     others = {"/inference/v1/generate": "POST", "/liveness": "GET"}
     for path, method in {**ROUTES, **others}.items():
-        response = httpx.request(method, server.url + path, timeout=60)
+        response = httpx.request(method, server.url + path, timeout=60, **PLAIN)
         assert response.status_code == 404, f"{path}: {response.text}"

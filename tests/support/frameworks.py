@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.trainer import FLATTENED_BUCKET, Trainer, Trainers, layout
 from tests.support.updates import by_reference, flatten
 
@@ -137,7 +137,7 @@ class Client:
         answer = self._expect("/pause_generation", self._framework.pause)
         if self._framework.flushes:
             # they ask sixty times, once a second, and raise then
-            response = httpx.get(self._server.url + "/flush_cache", timeout=60)
+            response = httpx.get(self._server.url + "/flush_cache", timeout=60, **PLAIN)
             assert response.status_code == 200, response.text
         return answer
 

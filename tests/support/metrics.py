@@ -5,12 +5,12 @@ from __future__ import annotations
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 
 
 def read(server: Server) -> dict[str, float]:
     """Our samples by name, over all their labels."""
-    text = httpx.get(f"{server.url}/metrics/", timeout=60).text
+    text = httpx.get(f"{server.url}/metrics/", timeout=60, **PLAIN).text
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

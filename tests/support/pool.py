@@ -1,7 +1,7 @@
 """One server alive at a time, of the flavour that a test asks for.
 
 A server takes long to start and two of them would share the cores, so tests are grouped by
-flavour (``tests/conftest.py``) and each flavour is started once. A test that hangs a server
+flavour (``tests/support/servers.py``) and each flavour is started once. A test that hangs a server
 or ends it costs the next test a fresh one, and nothing else.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ class Flavour:
     flags: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     admin_key: str | None = None
+    # makes, in a folder, what it serves instead of version 0; the test then restores it itself
+    model: Callable[[Path], Path] | None = None
 
 
 # Small enough that nine requests make one wait.
@@ -113,9 +115,12 @@ class ServerPool:
                 return server
         self.discard()
         self._started += 1
+        model = self._model
+        if flavour.model is not None:
+            model = flavour.model(self._logs / f"model-{self._started}")
         server = self._stack.enter_context(
             serve(
-                self._model,
+                model,
                 *flavour.flags,
                 log=self._logs / f"server-{self._started}.log",
                 env=flavour.env,

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 
 
 class Proxy:
@@ -83,7 +83,7 @@ class Proxy:
     def _forward(self, method: str, path: str, body: bytes) -> httpx.Response:
         headers = {"Content-Type": "application/json"}
         url = self._server.url + path
-        return httpx.request(method, url, content=body, headers=headers, timeout=120)
+        return httpx.request(method, url, content=body, headers=headers, timeout=120, **PLAIN)
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[Proxy]:

@@ -26,7 +26,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from harness.server import Server, schedulers
+from harness.server import PLAIN, Server, schedulers
 from harness.trainer import Trainers, layout
 from tests.matrix.configurations import CONFIGURATIONS, Configuration, named
 from tests.support.load import (
@@ -308,7 +308,7 @@ class Soak:
                 b'{"mode": "moon", "non_blocking": "maybe", "tags": ["moon"]}',
             )
         )
-        answer = httpx.post(self._server.url + path, content=garbage, timeout=60)
+        answer = httpx.post(self._server.url + path, content=garbage, timeout=60, **PLAIN)
         assert 400 <= answer.status_code < 500, (path, garbage, answer.text)
         self.numbers.faults["garbage"] += 1
 

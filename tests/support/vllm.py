@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from harness import marker
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.trainer import Trainer, layout
 from tests.support.load import ENDLESS, PATIENCE_S, Output, prompt, until
 
@@ -49,7 +49,7 @@ class VLLMClient:
     """What a trainer that was written for vLLM has: its calls, in its words."""
 
     def __init__(self, server: Server) -> None:
-        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120)
+        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120, **PLAIN)
 
     def post(self, path: str, json: Any = None, **params: Any) -> Any:
         return self._read(self._http.post(path, json=json, params=params))
@@ -198,7 +198,7 @@ class Rollout:
     def _read(self) -> None:
         url = self._server.url + "/inference/v1/generate"
         try:
-            with httpx.stream("POST", url, json=self._body, timeout=280) as response:
+            with httpx.stream("POST", url, json=self._body, timeout=280, **PLAIN) as response:
                 for line in response.iter_lines():
                     data = line.removeprefix("data: ")
                     if line.startswith("data: ") and data != "[DONE]":

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from harness.server import Server
+from harness.server import PLAIN, Server
 from harness.trainer import Trainer
 from tests.support.vllm import update_info
 
@@ -100,7 +100,7 @@ class Client:
         self._framework = framework
         self._checkpoints = checkpoints
         self._trainer = trainer
-        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120)
+        self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120, **PLAIN)
 
     def connect(self) -> None:
         """Ask how many ranks there are, and meet them, where weights come by broadcast."""
