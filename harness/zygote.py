@@ -51,7 +51,6 @@ from sglang_inflight.plugin import HOOK_LISTS
 # what a server's processes import, the launcher's own module excepted: it is to run as __main__
 MODULES = (
     "anyio._backends._asyncio",
-    "prometheus_client",
     "sglang.srt.arg_groups.pipeline",
     "sglang.srt.entrypoints.http_server",
     "sglang.srt.managers.scheduler",
