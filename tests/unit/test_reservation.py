@@ -173,7 +173,7 @@ def test_nothing_is_taken_where_another_rank_can_stage_nothing(
 
 
 def test_no_memory_after_all(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
-    monkeypatch.setattr(reservation, "set_aside", lambda models, device: None)
+    monkeypatch.setattr(reservation, "set_aside", lambda weights, device: None)
     scheduler = server(monkeypatch, free_gb=60)
     reserved = reserve(scheduler, "auto")
     assert reserved is not None

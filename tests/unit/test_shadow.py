@@ -16,7 +16,7 @@ from torch import nn
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.reservation import set_aside
+from sglang_inflight.scheduler.update.reservation import set_aside, what_a_shadow_copies
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -294,7 +294,7 @@ def test_what_a_shadow_gives_back_is_nobodys(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_shadow_takes_what_was_set_aside() -> None:
     model = Model()
-    storage = set_aside([model, model], CPU)
+    storage = set_aside(what_a_shadow_copies([model, model]), CPU)
     assert storage is not None
     kept = {id(k.original): k.storage.data_ptr() for k in storage.values()}
     assert len(kept) == 4
@@ -322,7 +322,7 @@ def test_nothing_is_set_aside_where_not_all_fits(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "empty_like", full)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    assert set_aside([model], CPU) is None
+    assert set_aside(what_a_shadow_copies([model]), CPU) is None
     assert emptied == [True]
 
 

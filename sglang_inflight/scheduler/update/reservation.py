@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -51,8 +51,9 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     device = next(models[0].parameters()).device
     if device.type == "cpu":
         return None
-    nbytes = sum(weight.nbytes for weight in _distinct(models))
-    pinned = sum(pinned_bytes(weight) for weight in _distinct(models))
+    weights = what_a_shadow_copies(models)
+    nbytes = sum(weight.nbytes for weight in weights)
+    pinned = sum(pinned_bytes(weight) for weight in weights)
     why_not = why_no_update(in_place=False) or next(
         filter(None, map(why_not_shadowed, models)), None
     )
@@ -60,7 +61,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     # a rank that can stage nothing votes against every update, and no rank needs a shadow
     if mode is not StagingMode.DEVICE or is_true_of_any(why_not is not None):
         return Reservation(mode)
-    storage = set_aside(models, device)
+    storage = set_aside(weights, device)
     if storage is None and wanted == "device":
         raise BadSetting(
             f"SGLANG_INFLIGHT_STAGING=device: there are no {nbytes >> 20} MiB free on {device} "
@@ -70,11 +71,11 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {})
 
 
-def set_aside(models: Iterable[nn.Module], device: torch.device) -> dict[int, Kept] | None:
-    """Storage for the shadows of ``models``; None, and none taken, where it does not fit."""
+def set_aside(weights: Iterable[torch.Tensor], device: torch.device) -> dict[int, Kept] | None:
+    """Storage for the shadows of ``weights``; None, and none taken, where it does not fit."""
     storage: dict[int, Kept] = {}
     try:
-        for weight in _distinct(models):
+        for weight in weights:
             storage[id(weight)] = Kept(weight, torch.empty_like(weight.data, device=device))
     except torch.OutOfMemoryError:
         pass
@@ -86,8 +87,8 @@ def set_aside(models: Iterable[nn.Module], device: torch.device) -> dict[int, Ke
     return None
 
 
-def _distinct(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
-    """What a shadow copies, once each, also what a draft shares with its target."""
+def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Each once, also what a draft shares with its target."""
     found: dict[int, torch.Tensor] = {}
     for model in models:
         found |= {id(weight): weight for _, weight in weights_of(model)}
@@ -100,7 +101,7 @@ def _distinct(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
             # a scale that is kept on the host stays there
             if tensor.device == device
         }
-    yield from found.values()
+    return list(found.values())
 
 
 def _room(runner: ModelRunner) -> int:
