@@ -341,9 +341,10 @@ def test_a_worker_that_is_told_to_go(workers_server: Server, doors: list[Server]
     """
     one, other = doors
     (running,) = start_running(other, 1, tokens=ENDLESS)
-    (its_own,) = start_running(one, 1, tokens=3000)
+    (its_own,) = start_running(one, 1, tokens=1000)
     grant = pause(other, "in_place")
     settle(other, [running, its_own])
+    assert its_own.count < its_own.max_new_tokens
     first, second = workers(workers_server)
     first.send_signal(signal.SIGTERM)
     until("it has heard", lambda: "SIGTERM received" in workers_server.log_text())
@@ -372,7 +373,7 @@ def test_a_server_that_is_told_to_go(
     requests end first does not end the server.
     """
     one, other = doors
-    running = [*start_running(other, 1, tokens=3000), *start_running(one, 1, tokens=1000)]
+    running = [*start_running(other, 1, tokens=1500), *start_running(one, 1, tokens=700)]
     pause(one, "in_place")
     settle(other, running)
     assert all(generation.count < generation.max_new_tokens for generation in running)
