@@ -7,7 +7,7 @@ One by other weights drafts another version's token, and each step brings one to
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 
 from harness import marker
 from harness.server import Server, serve
-from tests.support import eagle
+from tests.support import eagle, finishing
 from tests.support.load import (
     ask,
     expect_all_go_on,
@@ -39,7 +39,7 @@ TOKENS = 1 + STEPS * STEP  # the first is of the prefill
 
 @contextlib.contextmanager
 def drafting(
-    algorithm: str, model: Path, draft: Path, folder: Path, *flags: str
+    algorithm: str, model: Path, draft: Path, folder: Path, *flags: str, plugins: Sequence[str] = ()
 ) -> Iterator[Server]:
     flags = (
         "--speculative-algorithm", algorithm,
@@ -52,7 +52,7 @@ def drafting(
         *flags,
     )  # fmt: skip
     # what upstream compiles for a GPU takes long to compile here
-    env = with_plugin("speculation") | {"TORCHDYNAMO_DISABLE": "1"}
+    env = with_plugin("speculation", *plugins) | {"TORCHDYNAMO_DISABLE": "1"}
     with serve(model, *flags, log=folder / "server.log", env=env) as server:
         yield server
 
@@ -119,6 +119,33 @@ def test_what_is_its_targets_is_left_alone(checkpoints: Path, tmp_path: Path) ->
         ask(server, "POST", disk, body)
         ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
         says(server, 1)
+
+
+def test_one_whose_target_sglang_finishes(tmp_path: Path) -> None:
+    """Both are updated in place. Each keeps what the other's update brings."""
+    target = finishing.build(tmp_path / "v0", 0)
+    draft = eagle.build(tmp_path / "draft", agrees=True)
+    other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
+    torn = marker.tensors(5)
+    torn["model.norm.weight"] = torn["model.norm.weight"][:8].clone()
+    torn_target = marker.write(tmp_path / "torn", torn, finishing.CONFIG)
+    disk = "/update_weights_from_disk"
+    of_draft = {"model_path": str(other), "selector": "draft"}
+    with drafting("EAGLE", target, draft, tmp_path, plugins=["finishing"]) as server:
+        says(server, 0)
+        ask(server, "POST", disk, of_draft)
+        says(server, 0)
+        # a session that is for both, and has tensors for one
+        begun = {"non_blocking": True, "selector": "all"}
+        session = {"session_id": ask(server, "POST", "/begin_weight_update", begun)["session_id"]}
+        ask(server, "POST", disk, of_draft | session)
+        ask(server, "POST", "/end_weight_update", session)
+        says(server, 0)
+        # what one update has torn another one mends only if it brings that model
+        refuse(server.post(disk, {"model_path": str(torn_target)}), "model.norm.weight")
+        refuse(server.post(disk, of_draft), "target", "mixture")
+        ask(server, "POST", disk, {"model_path": str(target)})
+        says(server, 0)
 
 
 def test_one_of_its_targets_checkpoint(checkpoints: Path, tmp_path: Path) -> None:

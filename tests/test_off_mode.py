@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from tests.support.load import (
     until,
     versions_of,
 )
-from tests.support.updates import succeed, tensor_body
+from tests.support.pool import WATCHDOG_S
+from tests.support.updates import refuse, succeed, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -73,6 +75,29 @@ def test_a_session_that_waits_for_requests(off_server: Server) -> None:
     assert versions_of(output) == ["v0", "v1"]
 
 
+def test_a_session_that_takes_its_time(off_server: Server) -> None:
+    """From its first piece on no step is made: the watchdog takes that for no hang, and health
+    checks are answered.
+    """
+    running = start_running(off_server, 2, tokens=ENDLESS)
+    weights = marker.tensors(1)
+    head = {"lm_head.weight": weights.pop("lm_head.weight")}
+    succeed(off_server.post("/begin_weight_update", {}))
+    succeed(off_server.post("/update_weights_from_tensor", tensor_body(weights)))
+    # it looks twice in its time, and says so some seconds before it ends the server
+    ends_at = time.monotonic() + 1.5 * WATCHDOG_S + 1
+    while time.monotonic() < ends_at:
+        assert off_server.is_alive()
+        assert "watchdog timeout" not in off_server.log_text()
+        time.sleep(0.2)
+    assert off_server.get("/health_generate")["status_code"] == 200
+    succeed(off_server.post("/update_weights_from_tensor", tensor_body(head)))
+    succeed(off_server.post("/end_weight_update", {"weight_version": "v1"}))
+    more_tokens(running)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1"]
+
+
 def test_what_fails_before_the_first_write_changes_nothing(
     off_server: Server, tmp_path: Path
 ) -> None:
@@ -99,6 +124,10 @@ def test_a_mixture_of_weights_generates_nothing(
     assert refusal["status_code"] == 503
     assert "mixture" in refusal["message"]
     assert update(off_server, checkpoints / "v2", "v2", partial=True)["status_code"] == 400
+    # nor does a session that brings nothing
+    succeed(off_server.post("/begin_weight_update", {"partial": False}))
+    refuse(off_server.post("/end_weight_update", {}), "target", "mixture")
+    assert staging(off_server)["dirty"]
 
     assert update(off_server, checkpoints / "v2", "v2")["success"]
     (healed,) = start(off_server, 1, tokens=3)

@@ -232,3 +232,18 @@ def test_session_and_rollback(
     names_of(succeed(server.post("/inflight/rollback", {})), flavour)
     expect_served(server, 0)
     expect_to_run_on(server, streams, [0, 1, 0])
+
+
+def test_a_rollback_that_one_rank_cannot_make(tp2_server: Server) -> None:
+    """It had no tensor, so it has nothing to return to. Prefixes are looked up by the epoch, and
+    ranks with epochs of their own would compute different lengths of the same prompt.
+    """
+    server = tp2_server
+    body = tensor_body(marker.tensors(1), ranks=RANKS)
+    body["serialized_named_tensors"][1] = tensor_body({})["serialized_named_tensors"][0]
+    succeed(server.post("/begin_weight_update", {}))
+    succeed(server.post("/update_weights_from_tensor", body))
+    succeed(server.post("/end_weight_update", {"weight_version": "half"}))
+    before = [rank["epoch"] for rank in status(server)["ranks"]]
+    refuse(server.post("/inflight/rollback", {}), "no previous version")
+    assert [rank["epoch"] for rank in status(server)["ranks"]] == before

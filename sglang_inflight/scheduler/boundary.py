@@ -91,6 +91,14 @@ class Boundary:
             scheduler.forward_stream.synchronize()
             scheduler.device_module.current_stream().synchronize()
 
+    def stand_still(self) -> None:
+        """Drain, for longer than a step may take.
+
+        SGLang's watchdog ends a server whose batch makes no step, unless there is none.
+        """
+        self.drain()
+        self._scheduler.cur_batch_for_debug = None
+
     def _finish_chunk(self) -> None:
         """What the loop of a prefill server does before it processes a result.
 

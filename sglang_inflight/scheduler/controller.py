@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -127,6 +128,8 @@ class Controller:
         )
         self.adapters = Adapters(scheduler, boundary, self.fence)
         self.live = LiveWeights(scheduler)
+        # since when the loop has made no step because the weights cannot be served
+        self._weights_hold_since: float | None = None
         self.staging = make_staging(
             scheduler,
             boundary,
@@ -212,14 +215,26 @@ class Controller:
         """At every step boundary, after the messages: is the engine paused?"""
         self._background.answer_for_those_done()
         why_not = self.live.why_not_served
-        if why_not is None:
-            return self.pause.holds_the_loop()
+        if why_not is None or self.is_frozen:
+            self._weights_let_go()
         # those that a pause holds wait with it, for an update that is to come or goes on
-        if self.staging.state is StagingState.EMPTY and not self.is_frozen:
+        elif self.staging.state is StagingState.EMPTY:
             self._refuse_to_generate(why_not)
-        if not self.pause.holds_the_loop():
-            self.pause.sleep()
+        if self.pause.holds_the_loop():
+            return True
+        if why_not is None:
+            return False
+        if self._weights_hold_since is None:
+            self._weights_hold_since = time.perf_counter()
+        self.pause.stay_alive()
+        self.pause.sleep()
         return True
+
+    def _weights_let_go(self) -> None:
+        """They are served again, or a pause holds the loop, which forgives its own time."""
+        if self._weights_hold_since is not None:
+            self.pause.forgive(time.perf_counter() - self._weights_hold_since)
+            self._weights_hold_since = None
 
     def needs_a_boundary(self, request: object) -> bool:
         """Must it wait, with all behind it, while a prefill server takes in messages meanwhile?
@@ -337,6 +352,11 @@ class Controller:
     def after_result(self, batch: ScheduleBatch) -> None:
         """The result of ``batch`` was processed."""
         self.versions.after_result(batch)
+
+    @property
+    def is_held(self) -> bool:
+        """Does the loop make no step, whatever requests there are?"""
+        return self.is_frozen or self._weights_hold_since is not None
 
     @property
     def is_frozen(self) -> bool:

@@ -103,11 +103,11 @@ def change_label(scheduler: AdoptedScheduler, new_version: str | None) -> None:
     scheduler.inflight.versions.rename(new_version)
 
 
-def stop_clocks_while_frozen(
+def stop_clocks_while_held(
     poll: Callable[[AdoptedScheduler], list[Any]], scheduler: AdoptedScheduler
 ) -> list[Any]:
-    """No request times out while a pause holds it; the pause itself may."""
-    aborts = [] if scheduler.inflight.is_frozen else poll(scheduler)
+    """No request times out while a pause or an update holds it; the pause itself may."""
+    aborts = [] if scheduler.inflight.is_held else poll(scheduler)
     return [*aborts, *scheduler.inflight.pause.times_over()]
 
 
@@ -166,10 +166,10 @@ def _owed_a_turn(scheduler: AdoptedScheduler) -> list[ScheduleBatch]:
 def is_idle(
     is_fully_idle: Callable[..., bool], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
 ) -> bool:
-    """A health check must not wait for a forward that a pause holds back. And a pipeline is not
+    """A health check must not wait for a forward that is held back. And a pipeline is not
     idle while a turn is owed to requests that were prefilled.
     """
-    if kwargs.get("for_health_check") and scheduler.inflight.is_frozen:
+    if kwargs.get("for_health_check") and scheduler.inflight.is_held:
         return False
     if any(not req.finished() for batch in _owed_a_turn(scheduler) for req in batch.reqs):
         return False
@@ -329,7 +329,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),
     # where it is defined: SGLang then replaces it in whatever has imported it by name
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
-    (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_frozen, HookType.AROUND),
+    (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_held, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
     (f"{_SCHEDULER}.is_fully_idle", is_idle, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),

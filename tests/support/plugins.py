@@ -19,6 +19,6 @@ stands_in_for_kernels = pytest.mark.skipif(
 )
 
 
-def with_plugin(folder: str) -> dict[str, str]:
-    """The environment of a server that loads the plugin in that folder of ``tests``."""
-    return on_path(TESTS / folder)
+def with_plugin(*folders: str) -> dict[str, str]:
+    """The environment of a server that loads the plugins in those folders of ``tests``."""
+    return on_path(*(TESTS / folder for folder in folders))

@@ -71,7 +71,7 @@ FLAVOURS = {
         },
     ),
     "off_server": Flavour(
-        (*_COMMON, "--max-total-tokens", str(SMALL_POOL)),
+        (*_COMMON, "--max-total-tokens", str(SMALL_POOL), "--watchdog-timeout", str(WATCHDOG_S)),
         {"SGLANG_INFLIGHT_STAGING": "off", "SGLANG_INFLIGHT_MAX_VERSION_LAG": str(MAX_VERSION_LAG)},
     ),
     # two processes take HTTP

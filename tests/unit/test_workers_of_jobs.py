@@ -93,6 +93,16 @@ def test_a_loader_that_would_end_the_process(thread: StagingWorker, wire: Wire) 
     expect_failure(thread, wire, lambda: sys.exit("no such weights"), "no such weights")
 
 
+def test_a_loader_that_would_end_the_scheduler(channel: AnswerChannel, wire: Wire) -> None:
+    stood_still = []
+    worker = InlineWorker(channel, CPU, stand_still=lambda: stood_still.append(True))
+    worker.submit(call("bad"), lambda: sys.exit("no such weights"))
+    failed = wire.came.get_nowait()
+    assert isinstance(failed, Failed)
+    assert (failed.call_id, "no such weights" in failed.message) == ("bad", True)
+    assert stood_still == [True]
+
+
 def test_an_answer_that_cannot_be_sent(
     thread: StagingWorker, wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -124,5 +134,5 @@ def test_a_job_that_is_done_at_once_is_answered_when_the_device_has_done_it(
         wire.came.put(message)
 
     monkeypatch.setattr(channel, "_way", SimpleNamespace(send=send))
-    InlineWorker(channel, torch.device("cuda"), drain=lambda: None).submit(call("one"), job)
+    InlineWorker(channel, torch.device("cuda"), stand_still=lambda: None).submit(call("one"), job)
     assert wire.came.get_nowait().call_id == "one"

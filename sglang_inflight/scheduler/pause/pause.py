@@ -146,13 +146,16 @@ class Pause:
             if self._still_drains():
                 return False
             self._go_through(Drained())
-        self._scheduler._record_scheduler_state_for_paused_engine()
-        self._publish_load()
-        # a step's result answers the health checks that came in meanwhile; here is no step
-        self._scheduler.maybe_send_health_check_signal()
+        self.stay_alive()
         self._transfers.go_on()
         self.sleep()
         return True
+
+    def stay_alive(self) -> None:
+        """What a step's result does for those who look at the server; here is no step."""
+        self._scheduler._record_scheduler_state_for_paused_engine()
+        self._publish_load()
+        self._scheduler.maybe_send_health_check_signal()
 
     def _publish_load(self) -> None:
         """A step's result does it, or idling; here is neither, and routers read it."""
@@ -299,10 +302,8 @@ class Pause:
         )
 
     def _freeze(self) -> None:
-        self._boundary.drain()
+        self._boundary.stand_still()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
-        # the watchdog takes a batch that makes no step for a hang
-        self._scheduler.cur_batch_for_debug = None
         self._may_run = self._ending = set()
         if self._frozen_at is None:
             self._frozen_at = time.perf_counter()
@@ -312,7 +313,7 @@ class Pause:
         if self._frozen_at is None:
             return
         seconds = time.perf_counter() - self._frozen_at
-        self._shift_deadlines(seconds)
+        self.forgive(seconds)
         self._frozen_at = None
         self._metrics.paused.set(0)
         self._metrics.paused_seconds.inc(seconds)
@@ -320,8 +321,8 @@ class Pause:
             ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
         )
 
-    def _shift_deadlines(self, seconds: float) -> None:
-        """Time spent paused does not count against a request's time limits.
+    def forgive(self, seconds: float) -> None:
+        """Time in which no step was made does not count against a request's time limits.
 
         Nor does more than that: one that came amid the pause has waited for a part of it.
         """

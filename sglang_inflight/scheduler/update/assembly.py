@@ -65,10 +65,10 @@ def make_staging(
     worker: Worker
     # in place nothing decodes meanwhile
     if in_place := mode is StagingMode.OFF:
-        worker = InlineWorker(answers, device, boundary.drain)
+        worker = InlineWorker(answers, device, boundary.stand_still)
         rate_limit = RateLimit(0, is_busy)
         for model in models:
-            model.on_write = live.write_in_place
+            model.on_write = functools.partial(live.write_in_place, [model.role])
     else:
         streams = functools.partial(streams_of, scheduler)
         worker = StagingWorker(answers, device, settings.stage_nice, streams)

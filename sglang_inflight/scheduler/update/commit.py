@@ -23,6 +23,7 @@ from sglang.srt.configs.load_config import LoadConfig
 from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.collectives import is_true_of_any
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.provenance.staleness import Staleness
@@ -82,7 +83,11 @@ class Commits:
                 f"{self._versions.current!r} is serving"
             )
         previous = self._live.previous
-        if (reason := self._staging.why_no_rollback()) is not None or previous is None:
+        reason = self._staging.why_no_rollback()
+        # one to which no tensor came has none, and ranks that step together change together
+        if is_true_of_any(reason is not None):
+            reason = reason or "another rank of this replica has none"
+        if reason is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
         return self._go_live(
             previous.digest,

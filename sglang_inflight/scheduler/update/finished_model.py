@@ -23,7 +23,8 @@ class FinishedModel:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self._device = device
-        self._is_open = False
+        # restored, and not finished
+        self.is_open = False
 
     @property
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -39,8 +40,8 @@ class FinishedModel:
 
     def restore(self) -> None:
         """Before the first tensor. After a failure half way nothing is to be undone."""
-        if not self._is_open:
-            self._is_open = True
+        if not self.is_open:
+            self.is_open = True
             DefaultModelLoader.restore_weights_before_loading(self.model, self._device)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -49,7 +50,7 @@ class FinishedModel:
 
     def finish(self, *, was_loaded: bool) -> None:
         """``was_loaded`` is false where something else than its loader has written it."""
-        self._is_open = False
+        self.is_open = False
         if not was_loaded:
             post_load_weights(self.model)
         DefaultModelLoader.postprocess_weights(self.model, self._device)

@@ -99,6 +99,7 @@ class Jobs:
         if (reason := why_not_updated(self._models, in_place=in_place)) is not None:
             raise Refused(reason)
         update.roles = {model.role for model in models}
+        _refuse_to_leave_torn(update, update.roles)
         for model in self._models:
             model.read_served(update.check)
         self._shadows.build(self._mode_of(update), self._device)
@@ -147,6 +148,8 @@ class Jobs:
                     rate_limit=self._rate_limit,
                 )
             update.names |= checks.names
+            if checks.tensors:
+                update.loaded.add(model.role)
             checked.append(checks)
             if isinstance(source, DiskSource):
                 update.checkpoints[model.role] = source
@@ -183,6 +186,7 @@ class Jobs:
         if update.fills_hollow:
             pass
         elif self._mode is StagingMode.OFF:
+            _refuse_to_leave_torn(update, update.loaded)
             self._check_all_sent(update, whole)
             whole = set()
             for model in models:
@@ -337,6 +341,15 @@ class Jobs:
         if selector is None:
             return [model for model in models if model.checkpoint == models[0].checkpoint]
         return [m for m in models if selector == "all" or m.role.split("_")[0] == selector]
+
+
+def _refuse_to_leave_torn(update: Update, brought: set[str]) -> None:
+    """A commit says that all weights are whole."""
+    if torn := update.mends - brought:
+        raise Refused(
+            f"the weights of the {' and '.join(sorted(torn))} model are a mixture, and the update "
+            "has none of them: send the whole version (partial=false)"
+        )
 
 
 def _list(names: list[str], most: int = 8) -> str:

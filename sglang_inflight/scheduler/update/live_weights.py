@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ class LiveWeights:
         self.digest: str | None = None
         # why they are a mixture; only in the mode "off"
         self.dirty: str | None = None
+        # the models that are, by their roles
+        self.torn: set[str] = set()
         # why nobody knows what is in them, until updates have written all of them
         self.hollow: str | None = None
         # whether what was not written since then bears marks
@@ -48,11 +51,13 @@ class LiveWeights:
 
     def become_hollow(self, why: str) -> None:
         self.hollow, self.dirty, self.digest, self.is_marked = why, None, None, False
+        self.torn.clear()
 
-    def write_in_place(self) -> None:
-        """A part of an update is written into them."""
+    def write_in_place(self, roles: Iterable[str]) -> None:
+        """A part of an update is written into those models."""
         if self.hollow is not None:
             return
+        self.torn.update(roles)
         self.dirty = "an update was written in place and not completed"
         self.digest = None
 
@@ -84,6 +89,7 @@ class LiveWeights:
             return swapped
         self.digest = digest
         self.dirty = self.hollow = None
+        self.torn.clear()
         return swapped
 
     def _swap(self, swap: PreparedSwap) -> int:

@@ -44,6 +44,8 @@ class ShadowParameters:
         self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
         # by id, of originals and of shadows
         self._weights: dict[int, torch.Tensor] = {}
+        # by id, of a model that has no shadow
+        self._written_in_place: dict[int, torch.Tensor] = {}
         self.writing: Writing = unwatched
 
     def get(self, original: torch.Tensor) -> Any:
@@ -55,6 +57,13 @@ class ShadowParameters:
         self._by_original[id(original)] = original, shadow
         if is_weight:
             self._weights |= {id(original): original, id(shadow): shadow}
+
+    def keep_for(self, model: nn.Module) -> None:
+        """What ``model`` has is its own, also where one that comes later has it, too."""
+        self._written_in_place |= {id(weight): weight for _, weight in weights_of(model)}
+
+    def is_kept(self, original: torch.Tensor) -> bool:
+        return id(original) in self._written_in_place
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._weights
@@ -75,6 +84,7 @@ class ShadowParameters:
                 shadow.data = shadow.data.new_empty(0)
         self._by_original.clear()
         self._weights.clear()
+        self._written_in_place.clear()
         self._reserved.clear()
 
 
@@ -225,7 +235,7 @@ class Shadow:
         slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
         setattr(shadow, slot, load_and_tell)
         self._parameters.add(parameter, shadow, is_weight=True)
-        self._own.add(id(shadow))
+        (self._shared if self._parameters.is_kept(parameter) else self._own).add(id(shadow))
         return shadow
 
     def _bound_here(self, loader: Any) -> Any:

@@ -55,6 +55,7 @@ class ShadowedModel:
             return
         if why_not_shadowed(self.runner.model) is not None:
             assert mode is StagingMode.OFF
+            self._parameters.keep_for(self.runner.model)
             self._shadow = FinishedModel(self.runner.model, device)
             return
         storage = torch.device("cpu") if mode is StagingMode.HOST else device
@@ -79,7 +80,8 @@ class ShadowedModel:
 
     def finish(self, *, was_loaded: bool = True) -> None:
         """Nothing more is loaded. ``was_loaded`` is false where something else wrote it."""
-        if isinstance(self.shadow, FinishedModel):
+        # one that no tensor came for is finished, and would be finished twice
+        if isinstance(self.shadow, FinishedModel) and self.shadow.is_open:
             self.on_write()
             self.shadow.finish(was_loaded=was_loaded)
 

@@ -102,7 +102,8 @@ class Staging:
             raise Refused(f"only a whole update (partial=false) can mend the weights: {why}")
         is_hollow = self._live.hollow is not None
         marks = is_hollow and not self._live.is_marked
-        update = self._update = Update(call, fills_hollow=is_hollow, marks=marks)
+        torn = frozenset(self._live.torn)
+        update = self._update = Update(call, fills_hollow=is_hollow, marks=marks, mends=torn)
         self._live.is_marked = is_hollow
         self._live.lose_previous()
         swapped = self._live.swapped
@@ -222,8 +223,9 @@ class Staging:
         try:
             yield
         finally:
-            if self.mode is StagingMode.OFF and is_true_of_any(self._live.dirty is not None):
-                self._live.write_in_place()
+            is_dirty = self._live.dirty is not None
+            if self.mode is StagingMode.OFF and is_true_of_any(is_dirty) and not is_dirty:
+                self._live.write_in_place(self._update.roles if self._update else ())
 
 
 def _done_after(action: Callable[[], None]) -> Job[Done]:

@@ -36,15 +36,26 @@ class Update:
     again, so none needs a lock.
     """
 
-    def __init__(self, call: OpenCall, *, fills_hollow: bool = False, marks: bool = False) -> None:
+    def __init__(
+        self,
+        call: OpenCall,
+        *,
+        fills_hollow: bool = False,
+        marks: bool = False,
+        mends: frozenset[str] = frozenset(),
+    ) -> None:
         """``fills_hollow``: nothing is served, so it is written where it is to be. ``marks``: it
-        is the first since the weights are hollow, and marks all of them."""
+        is the first since the weights are hollow, and marks all of them. ``mends``: the roles of
+        models that are a mixture, which it has to bring."""
         self.id = call.update_id
         self.partial = call.partial
         self.may_be_empty = call.may_be_empty
         self.fills_hollow = fills_hollow
         self.marks = marks
+        self.mends = mends
         self.roles: set[str] = set()
+        # of these, those for which tensors came
+        self.loaded: set[str] = set()
         self.names: set[str] = set()
         self.tensors = 0
         self.bytes = 0

@@ -41,21 +41,22 @@ class InlineWorker:
     """
 
     def __init__(
-        self, answers: AnswerChannel, device: torch.device, drain: Callable[[], None]
+        self, answers: AnswerChannel, device: torch.device, stand_still: Callable[[], None]
     ) -> None:
         self._answers = answers
         self._device = device
-        self._drain = drain
+        self._stand_still = stand_still
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         # no forward may read weights that the job writes
-        self._drain()
+        self._stand_still()
         try:
             with torch.no_grad():
                 answer = job()
             if self._device.type != "cpu":
                 torch.get_device_module(self._device).current_stream().synchronize()
-        except Exception as error:
+        # a loader of the user's may say ``sys.exit``, on the scheduler's own thread here
+        except (Exception, SystemExit) as error:
             self._answers.fail(call, error)
         else:
             self._answers.succeed(call, answer)
