@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from harness import marker
 from harness.server import Server, serve
 from tests.support.load import (
     ENDLESS,
@@ -23,10 +24,11 @@ from tests.support.load import (
     pause,
     settle,
     start_running,
+    status,
     until,
 )
 from tests.support.pool import ServerPool
-from tests.support.updates import Call, empty_rendezvous, staging, succeed
+from tests.support.updates import Call, empty_rendezvous, staging, succeed, tensor_body
 
 TOKENS = 600
 
@@ -101,3 +103,20 @@ def test_a_request_that_comes_when_the_ranks_have_ended(leaving: Server) -> None
         assert response.status == 503
         assert b"told to go" in response.read()
     expect_gone(leaving)
+
+
+def test_a_session_that_holds_requests(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
+    """Its trainer has gone, and what it wrote in place is a mixture: requests are told so."""
+    pool.discard()
+    env = {"SGLANG_INFLIGHT_STAGING": "off"}
+    with serve(checkpoints / "v0", log=tmp_path / "server.log", env=env) as leaving:
+        sampling = {"max_new_tokens": ENDLESS, "ignore_eos": True}
+        held = Call(leaving, "/generate", {"input_ids": [5], "sampling_params": sampling})
+        until("it runs", lambda: status(leaving)["running"] == 1)
+        succeed(leaving.post("/begin_weight_update", {}))
+        head = {"lm_head.weight": marker.tensors(1)["lm_head.weight"]}
+        succeed(leaving.post("/update_weights_from_tensor", tensor_body(head)))
+        assert staging(leaving)[0]["dirty"]
+        tell_to_go(leaving)
+        assert held.answer()["status_code"] == 503
+        expect_gone(leaving)

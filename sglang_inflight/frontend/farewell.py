@@ -77,3 +77,4 @@ async def _let_go(frontend: Frontend) -> None:
     except InflightError as error:
         logger.warning("%s", error)
     await frontend.pauses.resume(ContinueBody(torch_empty_cache=False))
+    await frontend.updates.let_go("the server was told to go")

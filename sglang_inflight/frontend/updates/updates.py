@@ -192,6 +192,12 @@ class Updates:
         self._require_uncommitted(session)
         await self._two_phase.drop(session, "it was aborted by a caller")
 
+    async def let_go(self, why: str) -> None:
+        """Drop the session where it holds requests, none of which could end before it does."""
+        session = self._session
+        if session is not None and session.in_place:
+            await self._two_phase.drop(session, why)
+
     # ---- which session -----------------------------------------------------------------
 
     def _session_for(self, wanted: Wanted) -> OpenUpdate | None:
