@@ -202,11 +202,17 @@ class TransparentCalls(Calls):
 
     @contextmanager
     def piece(self) -> Iterator[None]:
+        # the one that it was sent in: by the time that it fails another one may be open
+        window = self._window
         try:
             yield
-        except InflightError as error:
-            if self._window is not None:
-                self._window.failure = error
+        except BaseException as error:
+            if window is not None:
+                window.failure = (
+                    error
+                    if isinstance(error, InflightError)
+                    else Dropped("a piece has not arrived whole")
+                )
             raise
 
     async def begin(self, body: BeginBody) -> Begun | Deferred:

@@ -105,8 +105,8 @@ class Play:
         manager = self.manager
         self.ranks = Patient()
         self.two_phase = TwoPhase(manager, self.ranks, METRICS)
-        groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
-        self.updates: Updates = Updates(manager, self.two_phase, groups, quiet, SETTINGS)
+        self.groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
+        self.updates: Updates = Updates(manager, self.two_phase, self.groups, quiet, SETTINGS)
         self.background = manager.asyncio_tasks
         self.made: list[asyncio.Future[Any]] = []
         self.left: list[asyncio.Future[Any]] = []
