@@ -11,14 +11,14 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from sglang_inflight.errors import Dropped, Refused
-from sglang_inflight.frontend.bodies import ContinueBody, IPCBody, PauseBody
+from sglang_inflight.frontend.bodies import ContinueBody, DistributedBody, IPCBody, PauseBody
 from sglang_inflight.frontend.http import endpoints
 from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
 from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.grants import Release
-from sglang_inflight.messages import CommitCall, DropCall, OpenCall
+from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
 from tests.unit.test_update_orders import SETTINGS, Play
 
 
@@ -36,6 +36,7 @@ class TransparentPlay(Play):
             NoPauses(),  # type: ignore[arg-type]
             self.updates,
             nothing,
+            self.groups,
             SETTINGS,
             in_background=lambda doing: doing.close(),
         )
@@ -159,6 +160,30 @@ def test_a_caller_of_another_window_leaves() -> None:
         left = ClientDisconnect()
         assert not arriving_late.__exit__(ClientDisconnect, left, None)
         await expect_the_next_to_work(play)
+
+    asyncio.run(play_it())
+
+
+@pytest.mark.parametrize("refused", [StageCall, OpenCall])
+def test_a_broadcast_that_nobody_takes_in_breaks_its_group(refused: type) -> None:
+    """Also that of a piece which is refused because of one before it."""
+    piece = DistributedBody(names=["a"], dtypes=["float32"], shapes=[[1]], group_name="g")
+
+    async def play_it() -> None:
+        play = TransparentPlay()
+        play.ranks.refusable = (refused,)
+        play.refuse()
+        await play.calls.pause(PauseBody(mode="in_place"))
+        for error, why in ((Refused, "no"), (Dropped, "the update was dropped.*: no")):
+            play.ranks.called.clear()
+            play.make(play.calls.update(piece))
+            await play.settle()
+            await play.finish()
+            with pytest.raises(error, match=f"{why}.*Group 'g' is out of step"):
+                play.made[-1].result()
+            given_up = [each for each in play.ranks.called if isinstance(each, GiveUpTransferCall)]
+            assert {each.group_name for each in given_up} == {"g"}
+        await expect_nothing_to_go_live(play, "no")
 
     asyncio.run(play_it())
 
