@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -113,6 +115,25 @@ def test_interrupted_before_it_is_paused(server: Server, client: Client) -> None
     thread.join()
     until("the lease has run out", lambda: not client.status()["paused"])
     expect_all_go_on(generations)
+
+
+def test_a_wait_that_is_longer_than_its_lease(server: Server, client: Client) -> None:
+    """Nobody renews a pause that is not granted yet, so its lease has not begun."""
+    (generation,) = start_running(server, 1, tokens=ENDLESS)
+
+    def end_it() -> None:
+        until("the server drains", lambda: status(server)["state"] == "draining")
+        assert status(server)["holders"][0]["lease_left_s"] == SHORT_S
+        time.sleep(2 * SHORT_S)
+        generation.abort()
+
+    with ThreadPoolExecutor() as pool:
+        ending = pool.submit(end_it)
+        with client.paused("wait", lease_s=SHORT_S) as answer:
+            assert answer.ranks[0].running == 0
+            assert client.status().state == "frozen"
+        ending.result()
+    assert not client.status().paused
 
 
 def test_async_paused(server: Server) -> None:

@@ -224,7 +224,7 @@ class AsyncClient:
         /,
         *,
         weight_version: str | None = None,
-        kv_cache: str = "fence",
+        kv_cache: str | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
         **fields: Any,
@@ -233,8 +233,9 @@ class AsyncClient:
 
         What is yielded has the ``receipt`` once the block has ended; before that it has the
         ``session_id``, for a trainer that sends by other means. Where the block raises, or
-        this process dies, the session is dropped and nothing changed. ``fields`` are those
-        of ``/begin_weight_update``. A client has one session at a time.
+        this process dies, the session is dropped and nothing changed. ``kv_cache`` has the
+        last word; None leaves it to the updates. ``fields`` are those of
+        ``/begin_weight_update``. A client has one session at a time.
         """
         async with self.opened(lease_s=lease_s, on_progress=on_progress, **fields) as begun:
             session = Session(begun)

@@ -149,7 +149,7 @@ class AsyncFleet:
         /,
         *,
         weight_version: str | None = None,
-        kv_cache: str = "fence",
+        kv_cache: str | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
         on_busy: str = "refuse",
@@ -158,8 +158,9 @@ class AsyncFleet:
         """Updates sent in the block go live together, on all servers or on none, at its end.
 
         The yielded report has the receipts, once the block has ended. Where the block
-        raises, nothing changed. A server that is busy with another update refuses: two
-        trainers that wait for each other's servers would wait for ever.
+        raises, nothing changed. ``kv_cache`` has the last word; None leaves it to the updates.
+        A server that is busy with another update refuses: two trainers that wait for each
+        other's servers would wait for ever.
         """
         async with self._two_phases(
             weight_version=weight_version,
@@ -208,7 +209,7 @@ class AsyncFleet:
         /,
         *,
         weight_version: str | None = None,
-        kv_cache: str = "fence",
+        kv_cache: str | None = None,
         on_busy: str = "refuse",
         **fields: Any,
     ) -> AsyncIterator[Report[Receipt]]:

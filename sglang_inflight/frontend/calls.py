@@ -71,7 +71,7 @@ class Calls:
 
     @contextmanager
     def piece(self) -> Iterator[None]:
-        """Around the reading of an update's body: what is refused there is missing later."""
+        """Around the arrival of an update's body: what fails there is missing later."""
         yield
 
     async def begin(self, body: BeginBody) -> Begun | Deferred:

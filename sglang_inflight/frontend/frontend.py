@@ -77,6 +77,7 @@ class Frontend:
                 self.pauses,
                 self.updates,
                 self.memory,
+                self.groups,
                 settings,
                 in_background=self.in_background,
             )

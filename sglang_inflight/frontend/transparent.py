@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,6 +38,7 @@ from sglang_inflight.frontend.bodies import (
     BeginBody,
     ContinueBody,
     DiskBody,
+    DistributedBody,
     EndBody,
     NameBody,
     PauseBody,
@@ -50,6 +51,7 @@ from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.frontend.tiers import why_out_of_reach
+from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.grants import (
     Deferred,
@@ -106,6 +108,10 @@ class Window:
         if self.failure is not None:
             raise _dropped(self.failure)
 
+    def fail(self, why: InflightError) -> None:
+        """What fails after the first failure fails because of it."""
+        self.failure = self.failure or why
+
     def end_grace(self) -> None:
         if self.grace is not None:
             self.grace.cancel()
@@ -124,12 +130,14 @@ class TransparentCalls(Calls):
         pauses: Pauses,
         updates: Updates,
         memory: Memory,
+        groups: Groups,
         settings: Settings,
         *,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         """``in_background`` does what nobody waits for, and logs what comes of it."""
         super().__init__(tokenizer_manager, pauses, updates, memory)
+        self._groups = groups
         self._settings = settings
         self._in_background = in_background
         self._window: Window | None = None
@@ -178,9 +186,8 @@ class TransparentCalls(Calls):
         window = self._window
         if window is None or body.session_id not in (None, window.session_id):
             return await super().update(body)
-        window.require_whole()
         try:
-            session_id = await window.beginning.join(lambda: self._begin(window, body))
+            session_id = await self._join(window, body)
             piece = msgspec.structs.replace(
                 body,
                 session_id=session_id,
@@ -194,19 +201,22 @@ class TransparentCalls(Calls):
             )
             return await super().update(piece)
         except InflightError as error:
-            window.failure = error
+            window.fail(error)
             raise
         except asyncio.CancelledError:
-            window.failure = Dropped("a piece's caller has left before its answer")
+            window.fail(Dropped("a piece's caller has left before its answer"))
             raise
 
     @contextmanager
     def piece(self) -> Iterator[None]:
+        # the one that it was sent in: by the time that it fails another one may be open
+        window = self._window
         try:
             yield
-        except InflightError as error:
-            if self._window is not None:
-                self._window.failure = error
+        except BaseException as error:
+            if window is not None:
+                why = error if isinstance(error, InflightError) else None
+                window.fail(why or Dropped("a piece has not arrived whole"))
             raise
 
     async def begin(self, body: BeginBody) -> Begun | Deferred:
@@ -234,7 +244,7 @@ class TransparentCalls(Calls):
         window = self._window
         await super().abort(body)
         if window is not None and body.session_id in (None, window.session_id):
-            window.failure = Dropped("it was aborted by a caller")
+            window.fail(Dropped("it was aborted by a caller"))
 
     async def rename(self, body: NameBody) -> dict[str, Any]:
         if self._window is None:
@@ -257,6 +267,17 @@ class TransparentCalls(Calls):
         return await super().release_memory(body)
 
     # ---- the window ------------------------------------------------------------------
+
+    async def _join(self, window: Window, body: UpdateBody) -> str:
+        """The id of the window's session.
+
+        Where there is none to be had, the trainer may have begun to broadcast all the same.
+        """
+        async with AsyncExitStack() as stack:
+            if isinstance(body, DistributedBody):
+                await stack.enter_async_context(self._groups.in_step_by_name(body.group_name))
+            window.require_whole()
+            return await window.beginning.join(lambda: self._begin(window, body))
 
     async def _begin(self, window: Window, first: UpdateBody) -> str:
         window.end_grace()

@@ -23,6 +23,7 @@ from sglang_inflight.status import RankStatus, Role, StagingStatus, Status
 
 BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
 PAUSE, GO_ON, ROLL_BACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
+STAGE = "/update_weights_from_disk"
 ROLES: dict[str, Role] = {
     "http://decode-1": "decode",
     "http://prefill-1": "prefill",
@@ -53,7 +54,7 @@ RECEIPT = Receipt(
 STAGED = StagedSoFar(message="", weight_version="v0", staged_s=0, bytes=0, tensors=0)
 ANSWERS: dict[str, Answer] = {
     BEGIN: Begun(message="", session_id="s"),
-    "/update_weights_from_disk": STAGED,
+    STAGE: STAGED,
     SEAL: STAGED,
     END: RECEIPT,
     ROLL_BACK: RECEIPT,
@@ -67,6 +68,8 @@ class Servers:
     def __init__(self) -> None:
         # (url, path) of each call that was answered, in the order of the answers
         self.calls: list[tuple[str, str]] = []
+        # of each path, what was sent to it
+        self.sent: dict[str, list[dict[str, Any]]] = {}
         # of those that die at a call
         self.dies: dict[str, str] = {}
 
@@ -79,6 +82,7 @@ class Servers:
             if ROLES[url] == "prefill":
                 await asyncio.sleep(0)
             self.calls.append((url, path))
+            self.sent.setdefault(path, []).append(json.loads(request.content or b"{}"))
             said = says_of_itself(ROLES[url]) if path.endswith("status") else ANSWERS[path]
             return httpx.Response(200, content=json.dumps(said.as_json()))
 
@@ -168,3 +172,25 @@ def test_one_that_does_not_say_what_it_is(servers: Servers, fleet: Fleet) -> Non
     assert servers.called(SEAL) == []
     fleet.roll_back()
     assert set(servers.called(ROLL_BACK)) == set(ROLES)
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_flush_is_not_taken_back_at_the_end(
+    servers: Servers, fleet: Fleet, in_session: bool
+) -> None:
+    """What the end says of the KV cache holds, whatever the pieces have said."""
+    if in_session:
+        with fleet.session():
+            fleet.update_from_disk("/v1", flush_cache=True)
+    else:
+        fleet.update_from_disk("/v1", flush_cache=True)
+    assert {body["flush_cache"] for body in servers.sent[STAGE]} == {True}
+    assert [body.get("kv_cache") for body in servers.sent[END]] == [None] * len(ROLES)
+
+
+def test_what_a_fleet_is_told_of_the_kv_cache_every_end_says(
+    servers: Servers, fleet: Fleet
+) -> None:
+    fleet.update_from_disk("/v1", kv_cache="keep")
+    for path in (STAGE, END):
+        assert [body["kv_cache"] for body in servers.sent[path]] == ["keep"] * len(ROLES)

@@ -11,7 +11,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.scheduler.pause import pause as module
-from sglang_inflight.scheduler.pause.machine import Drained
+from sglang_inflight.scheduler.pause.machine import Drained, WaitOver
 from sglang_inflight.scheduler.pause.pause import Pause
 
 
@@ -99,8 +99,9 @@ class Rank:
         )
         self.pause = Pause(*parts)
 
-    def ask(self, mode: PauseMode, call_id: str) -> None:
-        self.pause.ask(PauseCall(call_id=call_id, mode=mode, pause_id="p"))
+    def ask(self, mode: PauseMode, call_id: str, lease_s: float | None = None) -> None:
+        call = PauseCall(call_id=call_id, mode=mode, pause_id="p", lease_s=lease_s, timeout_s=60.0)
+        self.pause.ask(call)
 
     def state(self) -> str:
         return self.pause.state.value
@@ -134,10 +135,33 @@ def test_each_caller_hears_how_many_requests_it_aborted(rank: Rank) -> None:
     [(call_id, said)] = rank.answers.given
     assert (call_id, "took its place" in said) == ("first", True)
     rank.scheduler.running = set()
-    rank.pause._go_through(Drained())
+    rank.pause._go_through(Drained(time.monotonic()))
     call_id, answer = rank.answers.given[-1]
     assert (call_id, answer.aborted, answer.running) == ("second", 2, 0)
     assert rank.pause._aborted == {}
+
+
+@pytest.mark.parametrize("ends", ["the requests", "the wait"])
+def test_a_lease_begins_when_it_is_granted(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """By the clock here, whatever that of the first rank, which may be another machine's, says."""
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(pp_size=1))
+    over: list[Any] = []
+    monkeypatch.setattr(module, "as_first_rank_says", lambda here: over)
+    rank.ask("wait", "first", lease_s=1.0)
+    now = 50.0
+    assert not rank.pause.holds_the_loop()
+    assert rank.pause.describe().holders[0].lease_left_s == 1.0
+    if ends == "the wait":
+        over.append(WaitOver("p", 1e9))
+        rank.pause._check_the_clock()
+    else:
+        rank.pause._go_through(Drained(now))
+    assert rank.state() == "frozen"
+    assert rank.pause.describe().holders[0].lease_left_s == 1.0
 
 
 def test_draining_ends_a_freeze_and_running_on_only_a_freeze(rank: Rank) -> None:

@@ -97,9 +97,9 @@ EVENTS: dict[str, Make] = {
     "all continue": resume(None),
     "a's lease is over": itself(LeaseOver("a")),
     "b's lease is over": itself(LeaseOver("b")),
-    "a has waited too long": itself(WaitOver("a")),
-    "b has waited too long": itself(WaitOver("b")),
-    "drained": itself(Drained()),
+    "a has waited too long": lambda now: WaitOver("a", now),
+    "b has waited too long": lambda now: WaitOver("b", now),
+    "drained": Drained,
     "memory away": itself(MemoryAway("weights are released")),
     "memory back": itself(MemoryBack()),
 }
@@ -121,6 +121,8 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     assert set(waiting) <= set(held)
     modes = {holder.pause_id: holder.mode for holder in pauses.holders}
     assert {modes[pause_id] for pause_id in waiting} <= {"abort", "wait"}
+    without_lease = {holder.pause_id for holder in pauses.holders if holder.expires_at is None}
+    assert without_lease == {*waiting, MEMORY} & set(held)
 
     # the scheduler is told of it, and of nothing that it is not to do
     assert loop_after(done.moves, before.state) is pauses.state
@@ -172,7 +174,7 @@ def about(event: Event) -> str | None:
             return call.pause_id
         case Continued(resumes):
             return resumes.pause_id
-        case LeaseOver(pause_id) | WaitOver(pause_id):
+        case LeaseOver(pause_id) | WaitOver(pause_id, _):
             return pause_id
         case MemoryAway() | MemoryBack():
             return MEMORY
@@ -300,13 +302,29 @@ def test_who_holds_it(names: tuple[str, ...], modes: list[tuple[str, str]]) -> N
     assert [(holder.pause_id, holder.mode) for holder in after(*names).holders] == modes
 
 
-def test_times_are_counted_from_the_call() -> None:
-    assert after("a abort", "b wait").alarms == [
-        (1 + LEASE_S, LeaseOver("a")),
-        (2 + LEASE_S, LeaseOver("b")),
-        (2 + TIMEOUT_S, WaitOver("b")),
-    ]
-    assert after("a in_place", "a renews").alarms == [(2 + LEASE_S, LeaseOver("a"))]
+@pytest.mark.parametrize(
+    ("names", "alarms"),
+    [
+        (("a in_place", "b retract"), [(1, LeaseOver("a")), (2, LeaseOver("b"))]),
+        (("a in_place", "a renews"), [(2, LeaseOver("a"))]),
+        # of a call that waits no lease has begun
+        (("a abort", "b wait"), []),
+        (("a in_place", "b wait"), [(1, LeaseOver("a"))]),
+        (("a abort", "b wait", "drained"), [(3, LeaseOver("a")), (3, LeaseOver("b"))]),
+        (("a in_place", "b wait", "drained"), [(1, LeaseOver("a")), (3, LeaseOver("b"))]),
+        (("a wait", "b abort", "a has waited too long"), [(3, LeaseOver("a"))]),
+        (("a in_place", "a wait", "a continues"), []),
+    ],
+)
+def test_leases_are_counted_from_the_grant(
+    names: tuple[str, ...], alarms: list[tuple[float, LeaseOver]]
+) -> None:
+    found = [each for each in after(*names).alarms if isinstance(each[1], LeaseOver)]
+    assert found == [(begun + LEASE_S, event) for begun, event in alarms]
+
+
+def test_waits_are_counted_from_the_call() -> None:
+    assert after("a abort", "b wait").alarms == [(2 + TIMEOUT_S, WaitOver("b", 2 + TIMEOUT_S))]
 
 
 @pytest.mark.parametrize(
@@ -327,7 +345,7 @@ def test_retract_drains_where_a_server_says_so() -> None:
     call = PauseCall(call_id="a retracts", mode="retract", pause_id="a")
     asked = transition(HeldPauses(), Asked(call, 0.0, (*machine.DRAINING_MODES, "retract")))
     assert (asked.pauses.state, asked.moves, asked.sayings) == (DRAINING, (Drain(),), ())
-    drained = transition(asked.pauses, Drained())
+    drained = transition(asked.pauses, Drained(0.0))
     assert (drained.pauses.state, drained.pauses.mode) == (FROZEN, "retract")
     assert drained.sayings == (Grant(call),)
 

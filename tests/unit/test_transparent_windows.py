@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Request
+from starlette.requests import ClientDisconnect
 
 from sglang_inflight.errors import Dropped, Refused
-from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
+from sglang_inflight.frontend.bodies import ContinueBody, DistributedBody, IPCBody, PauseBody
+from sglang_inflight.frontend.http import endpoints
+from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
+from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
+from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.grants import Release
-from sglang_inflight.messages import CommitCall, DropCall, OpenCall
+from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
 from tests.unit.test_update_orders import SETTINGS, Play
 
 
@@ -29,6 +36,7 @@ class TransparentPlay(Play):
             NoPauses(),  # type: ignore[arg-type]
             self.updates,
             nothing,
+            self.groups,
             SETTINGS,
             in_background=lambda doing: doing.close(),
         )
@@ -96,6 +104,118 @@ def test_a_piece_that_cannot_be_read_drops_the_session() -> None:
         await expect_the_next_to_work(play)
 
     asyncio.run(play_it())
+
+
+SPOILT = {
+    "no base64": b'{"serialized_named_tensors": ["%b"]}' % (b"%" * 2 * LARGE_STRING_BYTES),
+    "a large string elsewhere": b'{"serialized_named_tensors": [], "weight_version": "%b"}'
+    % (b"A" * 2 * LARGE_STRING_BYTES),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_large_piece_that_is_refused_while_it_arrives(
+    monkeypatch: pytest.MonkeyPatch, spoilt: str
+) -> None:
+    monkeypatch.setattr(endpoints, "get_parallel", lambda: SimpleNamespace(nnodes=1))
+
+    async def play_it() -> None:
+        play = await with_a_piece()
+        endpoint = with_payloads(play.calls.update, play.calls.piece)
+        answer = await endpoint(arriving(SPOILT[spoilt], is_whole=True))
+        assert answer.status_code == 400
+        await expect_nothing_to_go_live(play, "bad request body")
+
+    asyncio.run(play_it())
+
+
+@pytest.mark.parametrize("route", ["tensor", "distributed", "ipc"])
+def test_a_caller_leaves_amid_its_body(route: str) -> None:
+    async def play_it() -> None:
+        play = await with_a_piece()
+        frontend: Any = SimpleNamespace(calls=play.calls, groups=play.groups)
+        routes: dict[str, Any] = {
+            "tensor": with_payloads(play.calls.update, play.calls.piece),
+            "distributed": _Routes(frontend, play.manager).update_from_distributed,
+            "ipc": with_body(IPCBody, play.calls.update, play.calls.piece),
+        }
+        with pytest.raises(ClientDisconnect):
+            await routes[route](arriving(b"{", is_whole=False))
+        await expect_nothing_to_go_live(play, "has not arrived whole")
+
+    asyncio.run(play_it())
+
+
+def test_a_caller_of_another_window_leaves() -> None:
+    """A trainer that died is noticed late."""
+
+    async def play_it() -> None:
+        play = await with_a_piece()
+        arriving_late = play.calls.piece()
+        arriving_late.__enter__()
+        play.make(play.calls.resume(ContinueBody()))
+        await play.settle()
+        await play.finish()
+        await play.calls.pause(PauseBody(mode="in_place"))
+        left = ClientDisconnect()
+        assert not arriving_late.__exit__(ClientDisconnect, left, None)
+        await expect_the_next_to_work(play)
+
+    asyncio.run(play_it())
+
+
+@pytest.mark.parametrize("refused", [StageCall, OpenCall])
+def test_a_broadcast_that_nobody_takes_in_breaks_its_group(refused: type) -> None:
+    """Also that of a piece which is refused because of one before it."""
+    piece = DistributedBody(names=["a"], dtypes=["float32"], shapes=[[1]], group_name="g")
+
+    async def play_it() -> None:
+        play = TransparentPlay()
+        play.ranks.refusable = (refused,)
+        play.refuse()
+        await play.calls.pause(PauseBody(mode="in_place"))
+        for error, why in ((Refused, "no"), (Dropped, "the update was dropped.*: no")):
+            play.ranks.called.clear()
+            play.make(play.calls.update(piece))
+            await play.settle()
+            await play.finish()
+            with pytest.raises(error, match=f"{why}.*Group 'g' is out of step"):
+                play.made[-1].result()
+            given_up = [each for each in play.ranks.called if isinstance(each, GiveUpTransferCall)]
+            assert {each.group_name for each in given_up} == {"g"}
+        await expect_nothing_to_go_live(play, "no")
+
+    asyncio.run(play_it())
+
+
+def arriving(content: bytes, *, is_whole: bool) -> Request:
+    messages = [{"type": "http.request", "body": content, "more_body": not is_whole}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+async def with_a_piece() -> TransparentPlay:
+    play = TransparentPlay()
+    await play.calls.pause(PauseBody(mode="in_place"))
+    piece = play.send()
+    await play.settle()
+    await play.finish()
+    piece.result()
+    return play
+
+
+async def expect_nothing_to_go_live(play: TransparentPlay, why: str) -> None:
+    continuing = asyncio.ensure_future(play.calls.resume(ContinueBody()))
+    play.made.append(continuing)
+    await play.settle()
+    await play.finish()
+    with pytest.raises(Dropped, match=why):
+        continuing.result()
+    assert CommitCall not in play.sent()
+    await expect_the_next_to_work(play)
 
 
 async def expect_the_next_to_work(play: TransparentPlay) -> None:

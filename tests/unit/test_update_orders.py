@@ -43,6 +43,7 @@ from sglang_inflight.messages import (
     SealCall,
     StageCall,
     Staged,
+    TransferGivenUp,
     Voted,
 )
 from sglang_inflight.settings import Settings
@@ -57,6 +58,7 @@ WHOLE = {
     Opened: Opened(in_place=False),
     Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
     Voted: Voted(staged_s=1.0),
+    TransferGivenUp: TransferGivenUp(broken=True),
     Committed: Committed(
         weight_version="v1", base_version="v0", epoch=1, stall_ms=1.0, retracted=0, digest="d"
     ),
@@ -70,6 +72,7 @@ class Patient(Ranks):
         self.called: list[Any] = []
         self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
         self.refuses_next = False
+        self.refusable: tuple[type, ...] = (StageCall, SealCall)
 
     async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
         self.called.append(call)
@@ -81,7 +84,7 @@ class Patient(Ranks):
         """All who wait; whether there was one."""
         waiting, self._waiting = self._waiting, []
         for call, answered in waiting:
-            refused = self.refuses_next and isinstance(call, StageCall | SealCall)
+            refused = self.refuses_next and isinstance(call, self.refusable)
             self.refuses_next = self.refuses_next and not refused
             if not answered.done():
                 no = Failed(message="no", error="Refused")
@@ -105,8 +108,8 @@ class Play:
         manager = self.manager
         self.ranks = Patient()
         self.two_phase = TwoPhase(manager, self.ranks, METRICS)
-        groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
-        self.updates: Updates = Updates(manager, self.two_phase, groups, quiet, SETTINGS)
+        self.groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
+        self.updates: Updates = Updates(manager, self.two_phase, self.groups, quiet, SETTINGS)
         self.background = manager.asyncio_tasks
         self.made: list[asyncio.Future[Any]] = []
         self.left: list[asyncio.Future[Any]] = []

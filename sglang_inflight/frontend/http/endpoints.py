@@ -34,12 +34,11 @@ def with_body(
     handler: Callable[[B], Awaitable[Content]],
     reading: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Endpoint:
-    """An endpoint whose JSON body has the ``shape``. ``reading`` is around its decoding."""
+    """An endpoint whose JSON body has the ``shape``. ``reading`` is around its arrival."""
 
     async def read_and_answer(request: Request) -> Content:
-        content = await request.body()
         with reading():
-            body = decode(content, shape)
+            body = decode(await request.body(), shape)
         return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
@@ -82,13 +81,12 @@ def with_payloads(
 
     async def read_and_answer(request: Request) -> Content:
         with large_body() as large:
-            content = await large.read(request)
             with reading():
-                body = decode(content, TensorBody)
-            payloads = body.serialized_named_tensors
-            on_one_machine = get_parallel().nnodes == 1
-            # its type is what JSON may hold, which is no file
-            body.serialized_named_tensors = large.put_back(payloads, as_files=on_one_machine)  # type: ignore[assignment]
+                body = decode(await large.read(request), TensorBody)
+                payloads = body.serialized_named_tensors
+                on_one_machine = get_parallel().nnodes == 1
+                # its type is what JSON may hold, which is no file
+                body.serialized_named_tensors = large.put_back(payloads, as_files=on_one_machine)  # type: ignore[assignment]
             return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)

@@ -173,7 +173,8 @@ class _Routes:
         return {**await self._calls.update(body), "num_paused_requests": 0}
 
     async def update_from_distributed(self, request: Request) -> Content:
-        content = await request.body()
+        with self._calls.piece():
+            content = await request.body()
         # where it cannot be read, its trainer may have begun to broadcast all the same
         async with self._frontend.groups.in_step_by_name(group_named_in(content)):
             with self._calls.piece():

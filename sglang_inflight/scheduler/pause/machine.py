@@ -57,7 +57,7 @@ class PauseState(enum.Enum):
 class Holder:
     pause_id: str
     mode: PauseMode
-    # time.monotonic() when the lease is over; None: never
+    # time.monotonic() when the lease is over; None: never, or not as long as its call waits
     expires_at: float | None
     # what it is held for, where that is memory
     why: str | None = None
@@ -65,7 +65,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """A call for a pause that is held, and not answered as long as the loop still drains."""
+    """A call for a pause that is held, and not answered as long as the loop still drains.
+
+    Its lease begins with its grant: before that its caller cannot know what is to be renewed.
+    """
 
     call: PauseCall
     # time.monotonic() when "wait" has taken too long; None: never
@@ -99,14 +102,17 @@ class LeaseOver:
 
 @dataclass(frozen=True)
 class WaitOver:
-    """A ``wait`` has taken too long."""
+    """A ``wait`` has taken too long, at ``now`` of ``time.monotonic()``."""
 
     pause_id: str
+    now: float
 
 
 @dataclass(frozen=True)
 class Drained:
-    """Nothing runs any more."""
+    """Nothing runs any more, at ``now`` of ``time.monotonic()``."""
+
+    now: float
 
 
 @dataclass(frozen=True)
@@ -228,7 +234,11 @@ class HeldPauses:
         """What happens by itself, and when."""
         times: list[tuple[float | None, LeaseOver | WaitOver]] = [
             *((holder.expires_at, LeaseOver(holder.pause_id)) for holder in self.holders),
-            *((each.gives_up_at, WaitOver(each.call.pause_id)) for each in self.waiting),
+            *(
+                (each.gives_up_at, WaitOver(each.call.pause_id, each.gives_up_at))
+                for each in self.waiting
+                if each.gives_up_at is not None
+            ),
         ]
         return [(at, event) for at, event in times if at is not None]
 
@@ -250,10 +260,10 @@ def transition(pauses: HeldPauses, event: Event) -> Transition:
             return _continue(pauses, released)
         case LeaseOver(pause_id):
             return _end_lease(pauses, pause_id)
-        case WaitOver(pause_id):
-            return _end_wait(pauses, pause_id)
-        case Drained():
-            return _freeze_drained(pauses) if pauses.waiting else Transition(pauses)
+        case WaitOver(pause_id, now):
+            return _end_wait(pauses, pause_id, now)
+        case Drained(now):
+            return _freeze_drained(pauses, now) if pauses.waiting else Transition(pauses)
         case MemoryAway(why):
             return _fall_asleep(pauses, why)
         case MemoryBack():
@@ -298,7 +308,7 @@ def _take(pauses: HeldPauses, asked: Asked, mode: PauseMode) -> Transition:
     # at the end, because the last one asked for decides the mode
     holders = (
         *pauses.others_than(call.pause_id),
-        Holder(call.pause_id, mode, _after(now, call.lease_s)),
+        Holder(call.pause_id, mode, None if drains else _after(now, call.lease_s)),
     )
     if drains:
         gives_up_at = _after(now, call.timeout_s) if mode == "wait" else None
@@ -337,7 +347,7 @@ def _end_lease(pauses: HeldPauses, pause_id: str) -> Transition:
     return left._replace(sayings=said)
 
 
-def _end_wait(pauses: HeldPauses, pause_id: str) -> Transition:
+def _end_wait(pauses: HeldPauses, pause_id: str, now: float) -> Transition:
     # a lease that was over in the same pass may have taken the call along
     if not any(waiting.call.pause_id == pause_id for waiting in pauses.waiting):
         return Transition(pauses)
@@ -346,13 +356,20 @@ def _end_wait(pauses: HeldPauses, pause_id: str) -> Transition:
         "the timeout_s of another one ended the waiting",
         which=lambda waiting: waiting.call.pause_id != pause_id,
     )
-    frozen = _freeze_drained(pauses)
+    frozen = _freeze_drained(pauses, now)
     return frozen._replace(sayings=(*refusals, *frozen.sayings))
 
 
-def _freeze_drained(pauses: HeldPauses) -> Transition:
-    grants = tuple(Grant(waiting.call) for waiting in pauses.waiting)
-    return Transition(HeldPauses(PauseState.FROZEN, pauses.holders), (Freeze(),), grants)
+def _freeze_drained(pauses: HeldPauses, now: float) -> Transition:
+    granted = {waiting.call.pause_id: waiting.call for waiting in pauses.waiting}
+    holders = tuple(
+        holder
+        if (call := granted.get(holder.pause_id)) is None
+        else replace(holder, expires_at=_after(now, call.lease_s))
+        for holder in pauses.holders
+    )
+    grants = tuple(Grant(call) for call in granted.values())
+    return Transition(HeldPauses(PauseState.FROZEN, holders), (Freeze(),), grants)
 
 
 def _fall_asleep(pauses: HeldPauses, why: str) -> Transition:

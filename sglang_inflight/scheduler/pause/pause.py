@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
 from sglang.srt.managers.io_struct import (
@@ -123,7 +124,7 @@ class Pause:
         for pause_id in over.leases:
             self._go_through(LeaseOver(pause_id))
         for pause_id in over.waits:
-            self._go_through(WaitOver(pause_id))
+            self._go_through(WaitOver(pause_id, time.monotonic()))
 
     # ---- memory that is away -------------------------------------------------------
 
@@ -145,7 +146,7 @@ class Pause:
         if self.state is PauseState.DRAINING:
             if self._still_drains():
                 return False
-            self._go_through(Drained())
+            self._go_through(Drained(time.monotonic()))
         self.stay_alive()
         self._transfers.go_on()
         self.sleep()
@@ -183,6 +184,8 @@ class Pause:
     def describe(self) -> PauseStatus:
         """State, mode, holders with seconds left, and how many requests run and wait."""
         now = time.monotonic()
+        # whole, because they begin with the grant
+        leases = {each.call.pause_id: each.call.lease_s for each in self._held.waiting}
         return PauseStatus(
             state=self.state.value,
             paused=self.state is not PauseState.RUNNING,
@@ -191,7 +194,7 @@ class Pause:
                 Holder(
                     pause_id=holder.pause_id,
                     mode=holder.mode,
-                    lease_left_s=None
+                    lease_left_s=leases.get(holder.pause_id)
                     if holder.expires_at is None
                     else max(0.0, holder.expires_at - now),
                 )
@@ -220,6 +223,9 @@ class Pause:
         """
         if self._held.alarms and get_parallel().pp_size == 1:
             for event in as_first_rank_says(self._what_is_over()):
+                if isinstance(event, WaitOver):
+                    # a clock of another machine says nothing here
+                    event = replace(event, now=time.monotonic())
                 self._go_through(event)
 
     def _what_is_over(self) -> list[LeaseOver | WaitOver]:
