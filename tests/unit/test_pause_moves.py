@@ -52,6 +52,9 @@ class Scheduler:
     def drain(self) -> None:
         pass
 
+    def stand_still(self) -> None:
+        self.drain()
+
     def retract(self) -> int:
         if self.fails:
             raise RuntimeError("no memory")
