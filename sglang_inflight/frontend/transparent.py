@@ -25,7 +25,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -38,7 +38,6 @@ from sglang_inflight.frontend.bodies import (
     BeginBody,
     ContinueBody,
     DiskBody,
-    DistributedBody,
     EndBody,
     NameBody,
     PauseBody,
@@ -273,9 +272,7 @@ class TransparentCalls(Calls):
 
         Where there is none to be had, the trainer may have begun to broadcast all the same.
         """
-        async with AsyncExitStack() as stack:
-            if isinstance(body, DistributedBody):
-                await stack.enter_async_context(self._groups.in_step_by_name(body.group_name))
+        async with self._groups.in_step(body.source):
             window.require_whole()
             return await window.beginning.join(lambda: self._begin(window, body))
 
