@@ -27,7 +27,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.plugins import stands_in_for_kernels, with_plugin
-from tests.support.updates import ENDLESS, refuse, says, serving, tensor_body
+from tests.support.updates import ENDLESS, misshapen, refuse, says, serving, tensor_body
 
 # one zygote is for all that compile nothing, see ``drafting``
 pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
@@ -126,9 +126,7 @@ def test_one_whose_target_sglang_finishes(tmp_path: Path) -> None:
     target = finishing.build(tmp_path / "v0", 0)
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
-    torn = marker.tensors(5)
-    torn["model.norm.weight"] = torn["model.norm.weight"][:8].clone()
-    torn_target = marker.write(tmp_path / "torn", torn, finishing.CONFIG)
+    torn_target = misshapen(tmp_path / "torn", finishing.CONFIG)
     disk = "/update_weights_from_disk"
     of_draft = {"model_path": str(other), "selector": "draft"}
     with drafting("EAGLE", target, draft, tmp_path, plugins=["finishing"]) as server:

@@ -24,7 +24,7 @@ from tests.support.load import (
     status,
     versions_of,
 )
-from tests.support.updates import Sender, refuse, says, succeed, tensor_body
+from tests.support.updates import Sender, misshapen, refuse, says, succeed, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -107,9 +107,7 @@ def test_nothing_was_loaded(server: Server, folder: Path) -> None:
 
 
 def test_a_failure_half_way(server: Server, folder: Path, tmp_path: Path) -> None:
-    weights = marker.tensors(5)
-    weights["model.norm.weight"] = weights["model.norm.weight"][:8].clone()
-    torn = marker.write(tmp_path / "torn", weights, finishing.CONFIG)
+    torn = misshapen(tmp_path / "torn", finishing.CONFIG)
     refuse(server.post("/update_weights_from_disk", {"model_path": str(torn)}), "model.norm.weight")
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}
     assert server.post("/generate", body)["status_code"] == 503

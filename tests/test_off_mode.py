@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from tests.support.load import (
     until,
     versions_of,
 )
-from tests.support.pool import WATCHDOG_S
-from tests.support.updates import refuse, succeed, tensor_body
+from tests.support.pool import outlast_watchdog
+from tests.support.updates import misshapen, refuse, succeed, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -42,14 +41,6 @@ def update(server: Server, path: Path, version: str, **fields: Any) -> Any:
 def staging(server: Server) -> dict[str, Any]:
     described: dict[str, Any] = ask(server, "GET", "/inflight/status")["staging"]
     return described
-
-
-def misshapen(folder: Path) -> Path:
-    """Version 5, but its last matrix is too small: the others are written before it."""
-    weights = marker.tensors(5)
-    name = "model.norm.weight"
-    weights[name] = weights[name][:8].clone()
-    return marker.write(folder, weights)
 
 
 def test_an_update_in_place(off_server: Server, checkpoints: Path) -> None:
@@ -84,12 +75,7 @@ def test_a_session_that_takes_its_time(off_server: Server) -> None:
     head = {"lm_head.weight": weights.pop("lm_head.weight")}
     succeed(off_server.post("/begin_weight_update", {}))
     succeed(off_server.post("/update_weights_from_tensor", tensor_body(weights)))
-    # it looks twice in its time, and says so some seconds before it ends the server
-    ends_at = time.monotonic() + 1.5 * WATCHDOG_S + 1
-    while time.monotonic() < ends_at:
-        assert off_server.is_alive()
-        assert "watchdog timeout" not in off_server.log_text()
-        time.sleep(0.2)
+    outlast_watchdog(off_server)
     assert off_server.get("/health_generate")["status_code"] == 200
     succeed(off_server.post("/update_weights_from_tensor", tensor_body(head)))
     succeed(off_server.post("/end_weight_update", {"weight_version": "v1"}))
