@@ -17,6 +17,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import DIRECT, ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Update
 
@@ -79,7 +80,7 @@ class Rank:
         update = Update(call)
         self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)
         for selector, weights in pieces:
-            self._jobs._read_once = lambda source, update: (  # type: ignore[method-assign]
+            self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
                 pair
                 for pair in weights.items()  # noqa: B023
             )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import (
+    FLATTENED_BUCKET,
     DiskSource,
     DistributedSource,
     GPUMemorySource,
@@ -26,8 +28,19 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
+from sglang_inflight.scheduler.update.shadowed_model import (
+    DIRECT,
+    ShadowedModel,
+    why_not_updated,
+)
 from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.batches import (
+    MOST_BYTES,
+    Batches,
+    in_parts,
+    one_batch,
+    with_whole_modules,
+)
 from sglang_inflight.scheduler.update.sources.broadcast import receive
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.scheduler.update.sources.disk import read_disk
@@ -136,27 +149,30 @@ class Jobs:
         models = self._select(staged, selector)
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this update")
-        checked = []
-        for model, weights in self._read_for_each(models, update, source):
-            # closed at once, because the sender waits to hear how it ended
-            with closing(weights):
-                checks = model.load(
-                    source,
-                    self.take_in(update, weights),
-                    takes_all=model is models[0],
-                    check_finite=self._check_finite,
-                    rate_limit=self._rate_limit,
-                )
-            update.names |= checks.names
-            if checks.tensors:
-                update.loaded.add(model.role)
-            checked.append(checks)
-            if isinstance(source, DiskSource):
-                update.checkpoints[model.role] = source
+        tensors = nbytes = 0
+        # closed at once, because the sender waits to hear how it ended
+        with closing(self._read_for_each(models, update, source)) as loads:
+            for model, weights in loads:
+                with closing(weights):
+                    checks = model.load(
+                        source,
+                        self.take_in(update, weights),
+                        takes_all=model is models[0],
+                        check_finite=self._check_finite,
+                        rate_limit=self._rate_limit,
+                    )
+                update.names |= checks.names
+                if checks.tensors:
+                    update.loaded.add(model.role)
+                if model is models[0]:
+                    tensors += checks.tensors
+                    nbytes += checks.bytes
+                if isinstance(source, DiskSource):
+                    update.checkpoints[model.role] = source
         staged_s = time.perf_counter() - started
         self._metrics.observe_load(source, staged_s)
-        self._metrics.staged_bytes.inc(checked[0].bytes)
-        return Staged(staged_s=staged_s, tensors=checked[0].tensors, bytes=checked[0].bytes)
+        self._metrics.staged_bytes.inc(nbytes)
+        return Staged(staged_s=staged_s, tensors=tensors, bytes=nbytes)
 
     def take_in(self, update: Update, weights: Weights) -> Weights:
         """Every tensor of an update comes through here on its way to a model's loader."""
@@ -242,8 +258,11 @@ class Jobs:
 
     def _read_for_each(
         self, models: list[ShadowedModel], update: Update, source: Source
-    ) -> Iterator[tuple[ShadowedModel, Weights]]:
-        """A target and its drafts load the same tensors, which most sources have only once."""
+    ) -> Generator[tuple[ShadowedModel, Weights], None, None]:
+        """What each model loads in one call, in the order of the calls.
+
+        A target and its drafts load the same tensors, which most sources have only once.
+        """
         if isinstance(source, DiskSource):
             for model in models:
                 weights = read_disk(
@@ -254,30 +273,30 @@ class Jobs:
                     rate_limit=self._rate_limit,
                 )
                 yield model, weights
-        elif len(models) == 1:
-            yield models[0], self._read_once(source, update)
-        else:
-            with closing(self._read_once(source, update)) as weights:
-                # copied, because the memory may be the sender's
-                kept = [
-                    (name, tensor.clone() if isinstance(tensor, torch.Tensor) else tensor)
-                    for name, tensor in weights
-                ]
-            for model in models:
-                yield model, (pair for pair in kept)
+            return
+        with closing(self._read_once(source, update)) as batches:
+            for batch in batches:
+                if len(models) == 1:
+                    yield models[0], batch
+                    continue
+                # a loader of the user's may need all tensors of a call at once
+                most = math.inf if _has_its_own_loader(source) else MOST_BYTES
+                for part in in_parts(batch, most):
+                    for model in models:
+                        yield model, (pair for pair in part)
 
     def _read_once(
         self,
         source: TensorSource | DistributedSource | IPCSource | GPUMemorySource,
         update: Update,
-    ) -> Weights:
+    ) -> Batches:
         if isinstance(source, TensorSource):
-            return read_tensors(source, self._device, update.check)
+            return one_batch(read_tensors(source, self._device, update.check))
         if isinstance(source, DistributedSource):
-            return receive(source, self._groups, self._device, update.check)
+            return one_batch(receive(source, self._groups, self._device, update.check))
         if isinstance(source, GPUMemorySource):
-            return self._gpu_memory.read(source, update.check)
-        return receive_ipc(source, self._device, update.check)
+            return one_batch(self._gpu_memory.read(source, update.check))
+        return with_whole_modules(receive_ipc(source, self._device, update.check))
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """The digest of all models of this rank, those of ``shadowed`` as they will be.
@@ -350,6 +369,12 @@ def _refuse_to_leave_torn(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are a mixture, and the update "
             "has none of them: send the whole version (partial=false)"
         )
+
+
+def _has_its_own_loader(source: Source) -> bool:
+    if not isinstance(source, TensorSource):
+        return False
+    return source.load_format not in (None, FLATTENED_BUCKET, DIRECT)
 
 
 def _list(names: list[str], most: int = 8) -> str:

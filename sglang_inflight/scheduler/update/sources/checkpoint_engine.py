@@ -20,6 +20,7 @@ from sglang.srt.platforms import current_platform
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.batches import Batches
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
@@ -27,8 +28,12 @@ from sglang_inflight.scheduler.update.sources.weights import Weights
 POLL_MS = 100
 
 
-def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], None]) -> Weights:
-    """Yield the tensors in the shared buffer; ``check`` raises when it is time to give up."""
+def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], None]) -> Batches:
+    """Yield the tensors in the shared buffer, a batch for each time that the trainer fills it.
+
+    A batch is acknowledged when the next one is asked for, and has to be loaded by then, because
+    the trainer fills the buffer again. ``check`` raises when it is time to give up.
+    """
     key = _device_key(device)
     if key not in source.zmq_handles:
         known = ", ".join(source.zmq_handles) or "none"
@@ -44,7 +49,7 @@ def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], Non
 
 def _converse(
     socket: zmq.Socket[bytes], device: torch.device, check: Callable[[], None]
-) -> Weights:
+) -> Batches:
     finished = False
     try:
         handle = _receive(socket, check)
@@ -54,7 +59,7 @@ def _converse(
         _acknowledge(socket, device)
         while (listing := _unpickle(_receive(socket, check))) is not None:
             assert buffer is not None
-            yield from _extract(listing, buffer)
+            yield _extract(listing, buffer)
             _acknowledge(socket, device)
         buffer = None
         _acknowledge(socket, device)

@@ -1,0 +1,240 @@
+"""What a sender writes into its memory after it was told that a call is over reaches no weight."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.platforms import current_platform
+from torch import nn
+
+from sglang_inflight.messages import IPCSource
+from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources import batches
+from sglang_inflight.scheduler.update.sources.batches import (
+    in_parts,
+    one_batch,
+    with_whole_modules,
+)
+from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.update import Update
+from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
+
+Pairs = Iterable[tuple[str, torch.Tensor]]
+CPU = torch.device("cpu")
+# two of them do not fit into the trainer's buffer
+SIZE = BUFFER_BYTES // 4 - 8
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(2 * SIZE), requires_grad=False)
+        self.o_proj = nn.Parameter(torch.zeros(SIZE), requires_grad=False)
+
+
+class Model(nn.Module):
+    """Three layers, of each of which a trainer sends ``q`` and ``kv``, which are one here."""
+
+    def __init__(self, read: Callable[[Pairs], Pairs]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Attention() for _ in range(3))
+        self._read = read
+        self.calls: list[list[str]] = []
+
+    def load_weights(self, weights: Pairs) -> None:
+        parameters = dict(self.named_parameters())
+        halves: dict[str, torch.Tensor] = {}
+        taken: list[str] = []
+        for name, tensor in self._read(weights):
+            taken.append(name)
+            layer, _, part = name.removesuffix(".weight").rpartition(".")
+            if part == "o_proj":
+                write(parameters[f"{layer}.o_proj"], tensor)
+                continue
+            halves[f"{layer}.{part}"] = tensor
+            if {f"{layer}.q", f"{layer}.kv"} <= halves.keys():
+                both = torch.cat([halves.pop(f"{layer}.q"), halves.pop(f"{layer}.kv")])
+                write(parameters[f"{layer}.fused"], both)
+        self.calls.append(taken)
+
+
+def write(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
+    getattr(parameter, "weight_loader", default_weight_loader)(parameter, tensor)
+
+
+def gathers(weights: Pairs) -> Pairs:
+    return sorted(weights, key=lambda pair: pair[0])
+
+
+def streams(weights: Pairs) -> Pairs:
+    return weights
+
+
+class Rank:
+    def __init__(self, *models: Model) -> None:
+        parameters = ShadowParameters()
+        self._shadowed = [
+            shadowed(role, model, parameters)
+            for role, model in zip(("target", "draft"), models, strict=False)
+        ]
+        none: Any = SimpleNamespace(inc=lambda count: None)
+        metrics: Any = SimpleNamespace(observe_load=lambda source, s: None, staged_bytes=none)
+        groups: Any = None
+        self._jobs = Jobs(
+            self._shadowed,
+            Shadows(self._shadowed, parameters),
+            groups,
+            metrics,
+            mode=StagingMode.DEVICE,
+            device=CPU,
+            rate_limit=RateLimit(0, lambda: False),
+            check_finite=True,
+        )
+
+    def receive(self, handles: dict[str, str]) -> int:
+        """Returns how many tensors were taken in, as its answer says."""
+        call: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False)
+        update = Update(call)
+        self._jobs.prepare(update, None, after=None)
+        staged = self._jobs.fill(update, IPCSource(zmq_handles=handles), None)
+        self._jobs.seal(update, None)
+        assert update.sealed is not None
+        update.sealed.swap.make()
+        return staged.tensors
+
+
+def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> ShadowedModel:
+    runner: Any = SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(
+            model_path="one", revision=None, hf_config=None, hf_text_config=None
+        ),
+        load_config=SimpleNamespace(download_dir=None),
+        weight_updater=SimpleNamespace(custom_weight_loaders={}),
+    )
+    shadowed = ShadowedModel(role, runner, parameters)
+    # the served checkpoint is on this machine
+    shadowed._served = {name: tuple(tensor.shape) for name, tensor in sent().items()}
+    return shadowed
+
+
+def sent() -> dict[str, torch.Tensor]:
+    """A version, each of whose tensors is told by its number."""
+    names = [
+        f"layers.{layer}.{part}.weight" for layer in range(3) for part in ("q", "kv", "o_proj")
+    ]
+    return {name: torch.full((SIZE,), float(n)) for n, name in enumerate(names, start=1)}
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The device has the name that the reference platform gives it; and as jobs run."""
+    monkeypatch.setattr(
+        type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
+    )
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("read", [gathers, streams])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_buffer_that_is_filled_again(count: int, read: Callable[[Pairs], Pairs]) -> None:
+    models = [Model(read) for _ in range(count)]
+    rank = Rank(*models)
+    with checkpoint_engine(sent()) as (engine, handles):
+        assert rank.receive(handles) == len(sent())
+    assert (engine.finished, engine.error) == (True, None)
+    for model in models:
+        assert len(model.calls) > 1, "the buffer was to be filled several times"
+        for number, layer in enumerate(model.layers):
+            assert isinstance(layer, Attention)
+            parts = (layer.fused[:SIZE], layer.fused[SIZE:], layer.o_proj)
+            found = [set(part.tolist()) for part in parts]
+            assert found == [{3.0 * number + n} for n in (1, 2, 3)]
+
+
+def generator(values: Iterator[Any]) -> Any:
+    """What sources are, of which mypy asks more than of an iterator."""
+    return values
+
+
+def pairs(*names: str) -> Weights:
+    return ((name, torch.ones(2)) for name in names)
+
+
+def names_of(weights: Pairs) -> list[str]:
+    return [name for name, _ in weights]
+
+
+def test_a_batch_does_not_end_amid_a_module() -> None:
+    def sources() -> Iterator[Weights]:
+        yield pairs("a.x.w", "b.x.w", "b.y.w")
+        yield pairs("b.z.w", "c.x.w")
+        yield pairs("c.y.w")
+
+    found = [names_of(batch) for batch in with_whole_modules(generator(sources()))]
+    assert found == [["a.x.w"], ["b.x.w", "b.y.w", "b.z.w"], ["c.x.w", "c.y.w"]]
+
+
+@pytest.mark.parametrize("read", [gathers, streams])
+def test_the_buffer_is_let_go_of(read: Callable[[Pairs], Pairs]) -> None:
+    freed: list[bool] = []
+
+    def source() -> Iterator[Weights]:
+        memory = numpy.ones(4, numpy.float32)
+        buffer, is_there = torch.from_numpy(memory), weakref.ref(memory)
+        del memory
+        yield (pair for pair in [("a.x.w", buffer[:2]), ("b.x.w", buffer[2:])])
+        del buffer
+        freed.append(is_there() is None)
+
+    for batch in with_whole_modules(generator(source())):
+        deque(read(batch), maxlen=0)
+    assert freed == [True]
+
+
+def test_a_large_module_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MOST_BYTES", 8)
+
+    def sources() -> Iterator[Weights]:
+        yield pairs("a.x.w", "a.y.w")
+        yield pairs("a.z.w")
+
+    found = [names_of(batch) for batch in with_whole_modules(generator(sources()))]
+    assert found == [["a.x.w", "a.y.w"], ["a.z.w"]]
+
+
+def test_a_part_ends_with_a_module() -> None:
+    found = [names_of(part) for part in in_parts(pairs("a.x.w", "a.y.w", "b.x.w", "b.y.w"), most=4)]
+    assert found == [["a.x.w", "a.y.w"], ["b.x.w", "b.y.w"]]
+    assert [names_of(part) for part in in_parts(pairs())] == [[]]
+
+
+def test_a_batch_that_is_left_is_closed() -> None:
+    closed = threading.Event()
+
+    def source() -> Iterator[Any]:
+        try:
+            yield from pairs("a.x.w", "b.x.w")
+        finally:
+            closed.set()
+
+    batches = one_batch(generator(source()))
+    next(next(batches))
+    batches.close()
+    assert closed.is_set()
