@@ -331,7 +331,7 @@ class Controller:
             record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def end_turn(self, keep: Callable[[], bool], req: Req) -> bool:
-        """Around the end, or the retraction, of a request of a streaming session.
+        """Around the end of a request of a streaming session.
 
         ``keep`` leaves its KV to the session's next one, if it can. What is nobody else's is
         not that one's either: it computes its history anew.

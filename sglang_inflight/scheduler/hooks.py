@@ -12,6 +12,11 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.guard.sampling import leave_a_token
+from sglang_inflight.scheduler.guard.session_turns import (
+    detach_refused,
+    end_turns_given_up,
+    hand_back,
+)
 from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.in_step import IN_STEP
 from sglang_inflight.scheduler.nodes.meeting import meet
@@ -206,9 +211,13 @@ def read_before_release(pool: AdoptedReqToTokenPool, req: object) -> None:
 
 
 def end_turn(keep: Callable[..., bool], sessions: AdoptedStreamingSession, req: Req) -> bool:
-    """A request of a streaming session leaves its row to the next one."""
-    if sessions.borrowed_slot(req) is None:
+    """A request of a streaming session leaves its row to the next one, unless it is retracted."""
+    slot = sessions.borrowed_slot(req)
+    if slot is None:
         return keep(sessions, req)
+    if not req.finished():
+        hand_back(sessions, slot, req)
+        return False
     controller = sessions.cache.req_to_token_pool.inflight
     return controller.end_turn(lambda: keep(sessions, req), req)
 
@@ -297,6 +306,8 @@ _SPANS = "sglang.srt.utils.weight_versions"
 _TRANSFERS = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
 _EXCHANGE = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
 _SESSIONS = "sglang.srt.session.streaming_session.StreamingSession"
+_SESSION = "sglang.srt.session.session_controller.Session"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -345,6 +356,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ),
     (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_release, HookType.BEFORE),
     (f"{_SESSIONS}.try_cache_finished_req", end_turn, HookType.AROUND),
+    (f"{_SESSION}.create_req", detach_refused, HookType.AFTER),
+    (f"{_BATCH}.retract_decode", end_turns_given_up, HookType.AFTER),
     (f"{_PREFILL}.send_kv_chunk", note_who_made_it, HookType.BEFORE),
     (f"{_PREFILL}.optimistic_release_and_requeue", begin_anew, HookType.AFTER),
     (

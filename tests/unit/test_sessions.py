@@ -14,6 +14,7 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_inflight.scheduler import boundary
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.guard.session_turns import end_turns_given_up
 from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.provenance.request_record import record_of
 
@@ -79,3 +80,17 @@ def test_a_fence_lets_go_of_what_no_turn_runs_on(scheduler: Scheduler) -> None:
     assert scheduler.sessions.borrowed_slot(running) is not None
     assert record_of(running).is_fenced_off
     assert not record_of(waiting).is_fenced_off
+
+
+def test_a_turn_that_memory_ends_lets_the_next_one_in(scheduler: Scheduler) -> None:
+    """SGLang's retraction says which requests it gives up."""
+    retracted, given_up = turn(scheduler, 0), turn(scheduler, 1)
+    for req in (retracted, given_up):
+        assert req.session is not None
+        req.session._inflight = True
+    without_session = Req("plain", "", [1], SamplingParams(max_new_tokens=1))
+    end_turns_given_up(cast(Any, ([retracted], 0.0, [given_up, without_session])))
+    assert retracted.session is not None
+    assert retracted.session._inflight
+    assert given_up.session is not None
+    assert not given_up.session._inflight

@@ -104,11 +104,21 @@ class UnifiedRadixCache(PrefixCache, Protocol):
     def loading_check(self, finish_count: int | None = None) -> None: ...
 
 
+@describes("sglang.srt.session.streaming_session.SessionSlot")
+class SessionSlot(Protocol):
+    """What one session keeps for its next request, or lends to one."""
+
+    # holds the KV's prefix in the cache
+    lock: Any | None
+
+
 @describes("sglang.srt.session.streaming_session.StreamingSession")
 class StreamingSession(Protocol):
     """All such sessions of a server, each of which keeps its KV between two requests."""
 
     cache: UnifiedRadixCache
+    # by the sessions' ids
+    slots: dict[str, Any]
 
     # of the session that lends its KV to the request
-    def borrowed_slot(self, req: Req) -> Any | None: ...
+    def borrowed_slot(self, req: Req) -> SessionSlot | None: ...

@@ -49,6 +49,11 @@ class Session(Protocol):
     """Requests that go on where the one before has ended."""
 
     session_id: str
+    # it keeps its KV from one request to the next, and has one request at a time
+    streaming: bool
+
+    # its request has ended and left nothing to go on from
+    def abort_req(self) -> None: ...
 
 
 @describes("sglang.srt.managers.schedule_batch.Req")
@@ -59,6 +64,8 @@ class Req(Protocol):
     lora_id: str | None
     is_retracted: bool
     kv: ReqKvInfo
+    # holds its prefix in the cache, unless a session does
+    lock: Any | None
     session: Session | None
     origin_input_ids: Sequence[int]
     output_ids: MutableSequence[int]
