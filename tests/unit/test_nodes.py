@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,19 @@ from sglang.srt.managers.io_struct import sock_recv
 
 from sglang_inflight import messages
 from sglang_inflight.messages import Done, Failed, Pulse, RankIsSilent, StatusCall
-from sglang_inflight.scheduler.nodes.address import choose_address
+from sglang_inflight.scheduler.nodes.address import Address, choose_address
 from sglang_inflight.scheduler.nodes.meeting import describe_this_node, find_difference
-from sglang_inflight.scheduler.nodes.relay import SILENCE_S, TELL_S, Relay
+from sglang_inflight.scheduler.nodes.relay import (
+    FRAME_BYTES,
+    SILENCE_S,
+    TELL_S,
+    Door,
+    Relay,
+    Whereabouts,
+    open_door,
+)
+from sglang_inflight.scheduler.nodes.way import Far
+from sglang_inflight.unsupported import Unsupported
 
 HERE = {"sglang-inflight": "0.1.0 (aa)", "SGLANG_INFLIGHT_STAGING": "auto"}
 encode = msgspec.msgpack.Encoder().encode
@@ -86,17 +97,15 @@ def test_a_name_that_means_the_loopback_here_alone(monkeypatch: pytest.MonkeyPat
 class Relayed:
     """A relay whose front end is a socket of the test, as is ``node``."""
 
-    def __init__(self, context: zmq.Context[Any]) -> None:
+    def __init__(self, context: zmq.Context[Any], door: Door, node: zmq.Socket[bytes]) -> None:
         messages.make_known()
         self._front_end = context.socket(zmq.PULL)
         self._front_end.bind("inproc://front-end")
         sending = context.socket(zmq.PUSH)
         sending.connect("inproc://front-end")
-        listening = context.socket(zmq.PULL)
-        listening.bind("inproc://relay")
-        self.node = context.socket(zmq.PUSH)
-        self.node.connect("inproc://relay")
-        self.relay = Relay(sending, listening)
+        self.door = door
+        self.node = node
+        self.relay = Relay(sending, door)
 
     def heard(self) -> list[Any]:
         """By the front end."""
@@ -108,55 +117,167 @@ class Relayed:
 
 @pytest.fixture
 def relayed() -> Iterator[Relayed]:
+    """What its node sends is there at once."""
     context: zmq.Context[Any] = zmq.Context()
-    yield Relayed(context)
+    listening, ends = context.socket(zmq.PULL), context.socket(zmq.PAIR)
+    listening.bind("inproc://relay")
+    node = context.socket(zmq.PUSH)
+    node.connect("inproc://relay")
+    yield Relayed(context, Door(listening, ends, Whereabouts("", b"")), node)
     context.destroy(linger=0)
+
+
+@pytest.fixture
+def reachable() -> Iterator[Relayed]:
+    """A relay that strangers can connect to."""
+    context: zmq.Context[Any] = zmq.Context()
+    door = open_door(context, LOOPBACK)
+    yield Relayed(context, door, knock(context, door.whereabouts))
+    context.destroy(linger=0)
+
+
+LOOPBACK = Address("127.0.0.1", "127.0.0.1", is_ipv6=False)
+
+
+def knock(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[bytes]:
+    """A socket like that of another node."""
+    node = context.socket(zmq.PUSH)
+    node.curve_serverkey = where.key
+    node.curve_publickey, node.curve_secretkey = zmq.curve_keypair()
+    node.connect(where.endpoint)
+    return node
+
+
+def connect_stranger(relayed: Relayed) -> socket.socket:
+    """A connection to the relay's port, and none of ZeroMQ's."""
+    port = int(relayed.door.whereabouts.endpoint.rpartition(":")[2])
+    return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
 def test_answers_are_handed_on(relayed: Relayed) -> None:
     answer = Failed(call_id="one", tp_rank=1, message="no", error="Conflict")
-    relayed.relay.take([relayed.relay.token, encode(answer)], 0.0)
+    relayed.relay.take([encode(answer)], 0.0)
     assert relayed.heard() == [answer]
 
 
-@pytest.mark.parametrize("own_token", [True, False])
 @pytest.mark.parametrize(
     "content", [b"", b"\xc1", encode(StatusCall()), encode(["PickleWrapper", b"cos\n"])]
 )
 def test_what_is_no_answer_is_dropped(
-    relayed: Relayed, content: bytes, own_token: bool, caplog: pytest.LogCaptureFixture
+    relayed: Relayed, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     relay = relayed.relay
-    relay.take([relay.token if own_token else b"x" * 32, content], 0.0)
     relay.take([content], 0.0)
+    relay.take([content, content], 0.0)
     relay.take([], 0.0)
     assert relayed.heard() == []
     relay.look(TELL_S + 1)
-    assert "3 messages came" in caplog.text
+    assert "3 messages there were no answers" in caplog.text
 
 
-def test_an_answer_without_the_token_is_dropped(relayed: Relayed) -> None:
-    relayed.relay.take([b"x" * 32, encode(Done(call_id="one"))], 0.0)
-    relayed.relay.take([encode(Done(call_id="one"))], 0.0)
-    assert relayed.heard() == []
+def test_an_answer_longer_than_a_frame_comes_whole(
+    reachable: Relayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Far, "_say_that_we_are_here", lambda far: None)
+    answer = Failed(call_id="one", tp_rank=1, message="no" * FRAME_BYTES, error="Conflict")
+    Far(*reachable.door.whereabouts).send(answer)
+    assert listen_until_heard(reachable) == [answer]
+
+
+def test_an_answer_with_another_key_is_refused_in_the_handshake(
+    reachable: Relayed, caplog: pytest.LogCaptureFixture
+) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    public, _ = zmq.curve_keypair()
+    stranger = knock(context, reachable.door.whereabouts._replace(key=public))
+    stranger.send(encode(Done(call_id="stranger")))
+    until_logged(reachable, caplog, "connections ended at the port")
+    reachable.node.send(encode(Done(call_id="one")))
+    assert listen_until_heard(reachable) == [Done(call_id="one")]
+    context.destroy(linger=0)
+
+
+def listen_until_heard(relayed: Relayed) -> list[Any]:
+    while not (heard := relayed.heard()):
+        relayed.relay.listen()
+    return heard
+
+
+def until_logged(relayed: Relayed, caplog: pytest.LogCaptureFixture, words: str) -> None:
+    now = 0.0
+    while words not in caplog.text:
+        relayed.relay.listen()
+        now += TELL_S + 1
+        relayed.relay.look(now)
+
+
+_NULL = b"NULL".ljust(20, b"\0") + bytes(32)
+_CURVE = b"CURVE".ljust(20, b"\0") + bytes(32)
+_READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+# A frame that says of itself that it is long, and that the message goes on after it.
+_LONG_FRAME = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
+_BARE_FRAME = b"\xff" + ((1 << 20) + 1).to_bytes(8, "big") + b"\x01" + bytes(1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("greeting", "frame"),
+    [
+        (_SIGNATURE + b"\x03\x00" + _NULL + b"\x04" + bytes([len(_READY)]) + _READY, _LONG_FRAME),
+        (_SIGNATURE + b"\x03\x00" + _CURVE, _LONG_FRAME),
+        (_SIGNATURE + b"\x01\x08\x00\x00", _LONG_FRAME),
+        (_SIGNATURE + b"\x00\x08\x00\x00", _BARE_FRAME),
+        (b"\x01\x00", _BARE_FRAME),
+    ],
+    ids=["NULL", "CURVE", "ZMTP 2", "ZMTP 1", "ZMTP 1 without a version"],
+)
+def test_a_stranger_cannot_fill_the_memory(
+    reachable: Relayed, greeting: bytes, frame: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connect_stranger(reachable) as stranger:
+        stranger.sendall(greeting)
+        with pytest.raises(ConnectionError):
+            stranger.sendall(frame * 64)
+    until_logged(reachable, caplog, "1 connections ended at the port")
+
+
+@pytest.mark.parametrize("words", [b"", _SIGNATURE, _SIGNATURE + b"\x03\x00" + _CURVE])
+def test_a_stranger_who_says_no_more_is_let_go(
+    monkeypatch: pytest.MonkeyPatch, words: bytes
+) -> None:
+    monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.HANDSHAKE_S", 0.1)
+    context: zmq.Context[Any] = zmq.Context()
+    door = open_door(context, LOOPBACK)
+    relayed = Relayed(context, door, knock(context, door.whereabouts))
+    with connect_stranger(relayed) as stranger:
+        stranger.sendall(words)
+        while stranger.recv(1 << 10):
+            pass
+    context.destroy(linger=0)
+
+
+def test_a_libzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmq, "has", lambda capability: False)
+    with pytest.raises(Unsupported, match="install pyzmq's own wheel"):
+        open_door(zmq.Context(), LOOPBACK)
 
 
 def test_silence_is_told_once_and_its_end_too(relayed: Relayed) -> None:
     relay, pulse = relayed.relay, encode(Pulse(dp_rank=0, pp_rank=0, tp_rank=1))
     began = time.monotonic()
-    relay.take([relay.token, pulse], began)
+    relay.take([pulse], began)
     relay.look(began + SILENCE_S)
     assert relayed.heard() == []
     for _ in range(2):
         relay.look(began + SILENCE_S + 1)
     assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=SILENCE_S)]
-    relay.take([relay.token, pulse], began + SILENCE_S + 2)
+    relay.take([pulse], began + SILENCE_S + 2)
     assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=None)]
 
 
 def test_what_was_said_while_the_relay_was_held_up_is_heard_first(relayed: Relayed) -> None:
     relay, long_ago = relayed.relay, time.monotonic() - SILENCE_S - 1
-    pulses = [[relay.token, encode(Pulse(tp_rank=rank))] for rank in (1, 2)]
+    pulses = [[encode(Pulse(tp_rank=rank))] for rank in (1, 2)]
     for pulse in pulses:
         relay.take(pulse, long_ago)
     for pulse in pulses:
@@ -170,7 +291,7 @@ def test_strangers_keep_nobody_from_looking(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.MOST_AT_ONCE", 2)
-    for frames in ([b""], [b""], [relayed.relay.token, encode(Done(call_id="one"))]):
+    for frames in ([b""], [b""], [encode(Done(call_id="one"))]):
         relayed.node.send_multipart(frames)
     relayed.relay.listen()
     assert relayed.heard() == []

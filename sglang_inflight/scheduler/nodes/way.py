@@ -13,7 +13,7 @@ from sglang.srt.utils.network import get_zmq_socket, is_zmq_endpoint_ipv6
 
 from sglang_inflight.messages import BaseReq, Pulse
 from sglang_inflight.scheduler.collectives import as_first_rank_of_all_says
-from sglang_inflight.scheduler.nodes.relay import Relay
+from sglang_inflight.scheduler.nodes.relay import FRAME_BYTES, Relay
 from sglang_inflight.scheduler.own_rank import own_rank
 from sglang_inflight.upstream.runtime_context import get_parallel
 
@@ -31,7 +31,7 @@ def find_way(ipc_name: str) -> Way:
     """``ipc_name`` is the front end's socket, which only ranks of its own node can connect to.
 
     With several nodes a collective over all ranks of the replica, on the scheduler's thread. So
-    the first one's token comes to the others by connections that a stranger has no part in.
+    the first one's key comes to the others by connections that a stranger has no part in.
     """
     parallel = get_parallel()
     if parallel.nnodes == 1:
@@ -40,12 +40,12 @@ def find_way(ipc_name: str) -> Way:
     relay: list[str | bytes] = []
     if group.rank == group.ranks[0]:
         relay = [*Relay.start(ipc_name)]
-    endpoint, token = as_first_rank_of_all_says(relay)
+    endpoint, key = as_first_rank_of_all_says(relay)
     if parallel.node_rank == 0:
         return Near(ipc_name)
     assert isinstance(endpoint, str)
-    assert isinstance(token, bytes)
-    return Far(endpoint, token)
+    assert isinstance(key, bytes)
+    return Far(endpoint, key)
 
 
 class Near:
@@ -72,22 +72,24 @@ class Far:
     rank that is silent from one that has nothing to say. It shares the socket under the lock.
     """
 
-    def __init__(self, endpoint: str, token: bytes) -> None:
-        self._token = token
+    def __init__(self, endpoint: str, key: bytes) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._context = zmq.Context(1)
         self._socket = self._context.socket(zmq.PUSH)
         # a first node that is gone must not hold up this one's loop
         self._socket.sndhwm = 0
         self._socket.ipv6 = is_zmq_endpoint_ipv6(endpoint)
+        self._socket.curve_serverkey = key
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(endpoint)
         self._lock = threading.Lock()
         threading.Thread(target=self._say_that_we_are_here, name="pulse", daemon=True).start()
 
     def send(self, message: BaseReq) -> None:
         content = self._encode(message)
+        frames = [content[at : at + FRAME_BYTES] for at in range(0, len(content), FRAME_BYTES)]
         with self._lock:
-            self._socket.send_multipart([self._token, content])
+            self._socket.send_multipart(frames)
 
     def _say_that_we_are_here(self) -> None:
         dp_rank, pp_rank, tp_rank = own_rank()
