@@ -106,6 +106,22 @@ def test_nothing_was_loaded(server: Server, folder: Path) -> None:
     says(server, 1)
 
 
+def test_noise_is_not_served(server: Server, folder: Path) -> None:
+    """What was written of a model that is finished cannot be counted: a whole update mends it."""
+    succeed(server.post("/weights_checker", {"action": "reset_tensors"}))
+    described = status(server)
+    assert "reset_tensors" in described["staging"]["dirty"]
+    assert described["digest"] is None
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}
+    assert server.post("/generate", body)["status_code"] == 503
+    head = {"lm_head.weight": marker.tensors(4)["lm_head.weight"]}
+    answer = server.post("/update_weights_from_tensor", tensor_body(head, non_blocking=True))
+    refuse(answer, "only a whole update")
+    ask(server, "POST", "/update_weights_from_disk", {"model_path": str(folder / "v3")})
+    assert status(server)["staging"]["dirty"] is None
+    says(server, 3)
+
+
 def test_a_failure_half_way(server: Server, folder: Path, tmp_path: Path) -> None:
     torn = misshapen(tmp_path / "torn", finishing.CONFIG)
     refuse(server.post("/update_weights_from_disk", {"model_path": str(torn)}), "model.norm.weight")

@@ -46,6 +46,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.collectives import is_true_of_any
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.lora.adapters import Adapters
@@ -68,6 +69,7 @@ from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.settings import Settings
+from sglang_inflight.upstream.runtime_context import get_model
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.adopted import ReservingScheduler
@@ -163,7 +165,7 @@ class Controller:
             OpenCall: self._open,
             StageCall: self.staging.stage,
             SealCall: self.staging.seal,
-            DropCall: self.staging.drop,
+            DropCall: self._drop,
             MayRecomputeCall: self._may_recompute,
             CommitCall: self._commit,
             RollbackCall: self._roll_back,
@@ -394,6 +396,18 @@ class Controller:
     def _open(self, call: OpenCall) -> None:
         self.occupation.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
+
+    def _drop(self, call: DropCall) -> None:
+        written = self.staging.may_have_written_by_handles(call.update_id)
+        self.staging.drop(call)
+        if (
+            get_model().remote_instance_weight_loader_start_seed_via_transfer_engine
+            # a rank may have taken in a tensor more than another when the message came
+            and is_true_of_any(written)
+        ):
+            self.occupation.overwritten(
+                "a session was dropped whose client may have written them over RDMA"
+            )
 
     def _may_recompute(self, call: MayRecomputeCall) -> None:
         self.commits.require_recomputable()

@@ -22,7 +22,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+)
 
 from sglang_inflight.messages import CALLS
 from sglang_inflight.scheduler.collectives import smallest
@@ -31,8 +35,14 @@ from sglang_inflight.upstream.runtime_context import get_parallel
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.dp_attn import MLPSyncBatchInfo
 
-# SGLang's pauses are ours too, whoever sends them
-_TOGETHER = (*CALLS, PauseGenerationReqInput, ContinueGenerationReqInput)
+# SGLang's pauses are ours too, whoever sends them; and its checks of weights, which may overwrite
+# them, are collectives
+_TOGETHER = (
+    *CALLS,
+    PauseGenerationReqInput,
+    ContinueGenerationReqInput,
+    CheckWeightsReqInput,
+)
 # of a rank that is not there, which holds nobody back
 _ALL = 1 << 62
 

@@ -133,6 +133,9 @@ class Memory(Protocol):
 
 @describes(f"{_FIELDS}.model.Model")
 class Model(Protocol):
+    # others have handles to the weights' memory, and can write it over RDMA
+    @property
+    def remote_instance_weight_loader_start_seed_via_transfer_engine(self) -> bool: ...
     @property
     def weight_cache_mode(self) -> str: ...
     @property

@@ -71,3 +71,15 @@ class UpdateFromTensorRequest(Request, Protocol):
 @describes(f"{_IO}.ReleaseMemoryOccupationReqInput", f"{_IO}.ResumeMemoryOccupationReqInput")
 class MemoryRequest(Request, Protocol):
     tags: list[str] | None
+
+
+@describes(f"{_IO}.CheckWeightsReqInput")
+class CheckWeightsRequest(Request, Protocol):
+    action: str
+
+
+@describes(f"{_IO}.RpcReqInput")
+class RpcRequest(Request, Protocol):
+    """``method`` is a scheduler's."""
+
+    method: str

@@ -57,8 +57,9 @@ def test_every_order_of_weights() -> None:
                 assert (event is Event.RESUME) != is_away
                 assert released(before) == ([WEIGHTS] if is_away else [])
                 break
-            is_away = {Event.FILLED: False, Event.RESUME: False}.get(event, True)
-            is_lost = (is_lost or event is Event.DISCARD) and event is not Event.FILLED
+            is_away = event in (Event.KEEP, Event.DISCARD)
+            loses = event in (Event.DISCARD, Event.OVERWRITE)
+            is_lost = (is_lost or loses) and event is not Event.FILLED
             assert (memory[WEIGHTS] is Where.PRESENT) == (not is_lost and not is_away)
             assert (released(memory) == [WEIGHTS]) == is_away
 
@@ -71,6 +72,9 @@ def test_every_order_of_weights() -> None:
         # a copy of what is hollow is hollow
         ((Event.DISCARD, Event.RESUME, Event.KEEP, Event.RESUME), Where.HOLLOW),
         ((Event.DISCARD, Event.RESUME, Event.FILLED), Where.PRESENT),
+        ((Event.OVERWRITE, Event.KEEP, Event.RESUME, Event.OVERWRITE), Where.HOLLOW),
+        ((Event.OVERWRITE, Event.FILLED), Where.PRESENT),
+        ((Event.KEEP, Event.OVERWRITE), None),
         ((Event.KEEP, Event.KEEP), None),
         ((Event.RESUME,), None),
         ((Event.KEEP, Event.FILLED), None),

@@ -33,6 +33,7 @@ from sglang_inflight.messages import CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.background import BackgroundHandlers
+from sglang_inflight.scheduler.guard.other_writers import OtherWriters
 from sglang_inflight.scheduler.guard.preconditions import Preconditions
 from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.unsupported import why_no_pause
@@ -65,6 +66,7 @@ class Containment:
         self._boundary = boundary
         self._answers = answers
         self._preconditions = Preconditions(scheduler, boundary, occupation)
+        self._writers = OtherWriters(scheduler, boundary, occupation)
         self.background = BackgroundHandlers(scheduler)
 
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:
@@ -83,7 +85,8 @@ class Containment:
         def contained(request: Any) -> Any:
             try:
                 self._preconditions.check(request)
-                output = handler(request)
+                with self._writers.around(request):
+                    output = handler(request)
             except Exception as error:
                 if not isinstance(error, Refused):
                     logger.exception("The handler of %s failed", type(request).__name__)

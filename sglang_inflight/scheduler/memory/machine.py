@@ -5,6 +5,7 @@
     discard   LOST      refused   refused   LOST
     resume    refused   PRESENT   HOLLOW    refused
     filled    PRESENT   refused   refused   PRESENT
+    overwrite HOLLOW    refused   refused   HOLLOW
 
 PRESENT: as it was loaded, or last committed. AWAY: its memory is given back, and it will be as
 it was. LOST: its memory is given back, and its contents are gone. HOLLOW: its memory is here,
@@ -48,6 +49,7 @@ class Event(enum.Enum):
     DISCARD = "discard"
     RESUME = "resume"
     FILLED = "filled"
+    OVERWRITE = "overwrite"
 
 
 # what is not in it is refused
@@ -60,6 +62,8 @@ MOVES: dict[tuple[Event, Where], Where] = {
     (Event.RESUME, Where.LOST): Where.HOLLOW,
     (Event.FILLED, Where.PRESENT): Where.PRESENT,
     (Event.FILLED, Where.HOLLOW): Where.PRESENT,
+    (Event.OVERWRITE, Where.PRESENT): Where.HOLLOW,
+    (Event.OVERWRITE, Where.HOLLOW): Where.HOLLOW,
 }
 
 Memory = Mapping[str, Where]

@@ -15,6 +15,7 @@ written each element of them, and these write in place: there is nothing to be s
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -53,10 +54,13 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.status import MemoryStatus
+from sglang_inflight.unsupported import why_no_retraction
 from sglang_inflight.upstream.runtime_context import get_exec, get_model, get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 # what the shadow had is told beside the kinds of memory
 SHADOW = "shadow"
@@ -330,6 +334,60 @@ class Occupation:
         if was_frozen and self._pause.state is PauseState.RUNNING:
             self._answers.tell_that_generation_continues()
 
+    # ---- another writer ----------------------------------------------------------------
+
+    def why_not_overwritten(self) -> str | None:
+        """Why the weights must not be lost now, or None where updates can bring them back."""
+        if (why := self._staging.refusal) is not None:
+            return f"no update could bring the weights back: {why}"
+        if (why := self._why_not_held) is not None:
+            return f"this server cannot hold requests back until the weights are whole: {why}"
+        if self._staging.state is not StagingState.EMPTY:
+            return "a weight update is open. End or abort it first"
+        return None
+
+    @property
+    def _why_not_held(self) -> str | None:
+        if get_parallel().pp_size > 1:
+            return "the stages of a pipeline may be whole again in different turns"
+        return why_no_retraction()
+
+    def copy_beside_updates(self) -> Copy:
+        """What no update brings, to be put back over what another writer leaves."""
+        return copy_of(self._occupants.no_update_brings(), self._device, _never_give_up)
+
+    def overwritten(self, why: str) -> None:
+        """Something else than an update has written the live weights, on all ranks of the replica.
+
+        Generation is refused until updates have written each element; where that cannot be
+        counted (``FinishedModel``), until one whole update has. A server that cannot hold
+        requests back serves them on. No way leads back: a rollback would be to what is live now.
+        """
+        logger.warning("Nobody knows what is in the weights: %s.", why)
+        self._live.lose_name()
+        if self._why_not_held is not None:
+            return
+        if self._staging.why_not_staged is None:
+            after = move(self._memory, {WEIGHTS: Event.OVERWRITE})
+            assert after is not None
+            self._memory = after
+            self._live.become_hollow(why)
+        else:
+            roles = [role for role, _ in self._scheduler.weight_updater._select_runners("all")]
+            self._live.become_dirty(why, roles)
+        self._until_filled = False
+        self._settle()
+        # ``/ready`` depends on it
+        self._answers.tell_that_generation_continues()
+
+    def brought_back_by_sglang(self, tags: list[str] | None) -> None:
+        """Memory came back by SGLang's own call, on a server that has no pauses.
+
+        Without a backup nobody knows what is in the weights, and SGLang serves them as they are.
+        """
+        if WEIGHTS in (tags or KINDS) and not self._saver_copies:
+            self._live.lose_name()
+
     # ---- what others ask ---------------------------------------------------------------
 
     def require_weights(self, who: str) -> None:
@@ -366,6 +424,10 @@ class Occupation:
     def _synchronize(self) -> None:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).synchronize()
+
+
+def _never_give_up() -> None:
+    pass
 
 
 def _list(kinds: Iterable[str]) -> str:

@@ -89,6 +89,7 @@ class Commits:
             reason = reason or "another rank of this replica has none"
         if reason is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")
+        assert previous.digest is not None
         return self._go_live(
             previous.digest,
             previous.swap,

@@ -194,7 +194,8 @@ class Jobs:
         was_loaded = update.tensors > 0
         if not was_loaded and not update.may_be_empty:
             raise Refused("the update holds no tensor")
-        if base_digest is None and not update.fills_hollow:
+        # only a way back needs it
+        if base_digest is None and self._mode_of(update) is not StagingMode.OFF:
             update.base_digest = self._read_through(update, set(), set())
         shadowed = update.roles if was_loaded else set[str]()
         whole = {m.role for m in self._models if not self._is_partial(update, m)} & shadowed

@@ -17,7 +17,8 @@ class Previous:
     """What the shadow got when the live weights were swapped in, and how to swap it back."""
 
     version: str
-    digest: str
+    # None where it was never read, because no way leads back
+    digest: str | None
     swap: PreparedSwap
 
 
@@ -30,6 +31,8 @@ class LiveWeights:
         self.digest: str | None = None
         # why they are a mixture; only in the mode "off"
         self.dirty: str | None = None
+        # whether the label says what they are
+        self._is_named = True
         # the models that are, by their roles
         self.torn: set[str] = set()
         # why nobody knows what is in them, until updates have written all of them
@@ -55,11 +58,20 @@ class LiveWeights:
 
     def write_in_place(self, roles: Iterable[str]) -> None:
         """A part of an update is written into those models."""
+        self.become_dirty("an update was written in place and not completed", roles)
+
+    def become_dirty(self, why: str, roles: Iterable[str]) -> None:
+        """The models of ``roles`` are a mixture, which a whole update mends."""
         if self.hollow is not None:
             return
         self.torn.update(roles)
-        self.dirty = "an update was written in place and not completed"
+        self.dirty = why
         self.digest = None
+
+    def lose_name(self) -> None:
+        """They are served, and nobody knows what they are, until an update is committed."""
+        self.forget_previous()
+        self.digest, self._is_named = None, False
 
     def lose_previous(self) -> None:
         """An update begins to be staged over it."""
@@ -78,17 +90,17 @@ class LiveWeights:
         weights were sent by no update so far.
         """
         swapped = self._swap(swap)
-        if self.digest is not None:
+        if self.hollow is None and self._is_named:
             self.previous = Previous(base_version, self.digest, swap)
+            self.holds_previous = swap.is_possible
         else:
-            # known since the update that is swapped in was sealed, unless there was nothing
-            assert self.hollow is not None
-        self.holds_previous = swap.is_possible
+            self.forget_previous()
         if missing:
             self.hollow = f"{missing} elements of them were not sent yet"
             return swapped
         self.digest = digest
         self.dirty = self.hollow = None
+        self._is_named = True
         self.torn.clear()
         return swapped
 

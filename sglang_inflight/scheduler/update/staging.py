@@ -131,6 +131,16 @@ class Staging:
         # answered when the staging thread has let go of the shadow
         self._worker.submit(call, _done_after(self._jobs.let_go))
 
+    def may_have_written_by_handles(self, update_id: str) -> bool:
+        """Whether the client of an open update may have written the live weights over RDMA.
+
+        SGLang's clients send no tensor then, and end the session.
+        """
+        update = self._update
+        if update is None or update.id != update_id:
+            return False
+        return update.may_be_empty and not update.tensors
+
     def take(self, update_id: str) -> Sealed:
         """The sealed update, to be committed now."""
         update = self._expect(update_id, Step.COMMIT)

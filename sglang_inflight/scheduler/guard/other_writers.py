@@ -1,0 +1,154 @@
+"""The door through which whatever writes live weights beside an update has to go.
+
+    a handler of SGLang's                  writes                               here
+    check_weights, "reset_tensors"         noise, into all weights              hollow, or dirty
+    handle_rpc_request                     whatever a method of the user's may  compared
+    update_weights_from_*,                 an update, sent by a script on the   refused
+    begin_, end_weight_update              scheduler's socket
+    resume_memory_occupation, where        whatever the memory saver brings     no digest, no way
+    there are no pauses                    back                                 back
+
+All other handlers of SGLang's 0.5.23 read weights, or do not touch them. Handlers run on the
+scheduler's thread, between two steps, and on all ranks of a replica in the same pass of their
+loops. So they see the same state of an update, and decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    CheckWeightsReqInput,
+    EndWeightUpdateReqInput,
+    ResumeMemoryOccupationReqInput,
+    RpcReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
+
+from sglang_inflight.errors import Conflict, Refused
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.memory.copies import Copy
+from sglang_inflight.scheduler.memory.occupation import Occupation
+from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.scheduler.update.shadow import weights_of
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.upstream.requests import CheckWeightsRequest, MemoryRequest, RpcRequest
+
+_UPDATES = (
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+)
+_READ = ("checksum", "compare", "snapshot")
+_RESET = "reset_tensors"
+
+
+class OtherWriters:
+    """Only the scheduler's thread calls it."""
+
+    def __init__(self, scheduler: Scheduler, boundary: Boundary, occupation: Occupation) -> None:
+        self._scheduler = scheduler
+        self._boundary = boundary
+        self._occupation = occupation
+
+    @contextmanager
+    def around(self, request: Any) -> Iterator[None]:
+        """Around the handler of ``request``. Raises ``Refused``, or ``Conflict``, before it."""
+        if isinstance(request, _UPDATES):
+            raise Refused(
+                f"{type(request).__name__} came to the scheduler by itself: updates go through "
+                "the server's HTTP routes, or the Engine's methods"
+            )
+        if isinstance(request, CheckWeightsReqInput):
+            check: CheckWeightsRequest = request
+            with self._checked(check.action):
+                yield
+        elif isinstance(request, RpcReqInput):
+            rpc: RpcRequest = request
+            with self._compared(rpc.method):
+                yield
+        elif isinstance(request, ResumeMemoryOccupationReqInput):
+            resume: MemoryRequest = request
+            yield
+            self._occupation.brought_back_by_sglang(resume.tags)
+        else:
+            yield
+
+    @contextmanager
+    def _checked(self, action: str) -> Iterator[None]:
+        if action in _READ:
+            yield
+            return
+        if action != _RESET:
+            raise Refused(f"action {action!r} is unknown: there are {', '.join((*_READ, _RESET))}")
+        kept = self._keep_what_no_update_brings()
+        # the forward in flight reads what is overwritten
+        self._boundary.drain()
+        try:
+            yield
+        finally:
+            kept.put_back()
+            self._occupation.overwritten("/weights_checker has overwritten them (reset_tensors)")
+
+    def _keep_what_no_update_brings(self) -> Copy:
+        """Raises ``Conflict`` where the weights must stay what they are, on any rank."""
+        kept: Copy | None = None
+        refusal = self._occupation.why_not_overwritten() or self._who_would_be_ended()
+        if refusal is None:
+            try:
+                kept = self._occupation.copy_beside_updates()
+            except (OSError, RuntimeError) as error:
+                refusal = f"what no update brings cannot be kept: {error}"
+        if is_true_of_any(refusal is not None) or kept is None:
+            raise Conflict(f"{_RESET}: {refusal or 'another rank refuses it'}")
+        return kept
+
+    def _who_would_be_ended(self) -> str | None:
+        if self._scheduler._engine_paused:
+            return None
+        running = len(self._boundary.running_requests())
+        waiting = len(self._boundary.waiting_requests())
+        if not running + waiting:
+            return None
+        return (
+            f"{running} requests run and {waiting} wait, and would end with 503. Let them end, or "
+            "pause generation"
+        )
+
+    @contextmanager
+    def _compared(self, method: str) -> Iterator[None]:
+        """SGLang's own methods write no weights; one of the user's may write any."""
+        if _is_sglangs(getattr(type(self._scheduler), method, None)):
+            yield
+            return
+        before = self._read()
+        try:
+            yield
+        finally:
+            if is_true_of_any(self._read() != before):
+                self._occupation.overwritten(f"the RPC {method!r} has written them")
+
+    def _read(self) -> str:
+        """A checksum of all weights as they are, for a comparison on this rank alone."""
+        digest = Digest()
+        for role, runner in self._scheduler.weight_updater._select_runners("all"):
+            for name, weight in weights_of(runner.model):
+                for _ in digest.read(f"{role}.{name}", weight):
+                    pass
+        return digest.hexdigest()
+
+
+def _is_sglangs(method: Any) -> bool:
+    return str(getattr(method, "__module__", "")).startswith("sglang.")

@@ -1,0 +1,156 @@
+"""Whatever writes live weights beside an update is noticed, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.io_struct import (
+    BeginWeightUpdateReqInput,
+    EndWeightUpdateReqInput,
+    ResumeMemoryOccupationReqInput,
+    RpcReqInput,
+    UpdateWeightFromDiskReqInput,
+)
+from sglang.srt.managers.scheduler import Scheduler
+from torch import nn
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.guard import other_writers
+from sglang_inflight.scheduler.guard.other_writers import OtherWriters
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
+
+NOBODY: Any = None
+
+
+class Occupation:
+    """Of whom it is asked what was noticed."""
+
+    def __init__(self) -> None:
+        self.noticed: list[Any] = []
+
+    def overwritten(self, why: str) -> None:
+        self.noticed.append(why)
+
+    def brought_back_by_sglang(self, tags: list[str] | None) -> None:
+        self.noticed.append(tags)
+
+
+@pytest.fixture
+def occupation() -> Occupation:
+    return Occupation()
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+@pytest.fixture
+def handle(
+    occupation: Occupation, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Any], None]:
+    """SGLang's handling of a request, on a scheduler to which a plugin has added methods."""
+    monkeypatch.setattr(other_writers, "is_true_of_any", bool)
+
+    class Extended(Scheduler):
+        def __init__(self) -> None:
+            runners = [("target", SimpleNamespace(model=model))]
+            self.weight_updater = SimpleNamespace(_select_runners=lambda which: runners)
+
+        def scale(self, by: float) -> None:
+            # as loaders do, past the count of a tensor's writes
+            model.get_parameter("weight").data.mul_(by)
+
+        def configure_logging(self) -> None:
+            """One of SGLang's own, made to write: it is not looked at."""
+            self.scale(2.0)
+
+    Extended.configure_logging.__module__ = Scheduler.__module__
+    scheduler: Any = Extended()
+    anyone: Any = occupation
+    writers = OtherWriters(scheduler, NOBODY, anyone)
+
+    def handle(request: Any) -> None:
+        with writers.around(request):
+            if isinstance(request, RpcReqInput):
+                getattr(scheduler, request.method)(**(request.parameters or {}))
+
+    return handle
+
+
+def test_an_rpc_that_writes_weights(handle: Callable[[Any], None], occupation: Occupation) -> None:
+    handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
+    assert occupation.noticed == []
+    handle(RpcReqInput(method="scale", parameters={"by": 3.0}))
+    assert occupation.noticed == ["the RPC 'scale' has written them"]
+
+
+def test_an_rpc_that_writes_and_fails(
+    handle: Callable[[Any], None], occupation: Occupation, model: nn.Module
+) -> None:
+    with pytest.raises(TypeError):
+        handle(RpcReqInput(method="scale", parameters={"times": 3.0}))
+    assert occupation.noticed == []
+    model.get_parameter("weight").data.fill_(float("nan"))
+    handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
+    assert occupation.noticed == []
+
+
+def test_sglangs_own_rpcs_are_not_slowed(
+    handle: Callable[[Any], None], occupation: Occupation
+) -> None:
+    handle(RpcReqInput(method="configure_logging"))
+    assert occupation.noticed == []
+
+
+@pytest.mark.parametrize(
+    "request_of_sglang",
+    [
+        UpdateWeightFromDiskReqInput(model_path="/somewhere"),
+        BeginWeightUpdateReqInput(),
+        EndWeightUpdateReqInput(),
+    ],
+    ids=lambda request: type(request).__name__,
+)
+def test_updates_do_not_pass_us_by(
+    handle: Callable[[Any], None], occupation: Occupation, request_of_sglang: Any
+) -> None:
+    with pytest.raises(Refused, match=f"{type(request_of_sglang).__name__} .*HTTP routes"):
+        handle(request_of_sglang)
+    assert occupation.noticed == []
+
+
+def test_memory_that_sglang_brings_back(
+    handle: Callable[[Any], None], occupation: Occupation
+) -> None:
+    handle(ResumeMemoryOccupationReqInput(tags=["weights"]))
+    assert occupation.noticed == [["weights"]]
+
+
+def test_no_rollback_leads_to_weights_without_a_name() -> None:
+    scheduler: Any = SimpleNamespace(device="cpu")
+    live = LiveWeights(scheduler)
+    served, shadow = torch.zeros(4), torch.ones(4)
+    swap = PreparedSwap(swap_for(torch.device("cpu")), ((served, shadow),))
+    live.digest = "zeros"
+    live.swap_in("ones", swap, base_version="v0")
+    assert known(live) == ("zeros", True, "ones")
+    served.fill_(7.0)
+    live.lose_name()
+    assert known(live) == (None, False, None)
+    # an update reads what is live, as it is at its seal
+    live.digest = "sevens"
+    live.swap_in("zeros", swap, base_version="v1")
+    assert known(live) == (None, False, "zeros")
+    live.swap_in("sevens", swap, base_version="v2")
+    assert known(live) == ("zeros", True, "sevens")
+
+
+def known(live: LiveWeights) -> tuple[str | None, bool, str | None]:
+    """The digest of the version before, whether a way leads back to it, and that of this one."""
+    return live.previous and live.previous.digest, live.holds_previous, live.digest
