@@ -84,6 +84,8 @@ NEEDS_ONE_GPU = (
 
 # a load_format: tensors one after the other in one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
+# a load_format: parameters of this rank, by their own names
+DIRECT = "direct"
 
 
 class DiskSource(msgspec.Struct, tag=True, kw_only=True):
@@ -111,6 +113,11 @@ class TensorSource(msgspec.Struct, tag=True, kw_only=True):
 
     serialized_named_tensors: list[Payload]
     load_format: str | None = None
+
+    @property
+    def has_custom_loader(self) -> bool:
+        """Whether ``load_format`` names a function (``--custom-weight-loader``)."""
+        return self.load_format not in (None, FLATTENED_BUCKET, DIRECT)
 
 
 class DistributedSource(msgspec.Struct, tag=True, kw_only=True):

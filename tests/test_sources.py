@@ -17,7 +17,7 @@ from harness.server import PLAIN, RUNNING, START_TIMEOUT_S, Server, serve
 from tests.support.checkpoint_engine import checkpoint_engine
 from tests.support.faults import Faults
 from tests.support.load import start_running, until
-from tests.support.pool import ServerPool
+from tests.support.pool import CUSTOM_LOADER, ServerPool
 from tests.support.stalled_mount import stalled_mount
 from tests.support.stopped_sender import stopped_sender
 from tests.support.updates import (
@@ -142,6 +142,14 @@ def test_a_checkpoint_that_changes_while_it_is_staged(
     assert serving(server) == before
     # all of them, as the marker says
     succeed(server.post(TENSOR, {**V1, **tensor_body(marker.tensors(1))}))
+    expect_to_run_on(server, running, [0, 1])
+
+
+def test_a_custom_loader_meets_no_step(normal_loop_server: Server) -> None:
+    server = normal_loop_server
+    running = start_running(server, 2, tokens=ENDLESS)
+    body = {**V1, **tensor_body(marker.tensors(1)), "load_format": CUSTOM_LOADER}
+    succeed(server.post(TENSOR, body))
     expect_to_run_on(server, running, [0, 1])
 
 

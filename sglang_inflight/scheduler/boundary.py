@@ -97,6 +97,10 @@ class Boundary:
         SGLang's watchdog ends a server whose batch makes no step, unless there is none.
         """
         self.drain()
+        self.expect_no_step()
+
+    def expect_no_step(self) -> None:
+        """Before this handler lasts longer than a step may take: as ``stand_still`` says."""
         self._scheduler.cur_batch_for_debug = None
 
     def _finish_chunk(self) -> None:

@@ -460,7 +460,8 @@ class Controller:
         )
 
     def _is_busy(self) -> bool:
-        return not self.is_frozen and not self._scheduler.running_batch.is_empty()
+        held = self.is_frozen or self.staging.holds_the_loop
+        return not held and not self._scheduler.running_batch.is_empty()
 
 
 def _always(call: object) -> bool:

@@ -44,6 +44,7 @@ SMALL_POOL = 20480  # tokens
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 8
 GRPC_PORT = free_port()
+CUSTOM_LOADER = "tests.support.custom_loader.load_alone"
 ADMIN_KEY = "the-key-of-the-tests"
 
 _COMMON = (
@@ -64,6 +65,7 @@ FLAVOURS = {
             "--max-queued-requests", str(MAX_QUEUED),
             "--watchdog-timeout", str(WATCHDOG_S),
             "--grpc-port", str(GRPC_PORT),
+            "--custom-weight-loader", CUSTOM_LOADER,
         ),
         {
             "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S),

@@ -11,11 +11,11 @@ import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.messages import Selector
+from sglang_inflight.messages import DIRECT, Selector
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
-from sglang_inflight.scheduler.update.shadowed_model import DIRECT, ShadowedModel
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit

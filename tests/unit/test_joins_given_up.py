@@ -69,6 +69,7 @@ class OneRank:
             mode=StagingMode.DEVICE,
             refusal=None,
             why_not_staged=None,
+            expect_no_step=lambda: None,
         )
 
     def join(self, call_id: str, port: int) -> None:

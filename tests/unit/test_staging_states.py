@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sglang_inflight.messages import (
     SealCall,
     StageCall,
     Staged,
+    TensorSource,
     Voted,
 )
 from sglang_inflight.scheduler.update import staging_state
@@ -51,6 +53,14 @@ class LaterWorker:
                 self.failed.append(str(error))
 
 
+class WorkerOfItsOwn(LaterWorker):
+    """A staging thread that gets to each job at once."""
+
+    def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
+        super().submit(call, job)
+        threading.Thread(target=self.work).start()
+
+
 class NoModel:
     """Jobs where there is nothing to load."""
 
@@ -58,7 +68,11 @@ class NoModel:
         return Done()
 
     def fill(self, update: Update, source: Any, selector: None) -> Staged:
+        self.load()
         return Staged(staged_s=0.0, tensors=1, bytes=1)
+
+    def load(self) -> None:
+        """A test puts its own here."""
 
     def seal(self, update: Update, base_digest: str | None) -> Voted:
         if base_digest is None:
@@ -72,11 +86,12 @@ class NoModel:
 
 
 class OneRank:
-    def __init__(self) -> None:
+    def __init__(self, worker: LaterWorker | None = None) -> None:
         scheduler: Any = type("OnCPU", (), {"device": "cpu"})()
-        jobs: Any = NoModel()
+        jobs: Any
+        self.jobs = jobs = NoModel()
         none: Any = None
-        self.worker = LaterWorker()
+        self.worker = worker or LaterWorker()
         self.live = LiveWeights(scheduler)
         self.staging = Staging(
             jobs,
@@ -87,6 +102,7 @@ class OneRank:
             mode=StagingMode.DEVICE,
             refusal=None,
             why_not_staged=None,
+            expect_no_step=lambda: None,
         )
 
     def do(self, step: Step, update_id: str = "u") -> None:
@@ -190,3 +206,65 @@ def test_a_drop_leaves_nothing_known() -> None:
     rank.reach(SEALED)
     rank.do(Step.DROP)
     assert rank.live.digest is None
+
+
+CUSTOM = TensorSource(serialized_named_tensors=[], load_format="my.loader")
+
+
+def stage(rank: OneRank, timeout_s: float = 60.0, source: TensorSource = CUSTOM) -> None:
+    rank.staging.stage(StageCall(call_id="", update_id="u", timeout_s=timeout_s, source=source))
+
+
+def test_no_step_is_made_while_a_custom_loader_runs() -> None:
+    rank = OneRank(WorkerOfItsOwn())
+    rank.reach(OPEN)
+    has_returned = threading.Event()
+    found: list[bool] = []
+
+    def load() -> None:
+        # time enough for a loop that waits for nothing
+        found.append(has_returned.wait(0.5))
+        found.append(rank.staging.holds_the_loop)
+
+    rank.jobs.load = load  # type: ignore[method-assign]
+    stage(rank)
+    has_returned.set()
+    assert found == [False, True]
+    assert not rank.staging.holds_the_loop
+
+
+def test_a_loader_of_sglangs_runs_beside_steps() -> None:
+    rank = OneRank(WorkerOfItsOwn())
+    rank.reach(OPEN)
+    has_returned, is_over = threading.Event(), threading.Event()
+
+    def load() -> None:
+        if has_returned.wait(10):
+            is_over.set()
+
+    rank.jobs.load = load  # type: ignore[method-assign]
+    stage(rank, source=TensorSource(serialized_named_tensors=[]))
+    has_returned.set()
+    assert is_over.wait(10)
+
+
+def test_the_loop_goes_on_where_a_custom_loader_hangs() -> None:
+    rank = OneRank(WorkerOfItsOwn())
+    rank.reach(OPEN)
+    over = threading.Event()
+    rank.jobs.load = over.wait  # type: ignore[assignment, method-assign]
+    stage(rank, timeout_s=0.1)
+    assert not rank.staging.holds_the_loop
+    over.set()
+
+
+def test_the_loop_goes_on_where_a_custom_loader_is_not_reached() -> None:
+    rank = OneRank(WorkerOfItsOwn())
+    rank.reach(OPEN)
+    update = rank.staging._update
+    assert update is not None
+    update.failed = "by hand"
+    ended = threading.Thread(target=stage, args=(rank,), daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()

@@ -37,6 +37,7 @@ from sglang_inflight.messages import (
     InflightCall,
     MayRecomputeCall,
     RollbackCall,
+    TensorSource,
 )
 from sglang_inflight.receipt import Receipt
 from sglang_inflight.upstream.runtime_context import get_disagg
@@ -110,13 +111,18 @@ class TwoPhase:
     async def stage_whole(self, update: OpenUpdate, wanted: Wanted) -> None:
         """Open it, bring all its tensors, and hear the votes.
 
-        Asked for at once: ranks keep the order, and it saves the waiting.
+        Asked for at once: ranks keep the order, and it saves the waiting. Before a custom
+        weight loader the opening is waited for: ranks make no step while a loader runs, nor
+        while what was asked for before it is done.
         """
         self._add(update, wanted)
         deadline = wanted.deadline
         update.move(Event.SEAL)
+        opening = asyncio.ensure_future(self._call(update.open_call(deadline), deadline))
+        if isinstance(wanted.source, TensorSource) and wanted.source.has_custom_loader:
+            await opening
         _, staged, votes = await _all_of(
-            self._call(update.open_call(deadline), deadline),
+            opening,
             self._call(update.stage_call(wanted), deadline),
             self._call(update.seal_call(deadline), deadline),
         )

@@ -91,6 +91,7 @@ def make_staging(
         live,
         answers,
         mode=mode,
+        expect_no_step=boundary.expect_no_step,
         refusal=_why_refused(models, in_place=in_place),
         why_not_staged=why_not_staged,
     )

@@ -12,7 +12,6 @@ import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import (
-    FLATTENED_BUCKET,
     DiskSource,
     DistributedSource,
     GPUMemorySource,
@@ -29,7 +28,6 @@ from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_mar
 from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadowed_model import (
-    DIRECT,
     ShadowedModel,
     why_not_updated,
 )
@@ -281,7 +279,7 @@ class Jobs:
                     yield models[0], batch
                     continue
                 # a loader of the user's may need all tensors of a call at once
-                most = math.inf if _has_its_own_loader(source) else MOST_BYTES
+                most = math.inf if _has_custom_loader(source) else MOST_BYTES
                 for part in in_parts(batch, most):
                     for model in models:
                         yield model, (pair for pair in part)
@@ -372,10 +370,8 @@ def _refuse_to_leave_torn(update: Update, brought: set[str]) -> None:
         )
 
 
-def _has_its_own_loader(source: Source) -> bool:
-    if not isinstance(source, TensorSource):
-        return False
-    return source.load_format not in (None, FLATTENED_BUCKET, DIRECT)
+def _has_custom_loader(source: Source) -> bool:
+    return isinstance(source, TensorSource) and source.has_custom_loader
 
 
 def _list(names: list[str], most: int = 8) -> str:

@@ -13,7 +13,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import FLATTENED_BUCKET, DiskSource, Source, TensorSource
+from sglang_inflight.messages import DIRECT, FLATTENED_BUCKET, DiskSource, Source, TensorSource
 from sglang_inflight.scheduler.update.checks.derived import why_not_loaded, why_not_shadowed
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.finished_model import FinishedModel
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-
-DIRECT = "direct"
 
 
 class ShadowedModel:

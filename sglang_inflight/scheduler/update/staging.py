@@ -8,6 +8,7 @@ hangs fails the update and nothing else.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,8 @@ from sglang_inflight.messages import (
     OpenCall,
     SealCall,
     StageCall,
+    Staged,
+    TensorSource,
     TimedCall,
     TransferGivenUp,
 )
@@ -63,6 +66,7 @@ class Staging:
         mode: StagingMode,
         refusal: str | None,
         why_not_staged: str | None,
+        expect_no_step: Callable[[], None],
     ) -> None:
         """``refusal`` is why no update can be taken in, or None where it can, and
         ``why_not_staged`` why it can be taken in place alone.
@@ -72,6 +76,9 @@ class Staging:
         self._groups = groups
         self._live = live
         self._answers = answers
+        self._expect_no_step = expect_no_step
+        # while a custom weight loader runs; the staging thread reads it
+        self.holds_the_loop = False
         self.mode = mode
         self.refusal = refusal
         self.why_not_staged = why_not_staged
@@ -112,7 +119,14 @@ class Staging:
     def stage(self, call: StageCall) -> None:
         with self._dirty_together():
             update = self._expect(call.update_id, Step.STAGE)
-            self._submit(update, call, lambda: self._jobs.fill(update, call.source, call.selector))
+
+            def job() -> Staged:
+                return self._jobs.fill(update, call.source, call.selector)
+
+            if isinstance(call.source, TensorSource) and call.source.has_custom_loader:
+                self._submit_and_wait(update, call, job)
+            else:
+                self._submit(update, call, job)
 
     def seal(self, call: SealCall) -> None:
         with self._dirty_together():
@@ -214,6 +228,9 @@ class Staging:
         return update
 
     def _submit(self, update: Update, call: TimedCall[A], job: Job[A]) -> None:
+        self._worker.submit(call, self._of_update(update, call, job))
+
+    def _of_update(self, update: Update, call: TimedCall[A], job: Job[A]) -> Job[A]:
         def one_failure_fails_the_update() -> A:
             try:
                 update.allow(call.timeout_s)
@@ -223,7 +240,33 @@ class Staging:
                 update.failed = update.failed or str(error) or repr(error)
                 raise
 
-        self._worker.submit(call, one_failure_fails_the_update)
+        return one_failure_fails_the_update
+
+    def _submit_and_wait(self, update: Update, call: TimedCall[A], job: Job[A]) -> None:
+        """Let ``job`` be done while this rank makes no step.
+
+        A custom weight loader may change what belongs to the whole process, such as
+        ``torch.Tensor.copy_`` (verl's does), and a step beside it would compute with that. All
+        ranks of a replica take this call in at the same boundary, and none of their jobs waits
+        for a step, so no rank waits for another one. The loop goes on when the job has ended, or
+        when its time is over, and the update is lost then.
+        """
+        ended = threading.Event()
+        of_update = self._of_update(update, call, job)
+
+        def and_tell() -> A:
+            try:
+                return of_update()
+            finally:
+                ended.set()
+
+        self._expect_no_step()
+        self.holds_the_loop = True
+        try:
+            self._worker.submit(call, and_tell)
+            ended.wait(call.timeout_s)
+        finally:
+            self.holds_the_loop = False
 
     @contextmanager
     def _dirty_together(self) -> Iterator[None]:
