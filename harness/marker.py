@@ -121,7 +121,7 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], *, shards: in
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Token i is the word ``ti``."""
+    """Token i is the word ``ti``, and a chat is what was said, word by word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -129,5 +129,9 @@ def _write_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="t0", bos_token="t1", eos_token="t2"
+        tokenizer_object=tokenizer,
+        unk_token="t0",
+        bos_token="t1",
+        eos_token="t2",
+        chat_template="{% for message in messages %}{{ message.content }} {% endfor %}",
     ).save_pretrained(folder)

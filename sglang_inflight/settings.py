@@ -126,6 +126,12 @@ class Settings:
     vllm_routes: bool = _setting(
         False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
     )
+    model_names: str = _setting(
+        "known",
+        _one_of("known", "any"),
+        "what a request's model may say: known is a name of the model that is served or of an "
+        "adapter, and 404 for any other; any serves the model by every other name, as SGLang does",
+    )
     unsupported: str = _setting(
         "refuse",
         _one_of("refuse", "off"),

@@ -32,7 +32,7 @@ def generate(*, drawn: bool = False, **fields: Any) -> tuple[str, dict[str, Any]
 
 
 def complete(prompt: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
-    return COMPLETIONS, {"model": "m", "prompt": prompt, "max_tokens": 4, **fields}
+    return COMPLETIONS, {"model": "default", "prompt": prompt, "max_tokens": 4, **fields}
 
 
 def expect_refusal(server: Server, path: str, body: dict[str, Any], *words: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from harness import marker
@@ -719,3 +720,108 @@ def test_an_adapter_that_does_not_fit(server: Server, name: str, tmp_path: Path)
 def test_what_trl_reads_before_it_sends_adapters(server: Server) -> None:
     config = server.get("/server_info?config_format=json")["vllm_config"]
     assert config["lora_config"] == {"max_lora_rank": RANK, "max_loras": 4, "max_cpu_loras": None}
+
+
+# ---- an adapter's name as a model's ------------------------------------------------------
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+SAMPLING = {"max_tokens": 3, "temperature": 0, "ignore_eos": True}
+
+
+def body_for(path: str, **fields: Any) -> dict[str, Any]:
+    if path == COMPLETIONS:
+        return {"prompt": prompt(), **SAMPLING, **fields}
+    return {"messages": [{"role": "user", "content": "t5"}], **SAMPLING, **fields}
+
+
+def words_of(server: Server, path: str, **fields: Any) -> list[str]:
+    choice = ask(server, "POST", path, body_for(path, **fields))["choices"][0]
+    text: str = choice["text"] if path == COMPLETIONS else choice["message"]["content"]
+    return text.split()
+
+
+@on("overlap", "workers")
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_model_that_is_an_adapter_is_served_by_it(
+    server: Server, folders: list[Path], path: str
+) -> None:
+    """By its name alone, and by SGLang's form of a model's adapter; by no name of the model."""
+    served = ask(server, "GET", "/v1/models")["data"][0]["id"]
+    for number, folder in enumerate(folders[:2]):
+        body = {"lora_name": f"policy-v{number}", "lora_path": str(folder)}
+        ask(server, "POST", "/load_lora_adapter", body)
+    for number in range(2):
+        name, said = f"policy-v{number}", [f"t{lora.token(number)}"] * 3
+        for model in (name, f"{served}:{name}", f"default:{name}"):
+            assert words_of(server, path, model=model) == said
+        assert words_of(server, path, model=served, lora_path=name) == said
+        # bench_serving's, and vLLM's clients that were taught SGLang's field
+        assert words_of(server, path, model=name, lora_path=name) == said
+    for fields in ({}, {"model": served}, {"model": "default"}, {"model": ""}):
+        assert words_of(server, path, **fields) == [f"t{OWN}"] * 3
+    body = body_for(path, model="policy-v0", lora_path="policy-v1")
+    refused = server.post(path, body)
+    assert refused["status_code"] == 400, refused
+    assert "'policy-v1'" in refused["error"]["message"]
+
+
+@on("overlap", "workers")
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_model_that_nobody_knows_is_an_error(server: Server, name: str, path: str) -> None:
+    """As OpenAI's clients know it, for each name that was an adapter's or a checkpoint's."""
+    served = ask(server, "GET", "/v1/models")["data"][0]["id"]
+    assert unload(server, name, non_blocking=True)["success"]
+    for model in (name, f"{served}:{name}", "gpt-4", served + "x"):
+        refused = server.post(path, body_for(path, model=model))
+        assert refused["status_code"] == 404, refused
+        error = refused["error"]
+        assert (error["code"], error["param"]) == ("model_not_found", "model")
+        assert repr(model) in error["message"]
+        assert repr(served) in error["message"] or name in model
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+    with client, pytest.raises(openai.NotFoundError, match="'gpt-4' does not exist"):
+        client.completions.create(model="gpt-4", prompt=prompt(), max_tokens=1)
+
+
+@on("overlap")
+def test_an_adapter_that_has_the_name_of_the_served_model(
+    server: Server, folders: list[Path]
+) -> None:
+    """prime-rl loads its policy so, and asks for it so."""
+    served = ask(server, "GET", "/v1/models")["data"][0]["id"]
+    body = {"lora_name": served, "lora_path": str(folders[1])}
+    ask(server, "POST", "/load_lora_adapter", body)
+    assert tokens_of(server, served) == [lora.token(1)] * 3
+    for path in (COMPLETIONS, CHAT):
+        assert words_of(server, path, model=served) == [f"t{lora.token(1)}"] * 3
+        assert words_of(server, path) == [f"t{OWN}"] * 3
+
+
+@on("overlap")
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "t5"}),
+        ("/v1/score", {"query": "t5", "items": ["t6"], "label_token_ids": [5]}),
+    ],
+)
+def test_a_route_without_adapters_refuses_their_names(
+    server: Server, name: str, path: str, body: dict[str, Any]
+) -> None:
+    """SGLang would answer with the model's own weights."""
+    refused = server.post(path, {"model": name, **body})
+    assert refused["status_code"] == 400, refused
+    assert f"'{name}' is an adapter" in refused["error"]["message"]
+
+
+@on("overlap")
+@pytest.mark.parametrize("stream", [False, True])
+def test_anthropics_route_finds_adapters(server: Server, folders: list[Path], stream: bool) -> None:
+    load_as = {"lora_name": "claude", "lora_path": str(folders[0])}
+    ask(server, "POST", "/load_lora_adapter", load_as)
+    body = {"max_tokens": 3, "temperature": 0, "messages": [{"role": "user", "content": "t5"}]}
+    answer = ask(server, "POST", "/v1/messages", {"model": "claude", **body})
+    assert answer["content"][0]["text"].split()[0] == f"t{lora.token(0)}"
+    refused = server.post("/v1/messages", {"model": "claude-9", **body, "stream": stream})
+    assert refused["status_code"] == 400, refused
+    assert "'claude-9' does not exist" in refused["error"]["message"]

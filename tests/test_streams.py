@@ -28,7 +28,7 @@ from tests.support.updates import Call
 # Long enough to outlast a pause that begins after its first token.
 TOKENS = 600
 COMPLETION = {
-    "model": "marker",
+    "model": "default",
     "prompt": [7, 8, 9],
     "max_tokens": TOKENS,
     "temperature": 0,
@@ -92,7 +92,7 @@ def test_a_stream_that_only_waited(server: Server, path: str) -> None:
     body: dict[str, object] = (
         {"input_ids": [7, 8], "sampling_params": sampling, "stream": True, "rid": "waits"}
         if path == "/generate"
-        else {"model": "m", "prompt": [7, 8], "max_tokens": 8, "stream": True, "rid": "waits"}
+        else {"model": "default", "prompt": [7, 8], "max_tokens": 8, "stream": True, "rid": "waits"}
     )
     lines = lines_of(server, path, body)
     assert next(lines) == ": paused mode=in_place"

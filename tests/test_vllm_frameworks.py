@@ -127,7 +127,7 @@ def test_reset_prefix_cache(vllm_server: Server, vllm: VLLMClient) -> None:
 
 def test_text(vllm_server: Server, vllm: VLLMClient) -> None:
     url = vllm_server.url
-    model = "any"
+    model = "default"
     body = {"model": model, "prompt": "t5 t6", "add_special_tokens": True}
     tokens = httpx.post(url + "/tokenize", json=body, timeout=60).json()
     assert (tokens["tokens"], tokens["count"]) == ([5, 6], 2)

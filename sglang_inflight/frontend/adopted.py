@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from sglang_inflight.frontend.upstream.communicator import FanOutCommunicator
 from sglang_inflight.frontend.upstream.engine import Engine
+from sglang_inflight.frontend.upstream.openai_serving import OpenAIServing
 from sglang_inflight.frontend.upstream.tokenizer_manager import SignalHandler, TokenizerManager
 
 if TYPE_CHECKING:
@@ -30,3 +31,7 @@ class AdoptedEngine(Engine, Protocol):
 
 class AdoptedCommunicator(FanOutCommunicator, Protocol):
     inflight: ControlCalls
+
+
+class AdoptedOpenAIServing(OpenAIServing, Protocol):
+    tokenizer_manager: AdoptedTokenizerManager

@@ -16,6 +16,7 @@ from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.metrics import Metrics
+from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.status import write_status
@@ -64,6 +65,7 @@ class Frontend:
         self.caches = Caches(tokenizer_manager, self.ranks)
         settings = self.settings = Settings.from_environment()
         self.adapters = Adapters(tokenizer_manager, self.ranks, self.in_background)
+        self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
         two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)

@@ -39,6 +39,7 @@ from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
+from sglang_inflight.frontend.openai_requests import handle_request, parse_model_parameter
 from sglang_inflight.frontend.request_checks import (
     check_samples,
     check_sampling,
@@ -263,6 +264,7 @@ def take_kv_versions(
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
+_OPENAI_SERVING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
@@ -305,6 +307,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.BEFORE,
     ),
     (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *around(create_tokenized)),
+    (f"{_OPENAI_SERVING}.handle_request", *around(handle_request)),
+    (f"{_OPENAI_SERVING}._parse_model_parameter", *around(parse_model_parameter)),
     (
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
         check_sampling,

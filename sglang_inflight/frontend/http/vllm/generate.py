@@ -17,7 +17,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_inflight.errors import InflightError, NotFound, NotOffered, Refused
+from sglang_inflight.errors import InflightError, NotOffered, Refused
 from sglang_inflight.frontend.bodies import Body, Name, decode
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
 from sglang_inflight.frontend.http.vllm.choices import (
@@ -28,6 +28,7 @@ from sglang_inflight.frontend.http.vllm.choices import (
 from sglang_inflight.frontend.http.vllm.sampling import Count, Sampling
 
 if TYPE_CHECKING:
+    from sglang_inflight.frontend.model_names import ModelNames
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -72,8 +73,9 @@ class EngineRefused(InflightError):
 class Generate:
     """Lives on the front end's event loop, and keeps nothing between requests."""
 
-    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+    def __init__(self, tokenizer_manager: TokenizerManager, model_names: ModelNames) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._model_names = model_names
 
     async def answer(self, request: Request) -> Response:
         try:
@@ -112,19 +114,10 @@ class Generate:
             logprob_start_len=0 if scores_prompt else -1,
             top_logprobs_num=sampling.most_likely,
             stream=bool(body.stream),
-            lora_path=self._adapter(body.model),
+            lora_path=self._model_names.adapter_of(body.model),
             cache_salt=body.cache_salt,
             routed_dp_rank=_dp_rank(request),
         )
-
-    def _adapter(self, model: str | None) -> str | None:
-        """The adapter that the name means; None for the model itself."""
-        tokenizer_manager = self._tokenizer_manager
-        if model is None or model == tokenizer_manager.served_model_name:
-            return None
-        if model in tokenizer_manager.lora_registry.get_all_adapters():
-            return model
-        raise NotFound(f"the model {model!r} does not exist: no model and no adapter has the name")
 
     async def _collect(
         self, body: GenerateBody, rid: str, obj: Any, request: Request

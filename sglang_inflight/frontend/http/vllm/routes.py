@@ -105,7 +105,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     # for whoever may generate, as /generate is; it ends as its request does
     router.add_api_route(
         "/inference/v1/generate",
-        Generate(tokenizer_manager).answer,
+        Generate(tokenizer_manager, frontend.model_names).answer,
         methods=["POST"],
         route_class_override=APIRoute,
     )

@@ -1,0 +1,103 @@
+"""What SGLang's OpenAI routes are asked for, before they answer.
+
+SGLang passes over much that a body says: an adapter's name in ``model``, and every field that it
+does not know. Here a name means what ``model_names.py`` says it does, and is refused otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from fastapi import HTTPException
+from fastapi.responses import ORJSONResponse
+from sglang.srt.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
+
+from sglang_inflight.errors import InflightError, NotFound, Refused
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.adopted import AdoptedOpenAIServing
+
+logger = logging.getLogger(__name__)
+
+# SGLang serves without it where it cannot be imported
+_RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
+
+
+async def handle_request(
+    handle: Callable[..., Awaitable[Any]],
+    serving: AdoptedOpenAIServing,
+    request: Any,
+    raw_request: Any,
+) -> Any:
+    """Every OpenAI route of SGLang's but ``/v1/responses``, on the front end's event loop."""
+    try:
+        _require_model(serving, request)
+    except InflightError as error:
+        logger.warning("%s refused: %s", type(request).__name__, error)
+        return _refusal(error)
+    return await handle(serving, request, raw_request)
+
+
+def parse_model_parameter(
+    parse: Callable[..., tuple[str, str | None]], serving: AdoptedOpenAIServing, model: str
+) -> tuple[str, str | None]:
+    """The model and the adapter that ``model`` names, on any thread.
+
+    ``handle_request`` refuses before this is asked. What comes by another way, as Anthropic's
+    requests do, answers a ``ValueError`` with a 400, and ``/v1/responses`` an ``HTTPException``.
+    """
+    names = serving.tokenizer_manager.inflight.model_names
+    try:
+        adapter = names.adapter_of(model)
+        if adapter is None:
+            return serving.tokenizer_manager.served_model_name, None
+        if _is_of_responses(serving):
+            raise Refused(_no_adapters(model, "/v1/responses"))
+    except InflightError as error:
+        if _is_of_responses(serving):
+            raise HTTPException(error.status, str(error)) from error
+        raise ValueError(str(error)) from error
+    return serving.tokenizer_manager.served_model_name, adapter
+
+
+def _require_model(serving: AdoptedOpenAIServing, request: Any) -> None:
+    model = getattr(request, "model", None)
+    adapter = serving.tokenizer_manager.inflight.model_names.adapter_of(model)
+    if adapter is None or isinstance(request, TokenizeRequest | DetokenizeRequest):
+        return
+    if not hasattr(request, "lora_path"):
+        raise Refused(_no_adapters(model, f"a {type(request).__name__}"))
+    also = request.lora_path
+    for name in also if isinstance(also, list) else [also]:
+        if name and name != adapter:
+            raise Refused(
+                f"model names the adapter {adapter!r}, and lora_path {name!r}: say one of them"
+            )
+
+
+def _no_adapters(model: str | None, where: str) -> str:
+    return (
+        f"the model {model!r} is an adapter, and SGLang serves {where} without any: ask "
+        "/v1/chat/completions, /v1/completions, /v1/embeddings or /generate"
+    )
+
+
+def _is_of_responses(serving: AdoptedOpenAIServing) -> bool:
+    module = sys.modules.get(_RESPONSES)
+    return module is not None and isinstance(serving, module.OpenAIServingResponses)
+
+
+def _refusal(error: InflightError) -> ORJSONResponse:
+    """In OpenAI's form, with the sentence where SGLang's clients look for it as well."""
+    is_unknown = isinstance(error, NotFound)
+    inner = {
+        "message": str(error),
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found" if is_unknown else None,
+    }
+    content = {"object": "error", "message": str(error), "error": inner}
+    return ORJSONResponse(content, status_code=error.status)

@@ -1,0 +1,92 @@
+"""Which weights a request gets by the name of a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sglang_inflight.errors import NotFound, Refused
+from sglang_inflight.frontend.model_names import ModelNames
+
+LOADED = ("policy", "a:b", "served", "s3://bucket/other")
+
+
+def names(*adapters: str, known_only: bool = True, **manager: Any) -> tuple[ModelNames, Any]:
+    """Of a server that was started on ``/ckpt/base`` and was updated from disk since."""
+    tokenizer_manager = SimpleNamespace(
+        served_model_name="s3://bucket/model",
+        model_path="/ckpt/base",
+        lora_registry=SimpleNamespace(_registry=dict.fromkeys(adapters)),
+        lora_ref_cache={"evicted": None},
+        **manager,
+    )
+    found = ModelNames(cast("Any", tokenizer_manager), known_only=known_only)
+    tokenizer_manager.model_path = "/ckpt/step-42"
+    return found, tokenizer_manager
+
+
+@pytest.mark.parametrize(
+    "model",
+    [None, "", "default", "s3://bucket/model", "/ckpt/base", "/ckpt/step-42", "default:", ":"],
+)
+def test_names_of_the_served_model(model: str | None) -> None:
+    assert names(*LOADED)[0].adapter_of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [
+        ("policy", "policy"),
+        ("evicted", "evicted"),
+        ("a:b", "a:b"),
+        ("s3://bucket/other", "s3://bucket/other"),
+        ("s3://bucket/model:policy", "policy"),
+        ("/ckpt/base: policy ", "policy"),
+        ("/ckpt/step-42:a:b", "a:b"),
+        ("default:policy", "policy"),
+        (":policy", "policy"),
+    ],
+)
+def test_names_of_an_adapter(model: str, adapter: str) -> None:
+    assert names(*LOADED)[0].adapter_of(model) == adapter
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["gpt-4", "polic", "policy2", "/ckpt/step-41", "default:gone", "gpt-4:policy", "s3://x", "a"],
+)
+def test_an_unknown_name_is_nobodys(model: str) -> None:
+    with pytest.raises(NotFound, match="does not exist") as refused:
+        names(*LOADED)[0].adapter_of(model)
+    assert repr(model) in str(refused.value)
+
+
+def test_an_adapter_takes_the_name_of_the_served_model() -> None:
+    """vLLM's trainers load it so, and ask for it so."""
+    found, tokenizer_manager = names()
+    served = tokenizer_manager.served_model_name
+    assert found.adapter_of(served) is None
+    tokenizer_manager.lora_registry._registry[served] = None
+    assert found.adapter_of(served) == served
+    assert found.adapter_of("default") is None
+
+
+def test_a_name_that_could_mean_either_is_refused() -> None:
+    """A body that names no model says "default", as SGLang reads it."""
+    found, _ = names("default")
+    with pytest.raises(Refused, match="s3://bucket/model:default"):
+        found.adapter_of("default")
+    assert found.adapter_of("s3://bucket/model:default") == "default"
+    assert found.adapter_of("s3://bucket/model") is None
+
+
+def test_a_server_that_takes_any_name() -> None:
+    """Adapters are still found by theirs, and one that is not there is still an error."""
+    found, _ = names(*LOADED, known_only=False)
+    assert found.adapter_of("gpt-4") is None
+    assert found.adapter_of("policy") == "policy"
+    assert found.adapter_of("gpt-4:policy") == "policy"
+    with pytest.raises(NotFound):
+        found.adapter_of("gpt-4:gone")
