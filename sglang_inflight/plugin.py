@@ -16,6 +16,7 @@ HOOK_LISTS = (
     "sglang_inflight.frontend.tokenizer_hooks",
     "sglang_inflight.frontend.engine.hooks",
     "sglang_inflight.frontend.workers.hooks",
+    "sglang_inflight.redaction",
 )
 
 

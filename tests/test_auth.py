@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
 
 from harness.server import Server
+from sglang_inflight.redaction import REDACTED
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.routes import routes
 
@@ -20,6 +22,10 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
+Headers = dict[str, str] | dict[bytes, bytes]
+NOT_ASCII = {b"Authorization": "Bearer schlüssel".encode()}
+
+
 @pytest.fixture
 def keyed_server(pool: ServerPool) -> Iterator[Server]:
     server = pool.get(FLAVOURS["keyed_server"])
@@ -30,10 +36,10 @@ def keyed_server(pool: ServerPool) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     "headers",
-    [{}, bearer("guess"), bearer(USER), {"Authorization": ADMIN}],
-    ids=["no key", "wrong key", "user's key", "no bearer"],
+    [{}, bearer("guess"), bearer(USER), {"Authorization": ADMIN}, NOT_ASCII],
+    ids=["no key", "wrong key", "user's key", "no bearer", "no ASCII"],
 )
-def test_without_the_key(keyed_server: Server, headers: dict[str, str]) -> None:
+def test_without_the_key(keyed_server: Server, headers: Headers) -> None:
     before = keyed_server.get("/inflight/status")
     for route in routes(keyed_server, bearer(USER)):
         answer = route.call(keyed_server, {}, headers=headers)
@@ -47,3 +53,16 @@ def test_with_the_key(keyed_server: Server) -> None:
     for route in routes(keyed_server, bearer(USER)):
         answer = route.call(keyed_server, ["no object"], headers=bearer(ADMIN))
         assert answer["status_code"] == (200 if route.method == "GET" else 400), (route, answer)
+
+
+@pytest.mark.parametrize(
+    "path", ["/server_info", "/get_server_info", "/server_info?config_format=json"]
+)
+def test_no_answer_and_no_log_has_a_key(keyed_server: Server, path: str) -> None:
+    info = keyed_server.get(path, headers=bearer(USER))
+    assert info["admin_api_key"] == info["api_key"] == REDACTED
+    assert info["internal_states"][0]["admin_api_key"] == REDACTED
+    assert f"--admin-api-key {REDACTED}" in info["launch_command"]
+    for text in (json.dumps(info), keyed_server.log_text()):
+        assert USER not in text
+        assert ADMIN not in text

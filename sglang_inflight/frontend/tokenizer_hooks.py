@@ -34,6 +34,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.farewell import end_pauses, end_schedulers, go_when_answered
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.http.bearer import decide_request_auth
 from sglang_inflight.frontend.lora.loading import load_everywhere
 from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
@@ -295,6 +296,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_COMMUNICATOR}.queueing_call", *instead(control_calls.call)),
     (f"{_COMMUNICATOR}.handle_recv", *instead(control_calls.hear)),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *around(take_kv_versions)),
+    ("sglang.srt.utils.auth.decide_request_auth", decide_request_auth, HookType.AROUND),
     # these belong to no manager, and ask for the process's server
     (
         "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",

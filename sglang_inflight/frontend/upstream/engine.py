@@ -7,11 +7,13 @@ from typing import Any, Protocol
 
 from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
 from sglang_inflight.upstream.describes import describes
+from sglang_inflight.upstream.server_args import ServerArgs
 
 
 @describes("sglang.srt.entrypoints.engine.Engine")
 class Engine(Protocol):
     loop: asyncio.AbstractEventLoop
+    server_args: ServerArgs
 
     def _serialize_tensors_per_rank(self, tensors: Any, load_format: str | None) -> list[bytes]: ...
 
