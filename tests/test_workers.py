@@ -126,6 +126,24 @@ def test_vllms_routes(doors: list[Server]) -> None:
         assert server.post("/inference/v1/generate", body)["usage"]["completion_tokens"] == 2
 
 
+def test_an_abort_finds_a_request_of_any_worker(doors: list[Server]) -> None:
+    """And ends it alone, or all of a group, by whichever route."""
+    one, other = doors
+    named = [Generation(other, tokens=ENDLESS, rid=name) for name in ("a", "a1", "a10")]
+    group = Generation(other, tokens=ENDLESS, rid="group", n=3)
+    more_tokens(named)
+    group.wait_for_tokens(3)
+    assert one.post("/abort_request", {"rid": "a1"}, headers={})["status_code"] == 401
+    refuse(one.post("/abort_request", {"rid": ["a1"]}), "rid")
+    assert one.post("/abort_request", {"rid": "a1"}) == {"status_code": 200, "text": ""}
+    expect_aborted(named[1])
+    unknown = ["gro", "other"]
+    assert one.post("/abort_requests", {"request_ids": unknown})["aborted"] == 0
+    assert one.post("/abort_requests", {"request_ids": ["group", *unknown]})["aborted"] == 3
+    assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
+    expect_all_go_on([named[0], named[2]])
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_that_freezes(doors: list[Server], mode: str) -> None:
     one, other = doors

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.errors import InflightError, NotOffered
+from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
@@ -56,6 +57,7 @@ class Frontend:
         self._tasks = tokenizer_manager.asyncio_tasks
         # where this is one of several processes that take requests
         self.worker: Worker | None = None
+        self.aborts = Aborts(tokenizer_manager, lambda: self.worker)
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)

@@ -16,6 +16,13 @@ from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_inflight.frontend import control_calls
+from sglang_inflight.frontend.aborts import (
+    abort_request,
+    abort_when_dispatched,
+    bind_abort_task,
+    join_groups,
+    name_groups,
+)
 from sglang_inflight.frontend.as_sglang_answers import as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     BeginBody,
@@ -115,8 +122,11 @@ def _mount(
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
     if forward is not None:
+        from sglang_inflight.frontend.workers import aborting
+
         ours = app.router.routes[: len(app.router.routes) - upstreams]
         forward.mount(app, ours)
+        aborting.mount_in_worker(app, tokenizer_manager)
         # made before a worker makes its manager; it is made anew when it is needed next
         app.middleware_stack = None
         _check_keys(app)
@@ -282,6 +292,15 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", *around(refuse_to_unload_in_a_pause)),
     (f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", *around(stop_unloading_in_a_pause)),
     (f"{_TOKENIZER_MANAGER}._init_req_state", *before(refuse_when_over)),
+    (f"{_TOKENIZER_MANAGER}._init_req_state", *after(join_groups)),
+    (f"{_TOKENIZER_MANAGER}.abort_request", *around(abort_request)),
+    (f"{_TOKENIZER_MANAGER}._mark_state_dispatched", *after(abort_when_dispatched)),
+    (f"{_TOKENIZER_MANAGER}.create_abort_task", *around(bind_abort_task)),
+    (
+        "sglang.srt.managers.io_struct.GenerateReqInput._normalize_rid",
+        name_groups,
+        HookType.BEFORE,
+    ),
     *(
         (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *around(surround))
         for surround in (

@@ -374,4 +374,4 @@ class Boundary:
 
 
 def _is_meant(req: Req, request: AbortRequest) -> bool:
-    return request.abort_all or req.rid.startswith(request.rid or "")
+    return request.abort_all or req.rid == request.rid

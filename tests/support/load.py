@@ -77,21 +77,22 @@ class Generation:
         server: Server,
         *,
         tokens: int,
-        input_ids: Sequence[int] | None = None,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         stream: bool = True,
         n: int = 1,
+        outputs: int | None = None,
+        rid: str | None = None,
         sampling: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        """``fields`` are any others of the body."""
-        # of one width, because an abort takes every request whose id begins with the given one
-        self.rid = f"test-{next(_serial):06d}"
+        """``fields`` are any others of the body; ``outputs`` is a number other than ``n``."""
+        self.rid = rid or f"test-{next(_serial):06d}"
         self._server = server
         self.max_new_tokens = tokens
         self.status: int | None = None
         # what the server said instead of an output
         self.refusal: str | None = None
-        self._outputs = [Output() for _ in range(n)]
+        self._outputs = [Output() for _ in range(outputs or n)]
         self._comments: list[str] = []
         self._changed = threading.Condition()
         self._ended = False
@@ -103,8 +104,8 @@ class Generation:
         self._socket: socket.socket = self._connection.sock
         greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "n": n}
         self._body = {
-            # with n > 1 the server names each output itself
-            "rid": self.rid if n == 1 else None,
+            # of several outputs it is the group's name
+            "rid": self.rid,
             "input_ids": list(input_ids if input_ids is not None else prompt()),
             "sampling_params": greedy | (sampling or {}),
             "stream": stream,

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from sglang_inflight.frontend.workers.news import (
+    Abort,
+    Aborted,
     Drained,
     Heard,
     Moved,
@@ -34,6 +36,8 @@ class _Reader:
         # nobody waits for it until it has said something
         self.is_silent = False
         self.is_drained = False
+        # how many requests it has ended, by the number of the abort
+        self.aborted: dict[int, int] = {}
         self.uses: Uses = {}
 
 
@@ -59,6 +63,7 @@ class Board:
         self._count = count
         self._end = end
         self._may_end = False
+        self._aborts = 0
         self._news = msgspec.structs.replace(read(), number=1)
         self._readers: set[_Reader] = set()
         self._heard = asyncio.Condition()
@@ -81,6 +86,33 @@ class Board:
         self._news = msgspec.structs.replace(news, number=self._news.number + 1)
         for reader in self._readers:
             reader.writer.write(line(self._news))
+
+    async def abort(self, names: list[str]) -> int:
+        """Have every worker end its requests of these names. Returns how many it was.
+
+        A worker resolves a name to its own requests, and has told the schedulers to end them
+        when it answers. So a request that a caller begins after the answer, under the same name
+        and with any worker, goes on.
+        """
+        self._aborts = number = self._aborts + 1
+        asked = set(self._readers)
+        for reader in asked:
+            reader.writer.write(line(Abort(number, names)))
+
+        def waited_for() -> list[_Reader]:
+            return [each for each in asked & self._readers if number not in each.aborted]
+
+        try:
+            async with asyncio.timeout(HEARING_TIMEOUT_S), self._heard:
+                await self._heard.wait_for(lambda: not waited_for())
+        except TimeoutError:
+            logger.error(
+                "%d tokenizer workers have not said within %g s that they end requests named %s",
+                len(waited_for()),
+                HEARING_TIMEOUT_S,
+                names,
+            )
+        return sum(each.aborted.pop(number, 0) for each in asked)
 
     async def until_heard(self) -> None:
         """Every worker acts on what is so now, or is silent, which is logged.
@@ -116,6 +148,10 @@ class Board:
                 match read_said(said):
                     case Heard(number=number):
                         one.heard, one.is_silent = number, False
+                        async with self._heard:
+                            self._heard.notify_all()
+                    case Aborted(number=number, count=count):
+                        one.aborted[number] = count
                         async with self._heard:
                             self._heard.notify_all()
                     case Using(uses=uses):

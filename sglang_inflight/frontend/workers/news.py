@@ -50,10 +50,24 @@ class Moved(msgspec.Struct, tag=True, frozen=True):
     to_id: str
 
 
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End the requests of these names, whichever worker has them."""
+
+    number: int
+    names: list[str]
+
+
 class Heard(msgspec.Struct, tag=True, frozen=True):
     """A worker acts on the news of this number, and on all before it."""
 
     number: int
+
+
+class Aborted(msgspec.Struct, tag=True, frozen=True):
+    """The schedulers have been told to end ``count`` requests of a worker's."""
+
+    number: int
+    count: int
 
 
 class Using(msgspec.Struct, tag=True, frozen=True):
@@ -66,11 +80,11 @@ class Drained(msgspec.Struct, tag=True, frozen=True):
     """A worker that was told to go has no request any more."""
 
 
-Told = News | Moved
-Said = Heard | Using | Drained
+Told = News | Moved | Abort
+Said = Heard | Aborted | Using | Drained
 
-read_told = msgspec.json.Decoder(News | Moved).decode
-read_said = msgspec.json.Decoder(Heard | Using | Drained).decode
+read_told = msgspec.json.Decoder(News | Moved | Abort).decode
+read_said = msgspec.json.Decoder(Heard | Aborted | Using | Drained).decode
 
 
 def line(content: Told | Said) -> bytes:

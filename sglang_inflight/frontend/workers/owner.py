@@ -41,7 +41,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
 from sglang_inflight.frontend.farewell import let_go
-from sglang_inflight.frontend.workers import reloading
+from sglang_inflight.frontend.workers import aborting, reloading
 from sglang_inflight.frontend.workers.board import Board
 from sglang_inflight.frontend.workers.forward import FLUSH
 from sglang_inflight.frontend.workers.invitation import Invitation
@@ -159,6 +159,7 @@ class Owner:
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
         reloading.mount(app, manager)
+        aborting.mount(app, board)
         calls = socket.socket(socket.AF_UNIX)
         calls.bind(str(self.invitation.calls))
         calls.listen(128)

@@ -13,10 +13,13 @@ from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.sglangs_pause import let_requests_in
 from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.workers import aborting
 from sglang_inflight.frontend.workers.forward import Forward
 from sglang_inflight.frontend.workers.invitation import Invitation
 from sglang_inflight.frontend.workers.news import (
     LONGEST_LINE,
+    Abort,
+    Aborted,
     Drained,
     Heard,
     Moved,
@@ -98,6 +101,10 @@ class Worker:
         """An adapter that was unloaded to make room, and that a request asks for."""
         return await reload(self._calls, request)
 
+    async def abort(self, names: list[str]) -> int:
+        """End the requests of these names, whichever worker has them. Returns how many it was."""
+        return await aborting.abort(self._calls, names)
+
     async def _listen(self, connection: socket.socket) -> None:
         """A worker that hears no more must not go on serving: what it says of the server would be
         of the past. Its HTTP server does as where a worker has died. One that was told to go
@@ -124,6 +131,8 @@ class Worker:
                     await self._adapters.until_counted()
                     self._tell_uses()
                     self._say(Heard(news.number))
+                case Abort(number=number, names=names):
+                    self._say(Aborted(number, self._frontend.aborts.here(names)))
                 case Moved(rids=rids, from_id=from_id, to_id=to_id):
                     await count_as_moved(self._tokenizer_manager, rids, from_id, to_id)
                     self._tell_uses()

@@ -118,6 +118,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
 class _Routes:
     def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._aborts = frontend.aborts
         self._ranks = frontend.ranks
         self._pauses = frontend.pauses
         self._caches = frontend.caches
@@ -154,9 +155,7 @@ class _Routes:
             count = len(self._tokenizer_manager.rid_to_state)
             self._tokenizer_manager.abort_request(abort_all=True)
             return {"status": "aborted", "aborted": count}
-        for rid in rids:
-            self._tokenizer_manager.abort_request(rid)
-        return {"status": "aborted", "aborted": len(rids)}
+        return {"status": "aborted", "aborted": await self._aborts.everywhere(rids)}
 
     # ---- weights -------------------------------------------------------------------
 

@@ -1,0 +1,123 @@
+"""An abort ends the request that it names: no other whose name begins alike, and all of a group."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from harness.server import Server
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    expect_aborted,
+    expect_all_go_on,
+    more_tokens,
+    pause,
+    prompt,
+    resume,
+    start_running,
+    until_empty,
+    until_waiting,
+)
+from tests.support.vllm import VLLMClient
+
+pytest_plugins = ["tests.support.fixtures"]
+
+# each begins with the one before
+NAMES = ["step", "step1", "step10"]
+_grammars = itertools.count()
+
+
+def start_named(server: Server, **request: Any) -> list[Generation]:
+    return [Generation(server, tokens=ENDLESS, rid=name, **request) for name in NAMES]
+
+
+def expect_only_the_second_to_end(named: list[Generation]) -> None:
+    first, second, third = named
+    expect_aborted(second)
+    assert not first.has_ended
+    assert not third.has_ended
+
+
+def test_running_requests_whose_names_begin_alike(vllm_server: Server) -> None:
+    named = start_named(vllm_server)
+    more_tokens(named)
+    named[1].abort()
+    expect_only_the_second_to_end(named)
+    expect_all_go_on([named[0], named[2]])
+
+
+@pytest.mark.parametrize("kind", ["queued", "retracted", "under_a_grammar"])
+def test_waiting_requests_whose_names_begin_alike(vllm_server: Server, kind: str) -> None:
+    if kind == "retracted":
+        named = start_named(vllm_server)
+        more_tokens(named)
+        pause(vllm_server, "retract")
+    else:
+        pause(vllm_server, "in_place")
+        regex = f"(t[0-9]+|x{next(_grammars)})*"
+        sampling = {"regex": regex} if kind == "under_a_grammar" else None
+        named = start_named(vllm_server, sampling=sampling)
+    until_waiting(vllm_server, 3)
+    named[1].abort()
+    expect_only_the_second_to_end(named)
+    until_waiting(vllm_server, 2)
+    resume(vllm_server)
+    expect_all_go_on([named[0], named[2]])
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_leaves_another_whose_name_begins_alike(
+    vllm_server: Server, *, stream: bool
+) -> None:
+    pause(vllm_server, "in_place")
+    leaving = Generation(vllm_server, tokens=8, rid="c1", stream=stream)
+    staying = Generation(vllm_server, tokens=ENDLESS, rid="c12")
+    until_waiting(vllm_server, 2)
+    leaving.leave()
+    until_waiting(vllm_server, 1)
+    resume(vllm_server)
+    expect_all_go_on([staying])
+
+
+# ---- groups ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["samples", "batch"])
+def test_a_group_ends_by_its_name(vllm_server: Server, kind: str) -> None:
+    if kind == "samples":
+        group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
+    else:
+        prompts = [prompt() for _ in range(3)]
+        group = Generation(vllm_server, tokens=ENDLESS, rid="group", input_ids=prompts, outputs=3)
+    (other,) = start_running(vllm_server, 1, tokens=ENDLESS, rid="group1")
+    group.wait_for_tokens(3)
+    group.abort()
+    assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
+    expect_all_go_on([other])
+
+
+def test_a_group_ends_before_its_samples_are_made(vllm_server: Server) -> None:
+    """SGLang makes them once it has computed the prompt, which a pause holds back."""
+    pause(vllm_server, "in_place")
+    group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
+    until_waiting(vllm_server, 1)
+    group.abort()
+    assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
+    resume(vllm_server)
+    until_empty(vllm_server)
+
+
+def test_vllms_route_counts_what_it_ends(vllm_server: Server, vllm: VLLMClient) -> None:
+    group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
+    group.wait_for_tokens(3)
+    named = start_named(vllm_server)
+    more_tokens(named)
+    assert vllm.post("/abort_requests", {"request_ids": ["gro", "other"]})["aborted"] == 0
+    answer = vllm.post("/abort_requests", {"request_ids": ["group", "step1", "step1"]})
+    assert answer["aborted"] == 4
+    assert [output.finish_reason for output in group.outputs()] == ["abort"] * 3
+    expect_only_the_second_to_end(named)
+    expect_all_go_on([named[0], named[2]])

@@ -1,0 +1,171 @@
+"""Which requests an abort ends, when it comes early and when it comes late."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.managers import tokenizer_manager
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+from sglang_inflight.frontend.aborts import (
+    Aborts,
+    abort_request,
+    abort_when_dispatched,
+    bind_abort_task,
+    join_groups,
+    name_groups,
+)
+
+
+class Manager:
+    """What SGLang's functions and ours use of a ``TokenizerManager``, and what it sent."""
+
+    def __init__(self) -> None:
+        self.rid_to_state: dict[str, Any] = {}
+        # names, as the schedulers are told them
+        self.sent: list[str] = []
+        aborts = Aborts(self, lambda: None)  # type: ignore[arg-type]
+        self.inflight: Any = SimpleNamespace(aborts=aborts)
+
+    def abort_request(self, rid: str) -> None:
+        abort_request(lambda _, each: self.sent.append(each), self, rid)  # type: ignore[arg-type]
+
+    def begin(self, obj: Any, *, dispatched: bool = True) -> Any:
+        requests = (
+            [obj] if getattr(obj, "is_single", True) else [obj[i] for i in range(len(obj.rid))]
+        )
+        for each in requests:
+            self.rid_to_state[each.rid] = SimpleNamespace(obj=each, dispatched=dispatched)
+        join_groups(None, self, obj)  # type: ignore[arg-type]
+        return requests
+
+    def dispatch(self, rid: str) -> None:
+        """As SGLang does."""
+        TokenizerManager._mark_state_dispatched(self, rid)
+        abort_when_dispatched(None, self, rid)  # type: ignore[arg-type]
+
+
+def ask(rid: Any, *, n: int = 1, prompts: int = 1) -> Any:
+    input_ids = [[1, 2]] * prompts if prompts > 1 else [1, 2]
+    obj: Any = GenerateReqInput(rid=rid, input_ids=input_ids, sampling_params={"n": n})
+    normalize = obj._normalize_rid
+
+    def normalize_rid(num: int) -> None:
+        name_groups(obj, num)
+        normalize(num)
+
+    obj._normalize_rid = normalize_rid
+    obj.normalize_batch_and_arguments()
+    del obj._normalize_rid
+    return obj
+
+
+def sample(request: Any) -> Any:
+    """As SGLang makes one."""
+    made = copy.copy(request)
+    made.regenerate_rid()
+    return made
+
+
+def test_a_name_is_no_beginning() -> None:
+    manager = Manager()
+    for name in ("step", "step1", "step10"):
+        manager.begin(ask(name))
+    manager.abort_request("step1")
+    manager.abort_request("st")
+    assert manager.sent == ["step1"]
+
+
+def test_a_batch_ends_by_its_name_and_one_of_it_by_its_own() -> None:
+    manager = Manager()
+    manager.begin(ask("batch", prompts=3))
+    manager.begin(ask("batch1"))
+    manager.abort_request("batch_1")
+    assert manager.sent == ["batch_1"]
+    manager.abort_request("batch")
+    assert manager.sent[1:] == ["batch_0", "batch_1", "batch_2"]
+
+
+@pytest.mark.parametrize("named", ["together", "one_by_one"])
+def test_samples_end_by_the_name_that_the_client_gave(named: str) -> None:
+    manager = Manager()
+    obj = ask("group" if named == "together" else ["one", "two"], n=2, prompts=2)
+    requests = manager.begin(obj)
+    manager.rid_to_state.clear()
+    made = [sample(requests[index]) for index in (0, 0, 1, 1)]
+    for each in made:
+        manager.begin(each)
+    rids = [each.rid for each in made]
+    manager.abort_request("group" if named == "together" else "two")
+    assert manager.sent == (rids if named == "together" else rids[2:])
+
+
+def test_a_request_goes_before_a_group_of_its_name() -> None:
+    """SGLang aborts a request by its name when its client leaves."""
+    manager = Manager()
+    manager.begin(ask("name", prompts=2))
+    manager.begin(ask("name"))
+    manager.abort_request("name")
+    assert manager.sent == ["name"]
+
+
+def test_an_abort_before_the_schedulers_have_the_request() -> None:
+    manager = Manager()
+    manager.begin(ask("early"), dispatched=False)
+    manager.begin(ask("other"), dispatched=False)
+    manager.abort_request("early")
+    assert manager.sent == []
+    manager.dispatch("other")
+    manager.dispatch("early")
+    assert manager.sent == ["early"]
+
+
+def test_an_abort_before_the_samples_are_made() -> None:
+    manager = Manager()
+    (request, _) = manager.begin(ask("group", n=2), dispatched=False)
+    manager.abort_request("group")
+    manager.rid_to_state.clear()
+    made = sample(request)
+    manager.begin(made, dispatched=False)
+    manager.dispatch(made.rid)
+    assert manager.sent == [made.rid]
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_what_a_stream_leaves_behind_is_not_the_next_one_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, prompts: int
+) -> None:
+    """SGLang waits after a stream's end, and aborts what still has the name then."""
+    manager: Any = Manager()
+    first, second = (ask("name", prompts=prompts) for _ in range(2))
+
+    async def go_by(_: float) -> None:
+        manager.begin(second)
+
+    manager.begin(first)
+    task = bind_abort_task(TokenizerManager.create_abort_task, manager, first)
+    monkeypatch.setattr(tokenizer_manager, "asyncio", SimpleNamespace(sleep=go_by))
+    asyncio.run(task())
+    assert manager.sent == []
+    task = bind_abort_task(TokenizerManager.create_abort_task, manager, second)
+    asyncio.run(task())
+    assert manager.sent == ([second.rid] if prompts == 1 else second.rid)
+
+
+def test_a_stream_that_was_refused_leaves_nothing_to_abort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager: Any = Manager()
+    task = bind_abort_task(
+        TokenizerManager.create_abort_task, manager, GenerateReqInput(input_ids=[1])
+    )
+    monkeypatch.setattr(
+        tokenizer_manager, "asyncio", SimpleNamespace(sleep=lambda _: asyncio.sleep(0))
+    )
+    asyncio.run(task())
+    assert manager.sent == []
