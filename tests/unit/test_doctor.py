@@ -19,7 +19,7 @@ from sglang_inflight import doctor, unsupported
 from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
-from sglang_inflight.frontend.workers import hooks as worker_hooks
+from sglang_inflight.plugin import every_hook
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 
@@ -44,13 +44,7 @@ def test_every_hook_is_looked_for() -> None:
     report = doctor.report()
     assert report.healthy, report.problems
     assert [(hook.target, hook.kind) for hook in report.hooks] == [
-        (target, kind.name)
-        for target, _, kind in (
-            *scheduler_hooks.HOOKS,
-            *tokenizer_hooks.HOOKS,
-            *engine_hooks.HOOKS,
-            *worker_hooks.HOOKS,
-        )
+        (target, kind.name) for target, _, kind in every_hook()
     ]
 
 
