@@ -41,6 +41,13 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise ValueError("expected a number above 0, at most 1")
+    return value
+
+
 def _one_of(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in names:
@@ -90,6 +97,18 @@ class Settings:
         "bytes of memory per second that staging touches while requests run; a whole update "
         "touches its bytes five times, and six times from disk; 0 does not pace; unset is 256 MiB "
         "on a CPU, else 100 GiB",
+    )
+    pace_interpreter: float = _setting(
+        0.25,
+        _share,
+        "share of one core's time that staging spends in Python while requests run; 1 does not "
+        "limit it, and neither does pace_bytes_per_s=0",
+    )
+    switch_interval_s: float = _setting(
+        0.0002,
+        _seconds,
+        "how long a thread of a scheduler keeps the Python interpreter that another one waits "
+        "for, in seconds; 0 leaves Python's 0.005",
     )
     stage_nice: int = _setting(
         0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"

@@ -68,6 +68,7 @@ from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging_state import StagingState
+from sglang_inflight.scheduler.update.throttle.rate import switch_often
 from sglang_inflight.settings import Settings
 from sglang_inflight.upstream.runtime_context import get_model
 
@@ -109,6 +110,7 @@ class Controller:
 
     def __init__(self, scheduler: ReservingScheduler, port_args: PortArgs) -> None:
         settings = Settings.from_environment()
+        switch_often(settings.switch_interval_s)
         self._scheduler = scheduler
         self._answers = AnswerChannel(find_way(port_args.tokenizer_ipc_name))
         metrics = Metrics(scheduler.weight_updater.metrics_collector)

@@ -24,8 +24,10 @@ from sglang_inflight.scheduler.update.sources.gpu_memory import (
 )
 from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
 from sglang_inflight.scheduler.update.sources.layouts import Layout
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 CPU = torch.device("cpu")
+UNLIMITED = RateLimit(0, lambda: False)
 NAMED = {
     "bytes": torch.arange(3, dtype=torch.uint8),
     # begins within an element of its own
@@ -112,7 +114,7 @@ def test_a_handle_of_each_tensor() -> None:
 def test_without_a_gpu() -> None:
     source = GPUMemorySource(names=[], dtypes=[], shapes=[], handles=b"")
     with pytest.raises(Refused, match="need a trainer and a server on one machine"):
-        list(GPUMemory(CPU).read(source, check))
+        list(GPUMemory(CPU).read(source, check, UNLIMITED))
 
 
 def test_what_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +210,7 @@ def test_memory_of_another_process(
         keeps_buffer=sizes is not None,
     )
     for _ in range(2 if sizes else 1):
-        copies = {name: tensor.cpu() for name, tensor in there.read(source, check)}
+        copies = {name: tensor.cpu() for name, tensor in there.read(source, check, UNLIMITED)}
         assert all(torch.equal(copies[name], tensor) for name, tensor in NAMED.items())
     trainer.send("write")
     assert trainer.recv() == "written"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ class Clock:
     def __init__(self) -> None:
         self.now = 1000.0
         self.slept: list[float] = []
+        # of the thread that spends
+        self.worked = 0.0
 
     def monotonic(self) -> float:
         return self.now
@@ -30,12 +34,20 @@ class Clock:
         self.slept.append(seconds)
         self.now += seconds
 
+    def thread_time(self) -> float:
+        return self.worked
+
+    def work(self, seconds: float) -> None:
+        self.worked += seconds
+        self.now += seconds
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", clock.monotonic)
     monkeypatch.setattr(time, "sleep", clock.sleep)
+    monkeypatch.setattr(time, "thread_time", clock.thread_time)
     return clock
 
 
@@ -53,6 +65,62 @@ def test_nothing_is_waited_for_where_nothing_runs_or_no_rate_is_set(clock: Clock
     RateLimit(RATE, is_busy=lambda: False).spend(1 << 30)
     RateLimit(0, is_busy=lambda: True).spend(1 << 30)
     assert clock.slept == []
+
+
+def load(own: RateLimit, clock: Clock, tensors: int, python_s: float) -> float:
+    """Seconds that small tensors take, each of which costs a loader so much in Python."""
+    began = clock.now
+    own.spend(0)
+    for _ in range(tensors):
+        clock.work(python_s)
+        own.spend(1)
+    return clock.now - began
+
+
+def test_small_tensors_leave_the_interpreter_to_the_loop(clock: Clock) -> None:
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    worked = 10_000 * 0.0003
+    # but for a piece at the start and one that is still owed
+    took = load(own, clock, 10_000, 0.0003)
+    assert took == pytest.approx(worked / 0.25, abs=2 * rate._PIECE_S)
+
+
+def test_a_kernel_is_no_python(clock: Clock) -> None:
+    """It does not hold the interpreter, and its bytes were counted."""
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    assert load(own, clock, 1000, 0.004) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    "own", [RateLimit(1 << 40, lambda: True), RateLimit(0, lambda: True, 0.25)]
+)
+def test_the_interpreter_may_be_left_unlimited(clock: Clock, own: RateLimit) -> None:
+    assert load(own, clock, 1000, 0.0003) == pytest.approx(0.3)
+
+
+def test_another_thread_counts_its_own_time(clock: Clock) -> None:
+    own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
+    load(own, clock, 1, 0.0003)
+    clock.work(100)
+    other = own.for_another_thread()
+    assert load(other, clock, 1000, 0.0003) == pytest.approx(1.2, abs=2 * rate._PIECE_S)
+
+
+@pytest.fixture
+def switch_interval() -> Iterator[float]:
+    before = sys.getswitchinterval()
+    yield before
+    sys.setswitchinterval(before)
+
+
+def test_the_interpreter_changes_hands_often(switch_interval: float) -> None:
+    rate.switch_often(0.0002)
+    assert sys.getswitchinterval() == pytest.approx(0.0002)
+
+
+def test_pythons_own_interval_may_be_kept(switch_interval: float) -> None:
+    rate.switch_often(0)
+    assert sys.getswitchinterval() == switch_interval
 
 
 def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:

@@ -55,6 +55,15 @@ def expect(found: Any, expected: list[tuple[str, torch.Tensor]]) -> None:
         assert torch.equal(tensor.double(), value.double()), name
 
 
+def test_a_rest_for_each_tensor() -> None:
+    """Of twenty thousand the reading takes seconds of Python, in which a loop would wait."""
+    rests: list[bool] = []
+    sent = [(str(n), torch.full((2,), float(n))) for n in range(20)]
+    payload = MultiprocessingSerializer.serialize(sent)
+    expect(unpickle(payload, lambda: rests.append(True)), sent)
+    assert len(rests) >= len(sent)
+
+
 # ---- what senders send -------------------------------------------------------------------
 
 

@@ -72,7 +72,9 @@ def make_staging(
     else:
         streams = functools.partial(streams_of, scheduler)
         worker = StagingWorker(answers, device, settings.stage_nice, streams)
-        rate_limit = RateLimit(choose_rate(settings.pace_bytes_per_s, device), is_busy)
+        rate_limit = RateLimit(
+            choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
+        )
     groups = Groups(settings.group_timeout_s, device)
     jobs = Jobs(
         models,

@@ -290,12 +290,12 @@ class Jobs:
         update: Update,
     ) -> Batches:
         if isinstance(source, TensorSource):
-            return one_batch(read_tensors(source, self._device, update.check))
+            return one_batch(read_tensors(source, self._device, update.check, self._rate_limit))
         if isinstance(source, DistributedSource):
             return one_batch(receive(source, self._groups, self._device, update.check))
         if isinstance(source, GPUMemorySource):
-            return one_batch(self._gpu_memory.read(source, update.check))
-        return with_whole_modules(receive_ipc(source, self._device, update.check))
+            return one_batch(self._gpu_memory.read(source, update.check, self._rate_limit))
+        return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
         """The digest of all models of this rank, those of ``shadowed`` as they will be.

@@ -29,7 +29,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
         return True
     # in one pass and without memory: NaN and infinity come through both
     low, high = torch.aminmax(tensor)
-    return math.isfinite(low.item()) and math.isfinite(high.item())
+    # on a device each value that is read is a wait for it
+    return all(map(math.isfinite, torch.stack((low, high)).tolist()))
 
 
 def mark(tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,14 @@ from sglang_inflight.scheduler.update.sources.batches import Batches
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 POLL_MS = 100
 
 
-def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], None]) -> Batches:
+def receive_ipc(
+    source: IPCSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
+) -> Batches:
     """Yield the tensors in the shared buffer, a batch for each time that the trainer fills it.
 
     A batch is acknowledged when the next one is asked for, and has to be loaded by then, because
@@ -44,12 +48,16 @@ def receive_ipc(source: IPCSource, device: torch.device, check: Callable[[], Non
             socket.connect(source.zmq_handles[key])
         except zmq.ZMQError as error:
             raise Refused(f"zmq_handles: {source.zmq_handles[key]!r}: {error}") from error
-        yield from _converse(socket, device, check)
+        yield from _converse(socket, device, check, rate_limit)
 
 
 def _converse(
-    socket: zmq.Socket[bytes], device: torch.device, check: Callable[[], None]
+    socket: zmq.Socket[bytes],
+    device: torch.device,
+    check: Callable[[], None],
+    rate_limit: RateLimit,
 ) -> Batches:
+    rest = partial(rate_limit.spend, 0)
     finished = False
     try:
         handle = _receive(socket, check)
@@ -57,7 +65,7 @@ def _converse(
         with Aside(check, device) as aside:
             buffer: torch.Tensor | None = aside.do(lambda: _rebuild(handle, device))
         _acknowledge(socket, device)
-        while (listing := _unpickle(_receive(socket, check))) is not None:
+        while (listing := _unpickle(_receive(socket, check), rest)) is not None:
             assert buffer is not None
             yield _extract(listing, buffer)
             _acknowledge(socket, device)
@@ -83,9 +91,9 @@ def _receive(socket: zmq.Socket[bytes], check: Callable[[], None]) -> bytes:
     return socket.recv()
 
 
-def _unpickle(message: bytes) -> Any:
+def _unpickle(message: bytes, rest: Callable[[], None] = lambda: None) -> Any:
     try:
-        return unpickle(message)
+        return unpickle(message, rest)
     except Exception as error:
         raise Refused(
             f"the checkpoint engine's message cannot be unpickled: {describe(error)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
@@ -48,8 +49,10 @@ class GPUHandle:
 HandleOfEach = dict[str, GPUHandle]
 
 
-def read_handles(content: bytes) -> list[HandleOfEach] | HandleOfEach:
-    """Those of many tensors, or of one buffer.
+def read_handles(
+    content: bytes, rest: Callable[[], None] = lambda: None
+) -> list[HandleOfEach] | HandleOfEach:
+    """Those of many tensors, or of one buffer; ``rest`` is called now and then, as in ``unpickle``.
 
     ``content`` may say anything, and vLLM unpickles it, which would run it. Here only data is
     made of it, and of what it names nothing is imported or called: see ``Unpickler``. What
@@ -57,7 +60,7 @@ def read_handles(content: bytes) -> list[HandleOfEach] | HandleOfEach:
     within its memory, and that letting go of it writes to nothing else. Raises ``Refused``.
     """
     try:
-        found = _Reader(BytesIO(content)).load()
+        found = _Reader(BytesIO(content), rest).load()
         if isinstance(found, list):
             return [_of_each(item) for item in found]
         return _of_each(found)

@@ -23,6 +23,7 @@ from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 
 class GPUMemory:
@@ -48,7 +49,9 @@ class GPUMemory:
         """No call of the update will ask for the buffer again."""
         self._kept = None
 
-    def read(self, source: GPUMemorySource, check: Callable[[], None]) -> Weights:
+    def read(
+        self, source: GPUMemorySource, check: Callable[[], None], rate_limit: RateLimit
+    ) -> Weights:
         """Yield the tensors that ``source`` says of.
 
         A trainer may be stopped or gone, so its memory is opened ``Aside``; ``check`` raises
@@ -58,8 +61,9 @@ class GPUMemory:
             raise Refused(NEEDS_ONE_GPU)
         layouts = read_layouts(source.names, source.dtypes, source.shapes)
         gpu = current_platform.get_device_uuid(self._device.index or 0)
+        rest = partial(rate_limit.for_another_thread().spend, 0)
         with Aside(check, self._device) as aside:
-            handles = aside.do(partial(read_handles, source.handles))
+            handles = aside.do(partial(read_handles, source.handles, rest))
             if isinstance(handles, list):
                 own = own_handles(handles, gpu, layouts)
                 tensors = aside.do(lambda: [self._open(handle) for handle in own])

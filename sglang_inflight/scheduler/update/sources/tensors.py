@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.update.sources.groups import own_index
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 from sglang_inflight.scheduler.upstream.serialized_tensor import SerializedTensor
 from sglang_inflight.upstream.runtime_context import get_parallel
@@ -32,24 +33,29 @@ _LATE = "Shared memory manager connection has timed out"
 TRIES = 10
 
 
-def read_tensors(source: TensorSource, device: torch.device, check: Callable[[], None]) -> Weights:
+def read_tensors(
+    source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
+) -> Weights:
     """Tensors that a trainer serialized for this rank, moved to ``device`` one by one.
 
     A payload may be a handle to what another process has, which may be stopped or gone: so it
     is opened ``Aside``. ``check`` raises when it is time to give up.
     """
-    for name, tensor in release_pages(_deserialize(source, device, check)):
+    for name, tensor in release_pages(_deserialize(source, device, check, rate_limit)):
         yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
 
 
-def _deserialize(source: TensorSource, device: torch.device, check: Callable[[], None]) -> Weights:
+def _deserialize(
+    source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
+) -> Weights:
     if torch.cuda.is_available():
         # as upstream's reader does, for handles to CUDA memory; it also changes how this process
         # writes tensors, and without CUDA it then fails at each one
         monkey_patch_torch_reductions()
     payload = _own_payload(source.serialized_named_tensors)
+    rest = partial(rate_limit.for_another_thread().spend, 0)
     with Aside(check, device) as aside:
-        named = aside.do(lambda: _unpickle(payload))
+        named = aside.do(lambda: _unpickle(payload, rest))
         if source.load_format == FLATTENED_BUCKET:
             yield from _unflatten(named)
             return
@@ -66,7 +72,7 @@ def _deserialize(source: TensorSource, device: torch.device, check: Callable[[],
                 raise Refused("serialized_named_tensors must hold a list of (name, tensor) pairs")
             name, tensor = pair
             if isinstance(tensor, LocalSerializedTensor):
-                tensor = aside.do(partial(_unpickle, _of_rank(tensor)))
+                tensor = aside.do(partial(_unpickle, _of_rank(tensor), rest))
             yield name, tensor
 
 
@@ -81,11 +87,11 @@ def _of_rank(tensor: SerializedTensor) -> bytes:
         raise Refused(f"a LocalSerializedTensor holds no payload: {describe(error)}") from error
 
 
-def _unpickle(payload: Payload) -> Any:
+def _unpickle(payload: Payload, rest: Callable[[], None] = lambda: None) -> Any:
     tries = TRIES
     while True:
         try:
-            return _read(payload)
+            return _read(payload, rest)
         except Exception as error:
             tries -= 1
             if not tries or _LATE not in str(error):
@@ -94,11 +100,11 @@ def _unpickle(payload: Payload) -> Any:
                 ) from error
 
 
-def _read(payload: Payload) -> Any:
+def _read(payload: Payload, rest: Callable[[], None]) -> Any:
     if isinstance(payload, bytes):
-        return unpickle(payload)
+        return unpickle(payload, rest)
     with closing(RegularFile(payload.path, "the payload")) as file, Stream.of(file) as stream:
-        return unpickle(stream)
+        return unpickle(stream, rest)
 
 
 def _own_payload(payloads: list[Payload]) -> Payload:
