@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
-import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.upstream.by_version import send_control_output
+from sglang_inflight.threads import start_thread
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
@@ -28,13 +29,18 @@ class BackgroundHandlers:
         self._scheduler = scheduler
         self._done: collections.deque[tuple[Any, Any]] = collections.deque()
 
-    def send(self, handler: Handler) -> Handler:
-        """``handler``, begun at once and answered later. It must not raise."""
+    def send(self, handler: Handler, fail: Callable[[Any, Exception], Any]) -> Handler:
+        """``handler``, begun at once and answered later. It must not raise.
 
-        def begin(request: Any) -> None:
-            threading.Thread(
-                target=self._run, args=(handler, request), name="inflight-background", daemon=True
-            ).start()
+        ``fail`` makes the answer to a request for which there is no thread.
+        """
+
+        def begin(request: Any) -> Any:
+            try:
+                start_thread(self._run, handler, request, name="inflight-background")
+            except Refused as error:
+                return fail(request, error)
+            return None
 
         return begin
 

@@ -75,7 +75,7 @@ class Containment:
             waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput
             # other loops do not come by to answer
             if waits and why_no_pause() is None:
-                contained = self.background.send(contained)
+                contained = self.background.send(contained, self._answer)
             dispatcher._mapping[request_type] = contained
         # it holds handlers as they were
         dispatcher._mro_cache.clear()

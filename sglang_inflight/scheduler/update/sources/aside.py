@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+
+from sglang_inflight.threads import start_thread
 
 T = TypeVar("T")
 
@@ -38,19 +39,14 @@ class Aside:
     """
 
     def __init__(self, check: Callable[[], None], device: torch.device | None = None) -> None:
-        """``check`` raises when it is time to give up."""
+        """``check`` raises when it is time to give up. Raises ``Refused`` without a thread."""
         self._check = check
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         stream = None
         if device is not None and device.type != "cpu":
             stream = torch.get_device_module(device).current_stream(device)
-        threading.Thread(
-            target=_work,
-            args=(self._calls, self._answers, stream),
-            name="inflight-aside",
-            daemon=True,
-        ).start()
+        start_thread(_work, self._calls, self._answers, stream, name="inflight-aside")
 
     def do(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, or raises. Raises what ``check`` does if that comes first."""

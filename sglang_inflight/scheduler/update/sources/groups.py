@@ -19,6 +19,7 @@ from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.status import IN_STEP
+from sglang_inflight.threads import start_thread
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class Group:
             else:
                 answers.put(True)
 
-        threading.Thread(target=ask, name="inflight-ask-trainer", daemon=True).start()
+        start_thread(ask, name="inflight-ask-trainer")
         try:
             return answers.get(timeout=ANSWERS_S)
         except queue.Empty:

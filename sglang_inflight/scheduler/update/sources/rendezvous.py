@@ -15,6 +15,7 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import JoinGroupCall
 from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
 from sglang_inflight.scheduler.update.sources.stateless_group import StatelessRendezvous
+from sglang_inflight.threads import start_thread
 
 # between two looks whether the trainer listens
 LOOK_S = 0.05
@@ -64,7 +65,11 @@ class Rendezvous:
         return self._call.call_id
 
     def start(self) -> None:
-        threading.Thread(target=self._run, name="inflight-rendezvous", daemon=True).start()
+        """Its outcome is told to ``on_end``, also that there is no thread for it."""
+        try:
+            start_thread(self._run, name="inflight-rendezvous")
+        except Refused as refused:
+            self._end(refused)
 
     def describe(self) -> str:
         return f"waiting for its trainer: {self._lacks}"
