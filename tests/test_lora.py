@@ -15,7 +15,7 @@ import pytest
 
 from harness import marker
 from harness.server import Server, schedulers
-from tests.support import lora
+from tests.support import lora, trl
 from tests.support.away import release, take_back
 from tests.support.engine import play
 from tests.support.load import (
@@ -825,3 +825,20 @@ def test_anthropics_route_finds_adapters(server: Server, folders: list[Path], st
     refused = server.post("/v1/messages", {"model": "claude-9", **body, "stream": stream})
     assert refused["status_code"] == 400, refused
     assert "'claude-9' does not exist" in refused["error"]["message"]
+
+
+@on("overlap")
+def test_trls_rollouts_are_of_the_adapter_that_it_loaded_last(
+    server: Server, folders: list[Path]
+) -> None:
+    """It loads each step's under a name of its own, and requests of the step before still run."""
+    for step in range(2):
+        name = f"trl-policy-v{step}"
+        body = {"lora_name": name, "lora_path": str(folders[step]), "load_inplace": False}
+        ask(server, "POST", "/v1/load_lora_adapter", body)
+        for asked in range(step + 1):
+            body = trl.rollout(f"trl-policy-v{asked}", prompt(), temperature=0.01, max_tokens=3)
+            tokens, _ = trl.read_rollout(ask(server, "POST", COMPLETIONS, body))
+            assert tokens == [lora.token(asked)] * 3
+    ask(server, "POST", "/v1/unload_lora_adapter", {"lora_name": "trl-policy-v0"})
+    assert server.post(COMPLETIONS, trl.rollout("trl-policy-v0", prompt()))["status_code"] == 404

@@ -13,9 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
 from fastapi.responses import ORJSONResponse
-from sglang.srt.entrypoints.openai.protocol import DetokenizeRequest, TokenizeRequest
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 
 from sglang_inflight.errors import InflightError, NotFound, Refused
+from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedOpenAIServing
@@ -33,12 +39,18 @@ async def handle_request(
     raw_request: Any,
 ) -> Any:
     """Every OpenAI route of SGLang's but ``/v1/responses``, on the front end's event loop."""
+    fields = None
     try:
         _require_model(serving, request)
+        if serving.tokenizer_manager.inflight.settings.vllm_routes and isinstance(
+            request, CompletionRequest | ChatCompletionRequest
+        ):
+            fields = VLLMFields(request, await raw_request.body())
     except InflightError as error:
         logger.warning("%s refused: %s", type(request).__name__, error)
         return _refusal(error)
-    return await handle(serving, request, raw_request)
+    response = await handle(serving, request, raw_request)
+    return response if fields is None else fields.finish(response)
 
 
 def parse_model_parameter(
@@ -92,12 +104,11 @@ def _is_of_responses(serving: AdoptedOpenAIServing) -> bool:
 
 def _refusal(error: InflightError) -> ORJSONResponse:
     """In OpenAI's form, with the sentence where SGLang's clients look for it as well."""
-    is_unknown = isinstance(error, NotFound)
     inner = {
         "message": str(error),
         "type": "invalid_request_error",
-        "param": "model",
-        "code": "model_not_found" if is_unknown else None,
+        "param": "model" if isinstance(error, NotFound) else None,
+        "code": "model_not_found" if isinstance(error, NotFound) else error.status,
     }
     content = {"object": "error", "message": str(error), "error": inner}
     return ORJSONResponse(content, status_code=error.status)

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from sglang.srt.environ import envs
 from sglang.srt.managers.embed_types import PositionalEmbeds
 from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight.inactive import why_inactive
@@ -89,6 +90,9 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
     """Before SGLang's own checks, which these add to where the server runs with us."""
     if why_inactive() is not None:
         return
+    if params.top_k == 0:
+        # every token, as vLLM and transformers have it
+        params.top_k = TOP_K_ALL
     if params.top_k > MOST_TOP_K:
         raise ValueError(f"top_k is {params.top_k}, and at most {MOST_TOP_K}; -1 takes all tokens")
     if 0 < params.repetition_penalty < LEAST_PENALTY:

@@ -42,6 +42,10 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.farewell import end_pauses, end_schedulers, go_when_answered
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.bearer import decide_request_auth
+from sglang_inflight.frontend.http.vllm.openai_fields import (
+    build_chat_logprobs,
+    write_completion_logprobs,
+)
 from sglang_inflight.frontend.lora.loading import load_everywhere
 from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
@@ -330,6 +334,17 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *around(create_tokenized)),
     (f"{_OPENAI_SERVING}.handle_request", *around(handle_request)),
     (f"{_OPENAI_SERVING}._parse_model_parameter", *around(parse_model_parameter)),
+    (
+        "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs",
+        write_completion_logprobs,
+        HookType.AROUND,
+    ),
+    (
+        "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+        "._build_token_logprobs_from_raw",
+        build_chat_logprobs,
+        HookType.AROUND,
+    ),
     (
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
         check_sampling,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
-from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.sampling.sampling_params import TOP_K_ALL, SamplingParams
 
 from sglang_inflight.frontend.request_checks import check_sampling, create_tokenized
 
@@ -60,6 +60,8 @@ def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInp
         ("max_new_tokens", 16.0, 16),
         ("top_k", 50.0, 50),
         ("top_k", True, 1),
+        # none is left out, as with vLLM and transformers
+        ("top_k", 0, TOP_K_ALL),
         ("beam_width", 2.0, 2),
         ("ignore_eos", 1, True),
         ("skip_special_tokens", 0, False),

@@ -1,0 +1,169 @@
+"""vLLM's fields in requests to the OpenAI routes, which SGLang would pass over.
+
+Those that SGLang has something for are served as vLLM does, and the others refused by their
+names. What changes neither tokens nor the answer, as ``request_id``, is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import msgspec
+from fastapi.responses import ORJSONResponse
+from sglang.srt.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    ChatCompletionResponse,
+    CompletionRequest,
+)
+
+from sglang_inflight.errors import Refused
+
+# value, token, and the token's text
+Logprob = tuple[float | None, int, str | None]
+
+_ELSEWHERE = "SGLang has nothing of the kind"
+_FORMATS = "say regex, ebnf or response_format, which are SGLang's"
+# each would be other tokens, or another answer, than the caller means
+_NOT_OFFERED = {
+    "prompt_logprobs": "/inference/v1/generate has them",
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _FORMATS),
+    **dict.fromkeys(
+        (
+            "allowed_token_ids",
+            "bad_words",
+            "chat_template",
+            "documents",
+            "ec_transfer_params",
+            "kv_transfer_params",
+            "logprob_token_ids",
+            "prompt_embeds",
+            "repetition_detection",
+            "thinking_token_budget",
+            "truncate_prompt_tokens",
+            "use_beam_search",
+            "vllm_xargs",
+            "watermarking",
+        ),
+        _ELSEWHERE,
+    ),
+}
+# by what else than their default means something
+_DEFAULTS = {
+    CompletionRequest: {"add_special_tokens": True, "spaces_between_special_tokens": True},
+    ChatCompletionRequest: {
+        "add_generation_prompt": True,
+        "add_special_tokens": False,
+        "echo": False,
+        "include_reasoning": True,
+        "spaces_between_special_tokens": True,
+    },
+}
+_SERVED = ("return_tokens_as_token_ids", "structured_outputs", "include_stop_str_in_output")
+
+
+class VLLMFields:
+    """What one request asks for in vLLM's words.
+
+    Made by the task that answers the request, whose context keeps it until the last chunk is
+    sent: a stream is written by tasks that the first one starts.
+    """
+
+    def __init__(self, request: CompletionRequest | ChatCompletionRequest, body: bytes) -> None:
+        """Raises ``Refused`` for what would be passed over. Changes ``request``."""
+        kind = type(request)
+        defaults = _DEFAULTS[kind]
+        names = {*_NOT_OFFERED, *defaults, *_SERVED} - kind.model_fields.keys()
+        said = {
+            name: msgspec.json.decode(value)
+            for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()
+            if name in names
+        }
+        for name, value in said.items():
+            if name in _NOT_OFFERED and _means_something(value):
+                raise Refused(f"{name} is not offered here: {_NOT_OFFERED[name]}")
+            if name in defaults and value not in (None, defaults[name]):
+                raise Refused(f"{name} must be {defaults[name]} here: {_ELSEWHERE}")
+        self.names_tokens_by_id = bool(said.get("return_tokens_as_token_ids"))
+        if said.get("include_stop_str_in_output"):
+            request.no_stop_trim = True
+        if (outputs := said.get("structured_outputs")) is not None:
+            _constrain(request, outputs)
+        self._wants_tokens = kind is ChatCompletionRequest and request.return_token_ids
+        _asked.set(self)
+
+    def finish(self, response: Any) -> Any:
+        """A chat's answer has tokens under SGLang's names, and here under vLLM's too."""
+        if not self._wants_tokens or not isinstance(response, ChatCompletionResponse):
+            return response
+        content = response.model_dump(by_alias=True)
+        for choice in content["choices"]:
+            choice["token_ids"] = choice["response_token_ids"]
+        content["prompt_token_ids"] = content["choices"][0]["prompt_token_ids"]
+        return ORJSONResponse(content)
+
+
+_asked: ContextVar[VLLMFields | None] = ContextVar("_asked", default=None)
+
+
+def write_completion_logprobs(
+    write: Callable[..., Any],
+    input_token_logprobs: Sequence[Logprob] | None = None,
+    output_token_logprobs: Sequence[Logprob] | None = None,
+    input_top_logprobs: Sequence[Any] | None = None,
+    output_top_logprobs: Sequence[Any] | None = None,
+    tokenizer: Any = None,
+) -> Any:
+    """vLLM lists the token itself among the most likely ones, also where none are asked for."""
+    asked = _asked.get()
+    outputs, tops = output_token_logprobs, output_top_logprobs
+    if asked is not None and outputs is not None:
+        tops = [
+            [own, *(top or ())]
+            for own, top in zip(outputs, tops or [None] * len(outputs), strict=True)
+        ]
+        if asked.names_tokens_by_id:
+            outputs, tops = by_id(outputs), [by_id(top) for top in tops]
+    if asked is not None and asked.names_tokens_by_id and input_token_logprobs is not None:
+        input_token_logprobs = by_id(input_token_logprobs)
+        input_top_logprobs = [top and by_id(top) for top in input_top_logprobs or ()]
+    return write(input_token_logprobs, outputs, input_top_logprobs, tops, tokenizer)
+
+
+def build_chat_logprobs(
+    build: Callable[..., Any],
+    serving: Any,
+    output_token_logprobs: Sequence[Logprob],
+    output_top_logprobs: Sequence[Any] | None,
+) -> Any:
+    asked = _asked.get()
+    if asked is not None and asked.names_tokens_by_id:
+        output_token_logprobs = by_id(output_token_logprobs)
+        output_top_logprobs = [top and by_id(top) for top in output_top_logprobs or ()]
+    return build(serving, output_token_logprobs, output_top_logprobs)
+
+
+def by_id(logprobs: Sequence[Logprob]) -> list[Logprob]:
+    return [(value, token, f"token_id:{token}") for value, token, _ in logprobs]
+
+
+def _means_something(value: Any) -> bool:
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _constrain(request: CompletionRequest | ChatCompletionRequest, outputs: Any) -> None:
+    if not isinstance(outputs, dict):
+        raise Refused("structured_outputs must be an object")
+    wanted = {name: value for name, value in outputs.items() if _means_something(value)}
+    for name in wanted:
+        if name != "regex":
+            raise Refused(f"structured_outputs.{name} is not offered here: {_FORMATS}")
+    regex = wanted.get("regex")
+    if regex is None:
+        return
+    if not isinstance(regex, str):
+        raise Refused("structured_outputs.regex must be a text")
+    if request.regex not in (None, regex):
+        raise Refused("regex and structured_outputs.regex are two: say one of them")
+    request.regex = regex

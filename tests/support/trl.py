@@ -1,0 +1,120 @@
+"""What TRL's trainers ask the OpenAI routes for, and how they read the answers.
+
+Read in TRL 1.16: ``generation/vllm_client.py`` (GRPO, RLOO and others with
+``vllm_mode="server"``), ``experimental/async_grpo/async_rollout_worker.py``, and
+``experimental/async_distillation/async_rollout_worker.py``. The values are its defaults, but for
+the lengths.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+Body = dict[str, Any]
+
+# of whoever has no seed of their own
+SEED_BITS = 63
+
+
+def generation(model: str, prompts: list[list[int]], *, n: int = 1, **sampling: Any) -> Body:
+    """Of ``VLLMClient.generate``."""
+    return {
+        "model": model,
+        "prompt": prompts,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "n": n,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 16,
+        "logprobs": 0,
+        **sampling,
+    }
+
+
+def chat(model: str, text: str, *, n: int = 1, **sampling: Any) -> Body:
+    """Of ``VLLMClient.chat``."""
+    return {
+        "model": model,
+        "n": n,
+        "repetition_penalty": 1.0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "max_tokens": 16,
+        "logprobs": True,
+        "top_logprobs": 0,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "messages": [{"role": "user", "content": text}],
+        **sampling,
+    }
+
+
+def rollout(model: str, prompt: list[int], **sampling: Any) -> Body:
+    """Of AsyncGRPO's rollout worker."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "n": 1,
+        "return_token_ids": True,
+        "logprobs": 0,
+        "seed": random.getrandbits(SEED_BITS),
+        **sampling,
+    }
+
+
+def scoring(model: str, sequence: list[int]) -> Body:
+    """Of AsyncDistillation's worker, and of ``VLLMClient.get_sequence_logprobs``."""
+    return {
+        "model": model,
+        "prompt": sequence,
+        "max_tokens": 1,
+        "temperature": 1.0,
+        "prompt_logprobs": 100,
+    }
+
+
+def read_rollout(answer: Body) -> tuple[list[int], list[float]]:
+    """A turn's tokens, and the logprob of each."""
+    choice = answer["choices"][0]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+def read_logprobs(logprobs: Body) -> tuple[list[list[float]], list[list[int]]]:
+    """Of one choice: by position, the logprobs from the most likely token on, and their tokens.
+
+    Every position has at least its own token, and every token is named by its id.
+    """
+    if "content" in logprobs:
+        positions = [
+            (
+                entry["token"],
+                entry["logprob"],
+                {t["token"]: t["logprob"] for t in entry["top_logprobs"]},
+            )
+            for entry in logprobs["content"]
+        ]
+    else:
+        columns = (logprobs[name] for name in ("tokens", "token_logprobs", "top_logprobs"))
+        positions = list(zip(*columns, strict=True))
+    values: list[list[float]] = []
+    ids: list[list[int]] = []
+    for token, logprob, likely in positions:
+        all_of_it = {token: logprob, **(likely or {})}
+        in_order = sorted(all_of_it, key=lambda name: -all_of_it[name])
+        ids.append([int(name.removeprefix("token_id:")) for name in in_order])
+        values.append([all_of_it[name] for name in in_order])
+        assert all(math.isfinite(value) for value in values[-1])
+    return values, ids
