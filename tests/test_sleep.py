@@ -410,7 +410,12 @@ def test_a_start_without_weights(
     pool.discard()
     log = tmp_path_factory.mktemp("logs") / "empty.log"
     env = {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1"}
-    with serve(versions / "v0", "--load-format", "dummy", log=log, env=env) as server:
+    flags = (
+        "--load-format", "dummy",
+        "--enable-memory-saver",
+        "--enable-weights-cpu-backup",
+    )  # fmt: skip
+    with serve(versions / "v0", *flags, log=log, env=env) as server:
         assert server.get("/health_generate")["status_code"] == 200
         assert server.get("/ready")["status_code"] == 503
         body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
@@ -426,6 +431,12 @@ def test_a_start_without_weights(
         assert status(server)["digest"] is None
         update(server, versions, 1, **LIVE)
         assert server.get("/ready")["status_code"] == 200
+        says(server, 1)
+        # with --enable-weights-cpu-backup they come back, though nobody asks for it
+        served = serving(server)
+        release(server, KV, WEIGHTS)
+        assert take_back(server, WEIGHTS, KV)["hollow"] is None
+        assert serving(server) == served
         says(server, 1)
         # told to go, it takes memory again, so that what waits for it can end
         release(server, KV, WEIGHTS, keep_weights="host")

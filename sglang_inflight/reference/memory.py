@@ -31,7 +31,8 @@ class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):
 
     It does not note what is allocated in a region, but asks for a tag's tensors when they are to
     go (``look_in``), because a commit may have put others in their place. What comes back is
-    zeros. The first and the last page of a storage may be shared with others: they stay.
+    zeros, also with ``--enable-weights-cpu-backup``: the scheduler keeps a copy then. The first and
+    the last page of a storage may be shared with others: they stay.
 
     Only the scheduler's thread calls ``pause`` and ``resume``.
     """

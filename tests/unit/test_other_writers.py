@@ -153,4 +153,5 @@ def test_no_rollback_leads_to_weights_without_a_name() -> None:
 
 def known(live: LiveWeights) -> tuple[str | None, bool, str | None]:
     """The digest of the version before, whether a way leads back to it, and that of this one."""
-    return live.previous and live.previous.digest, live.holds_previous, live.digest
+    before = None if live.previous is None else live.previous.digest
+    return before, live.holds_previous, live.digest

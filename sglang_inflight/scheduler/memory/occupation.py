@@ -112,10 +112,12 @@ class Occupation:
         self._bytes: dict[str, int] = {}
         # whether generation is held back while weights are hollow
         self._until_filled = False
-        # the reference platform's; torch_memory_saver has noted what was allocated where
+        # the reference platform's; torch_memory_saver has noted what was allocated where, and
+        # copies the weights itself where it was told to when they were allocated
         look_in = getattr(self._saver, "look_in", None)
         if look_in is not None:
             look_in(self._occupants.of)
+        self._saver_copies = self._is_backup_wanted and look_in is None
         if require_update:
             if (why := staging.refusal or staging.why_not_staged) is not None:
                 raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {why}")
@@ -200,9 +202,9 @@ class Occupation:
 
     def _events_of(self, call: MayReleaseCall) -> dict[str, Event]:
         events = dict.fromkeys(call.tags, Event.KEEP)
-        # where nothing goes, or SGLang's own saver copies it, nothing can be lost; and what no
-        # update can bring must not be
-        can_be_lost = self._saver.enabled and not self._saver_copies and self._why_kept is None
+        # where nothing goes, or --enable-weights-cpu-backup is set, nothing can be lost; and what
+        # no update can bring must not be
+        can_be_lost = self._saver.enabled and not self._is_backup_wanted and self._why_kept is None
         if WEIGHTS in events and can_be_lost and call.keep_weights != "host":
             events[WEIGHTS] = Event.DISCARD
         return events
@@ -218,7 +220,7 @@ class Occupation:
         return None
 
     @property
-    def _saver_copies(self) -> bool:
+    def _is_backup_wanted(self) -> bool:
         return get_exec().features.enable_weights_cpu_backup
 
     def _why_not(self, call: MayReleaseCall, after: Memory | None) -> str | None:
@@ -237,6 +239,8 @@ class Occupation:
         return self._who_needs(tags)
 
     def _who_needs(self, tags: list[str]) -> str | None:
+        # after it, because a result that is processed may end requests
+        is_idle = self._boundary.is_fully_idle()
         running = len(self._boundary.running_requests())
         waiting = len(self._boundary.waiting_requests())
         match self._pause.state:
@@ -244,7 +248,7 @@ class Occupation:
                 # they hold KV, and nothing reads weights before the next step
                 is_needed = running > 0 and set(tags) != {WEIGHTS}
             case PauseState.RUNNING:
-                is_needed = not self._scheduler.is_fully_idle()
+                is_needed = not is_idle
             case PauseState.DRAINING:
                 return "memory cannot be released: a pause still waits for requests to end"
         if not is_needed:
