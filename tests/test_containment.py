@@ -14,7 +14,15 @@ from harness import marker
 from harness.server import Server, free_port
 from harness.starting import UPSTREAM
 from tests.support.engine import play
-from tests.support.load import ENDLESS, Generation, expect_all_go_on, pause, resume, start_running
+from tests.support.load import (
+    ENDLESS,
+    Generation,
+    expect_aborted,
+    expect_all_go_on,
+    pause,
+    resume,
+    start_running,
+)
 from tests.support.pool import ServerPool
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
@@ -75,6 +83,22 @@ def test_release_and_resume(server: Server) -> None:
         assert server.post(RESUME, {})["status_code"] == 200
         refuse(server.post(RESUME, {}), 409, "not released")
         resume(server)
+
+
+def test_release_when_all_requests_have_ended(server: Server) -> None:
+    """They are in SGLang's batch until a next step, which a frozen loop does not make."""
+    for _ in range(5):
+        running = start_running(server, 2, tokens=ENDLESS)
+        server.post("/abort_request", {"abort_all": True})
+        pause(server, "in_place")
+        answer = server.post(RELEASE, {"tags": ["kv_cache"]})
+        assert answer["status_code"] == 200, answer
+        assert server.post(RESUME, {"tags": ["kv_cache"]})["status_code"] == 200
+        resume(server)
+        for generation in running:
+            expect_aborted(generation)
+    with requests_run_on(server):
+        pass
 
 
 @pytest.mark.parametrize(

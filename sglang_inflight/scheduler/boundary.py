@@ -103,6 +103,27 @@ class Boundary:
         """Before this handler lasts longer than a step may take: as ``stand_still`` says."""
         self._scheduler.cur_batch_for_debug = None
 
+    def is_fully_idle(self, *, ignore_waiting: bool = False) -> bool:
+        """SGLang's own question, after the result of the forward in flight was processed."""
+        self.drain()
+        self._forget_finished()
+        return self._scheduler.is_fully_idle(ignore_waiting=ignore_waiting)
+
+    def _forget_finished(self) -> None:
+        """Empty the batches in which every request has ended: SGLang counts those for busy.
+
+        SGLang does so when it schedules the next step, and a frozen loop schedules none. Their
+        KV went with their last result.
+        """
+        scheduler = self._scheduler
+        batches = [scheduler.running_batch, scheduler.last_batch]
+        if get_parallel().pp_size > 1:
+            batches += [*scheduler.running_mbs, *scheduler.last_mbs]
+        for batch in batches:
+            if batch is not None and all(req.finished() for req in batch.reqs):
+                batch.filter_batch()
+                batch.batch_is_full = False
+
     def _finish_chunk(self) -> None:
         """What the loop of a prefill server does before it processes a result.
 
@@ -357,6 +378,7 @@ class Boundary:
         """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""
         scheduler = self._scheduler
         finish_copies(scheduler.tree_cache)
+        self._forget_finished()
         # requests that wait, for a slot or for their grammar, hold no KV
         was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         queues = [scheduler.grammar_manager.grammar_queue, *self._queue_for_the_other_server()]

@@ -71,7 +71,7 @@ class Preconditions:
         if twice := self._released & set(tags):
             raise Conflict(f"memory is released already: {', '.join(sorted(twice))}")
         paused = self._scheduler._engine_paused
-        if not self._scheduler.is_fully_idle(ignore_waiting=paused):
+        if not self._boundary.is_fully_idle(ignore_waiting=paused):
             running, waiting = (
                 len(self._boundary.running_requests()),
                 len(self._boundary.waiting_requests()),

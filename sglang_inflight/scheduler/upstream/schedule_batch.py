@@ -30,8 +30,12 @@ class ScheduleBatch(Protocol):
     spec_algorithm: SpeculativeAlgorithm
     # of a prefill server alone: what its chunked request was given is cached, and may be sent
     prefill_chunk_processed: bool
+    # no request is added to it before one has ended
+    batch_is_full: bool
 
     def is_empty(self) -> bool: ...
+    def filter_batch(self) -> None:
+        """Without requests that have ended."""
 
 
 @describes("sglang.srt.managers.scheduler_pp_mixin.PPBatchMetadata")
