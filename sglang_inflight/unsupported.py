@@ -194,6 +194,8 @@ def why_no_update(*, in_place: bool) -> str | None:
         )
     if get_disagg().enable_pdmux:
         return "an update needs a server without --enable-pdmux: forwards run on several streams"
+    if (why := _why_offloaded(in_place=in_place)) is not None:
+        return why
     if in_place:
         return None
     moe = get_exec().moe
@@ -207,4 +209,37 @@ def why_no_update(*, in_place: bool) -> str | None:
                 f"an update cannot be staged with {flag}: experts may move between staging and "
                 "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
             )
+    return None
+
+
+def _why_offloaded(*, in_place: bool) -> str | None:
+    """Why weights that SGLang keeps on the host cannot be updated, or None where they can.
+
+    A commit swaps contents on the device's stream, behind the forwards that are launched. What is
+    on the host would change at once, under those forwards. In place nothing is in flight, and
+    ``OffloaderV1`` reads the host's memory in each forward; but finishing moves parameters to the
+    device and back, and captured graphs read where they were. ``OffloaderV2`` holds the first
+    layers of the next step before it is scheduled.
+    """
+    offload = get_exec().offload
+    if offload.offload_group_size > 0:
+        return (
+            "an update needs a server without --offload-group-size: the first layers of a step "
+            "are fetched before it is scheduled, so one step would mix two versions"
+        )
+    if offload.cpu_offload_gb <= 0:
+        return None
+    graphs = get_exec().graph.cuda_graph_config
+    if {graphs.decode.backend, graphs.prefill.backend} != {"disabled"}:
+        return (
+            "an update needs a server without --cpu-offload-gb, or without CUDA graphs "
+            "(--cuda-graph-backend-decode and --cuda-graph-backend-prefill disabled): graphs "
+            "read weights on the host where they were captured"
+        )
+    if not in_place:
+        return (
+            "an update cannot be staged with --cpu-offload-gb: weights on the host would change "
+            "under running forwards. SGLANG_INFLIGHT_STAGING=auto or off writes them between two "
+            "steps"
+        )
     return None

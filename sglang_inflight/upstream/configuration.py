@@ -96,9 +96,41 @@ class Features(Protocol):
     def enable_weights_cpu_backup(self) -> bool: ...
 
 
+@describes(f"{_FIELDS}.exec_.ExecOffload")
+class Offloading(Protocol):
+    @property
+    def cpu_offload_gb(self) -> int: ...
+    # below 1 where no layer is offloaded
+    @property
+    def offload_group_size(self) -> int: ...
+
+
+@describes("sglang.srt.model_executor.cuda_graph_config.PhaseConfig")
+class GraphsOfAPhase(Protocol):
+    """``backend`` is "disabled" where forwards of the phase run without graphs."""
+
+    backend: str | None
+
+
+@describes("sglang.srt.model_executor.cuda_graph_config.CudaGraphConfig")
+class GraphConfig(Protocol):
+    decode: GraphsOfAPhase
+    prefill: GraphsOfAPhase
+
+
+@describes(f"{_FIELDS}.exec_.ExecGraph")
+class Graphs(Protocol):
+    @property
+    def cuda_graph_config(self) -> GraphConfig: ...
+
+
 class Execution(Protocol):
     """A bag of bags, which SGLang makes at run time: no class of it has members."""
 
+    @property
+    def offload(self) -> Offloading: ...
+    @property
+    def graph(self) -> Graphs: ...
     @property
     def features(self) -> Features: ...
     @property

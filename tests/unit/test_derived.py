@@ -126,7 +126,15 @@ class Server:
         self.moe = SimpleNamespace(enable_eplb=False, elastic_ep_backend=None)
         monkeypatch.setattr(unsupported, "get_model", lambda: self.model)
         monkeypatch.setattr(unsupported, "get_disagg", lambda: self.disagg)
-        monkeypatch.setattr(unsupported, "get_exec", lambda: SimpleNamespace(moe=self.moe))
+        self.offload = SimpleNamespace(cpu_offload_gb=0, offload_group_size=-1)
+        self.decode, self.prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend=None)
+        graphs = SimpleNamespace(decode=self.decode, prefill=self.prefill)
+        settings = SimpleNamespace(
+            moe=self.moe,
+            offload=self.offload,
+            graph=SimpleNamespace(cuda_graph_config=graphs),
+        )
+        monkeypatch.setattr(unsupported, "get_exec", lambda: settings)
 
 
 @pytest.fixture
@@ -149,6 +157,24 @@ def test_weights_that_engines_share(server: Server, mode: str, in_place: bool) -
 def test_forwards_on_several_streams(server: Server) -> None:
     server.disagg.enable_pdmux = True
     assert "--enable-pdmux" in (why_no_update(in_place=False) or "")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_layers_that_are_fetched_ahead(server: Server, in_place: bool) -> None:
+    server.offload.offload_group_size = 4
+    server.decode.backend = server.prefill.backend = "disabled"
+    assert "--offload-group-size" in (why_no_update(in_place=in_place) or "")
+
+
+def test_weights_on_the_host(server: Server) -> None:
+    server.offload.cpu_offload_gb = 4
+    for in_place in (True, False):
+        assert "without CUDA graphs" in (why_no_update(in_place=in_place) or "")
+    server.decode.backend = "disabled"
+    assert "without CUDA graphs" in (why_no_update(in_place=True) or "")
+    server.prefill.backend = "disabled"
+    assert "--cpu-offload-gb" in (why_no_update(in_place=False) or "")
+    assert why_no_update(in_place=True) is None
 
 
 @pytest.mark.parametrize(
