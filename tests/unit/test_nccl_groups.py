@@ -5,7 +5,9 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,3 +283,105 @@ def test_a_lost_group_gives_its_name_away(monkeypatch: pytest.MonkeyPatch) -> No
         lost.receive(torch.empty(1), out_of_time())
     dist.destroy_process_group(form())
     waits.let_peers_come()
+
+
+# ---- many broadcasts ---------------------------------------------------------------------
+
+
+class Wire:
+    """Between a trainer and this rank: what is posted here comes when it is sent there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+        self.posted: list[torch.Tensor] = []
+        self.most_posted = 0
+        self._came = 0
+        monkeypatch.setattr(dist, "get_backend", lambda group: backend)
+        monkeypatch.setattr(dist, "broadcast", self._broadcast)
+
+    def _broadcast(self, tensor: torch.Tensor, **kwargs: Any) -> Any:
+        self.posted.append(tensor)
+        self.most_posted = max(self.most_posted, len(self.posted) - self._came)
+        number = len(self.posted)
+        return SimpleNamespace(
+            is_completed=lambda: self._came >= number,
+            exception=lambda: None,
+            wait=lambda: tensor.fill_(number),
+        )
+
+    def send(self) -> None:
+        """The trainer's next one."""
+        self._came += 1
+
+
+def buffers(count: int, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for _ in range(count):
+        buffer = torch.zeros(nbytes, dtype=torch.uint8)
+        yield buffer, buffer
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "nbytes", "most"),
+    [
+        ("nccl", 100, 1, groups.WINDOW_COUNT),
+        ("nccl", 10, groups.WINDOW_BYTES // 4, 4),
+        ("nccl", 3, 2 * groups.WINDOW_BYTES, 1),
+        # whose time counts from when it is posted
+        ("gloo", 10, 1, 1),
+    ],
+)
+def test_a_window_is_posted_ahead(
+    monkeypatch: pytest.MonkeyPatch, backend: str, count: int, nbytes: int, most: int
+) -> None:
+    wire = Wire(monkeypatch, backend)
+    pg: Any = object()
+    group = Group("g", Formed(pg, HashStore()))
+    expected = buffers(count, nbytes)
+    found = [int(tensor[0]) for tensor in group.receive_each(expected, wire.send)]
+    assert found == list(range(1, count + 1))
+    assert wire.most_posted == most
+    assert not group.is_waiting
+
+
+def test_what_was_posted_ahead_is_given_up_with_the_rest(
+    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
+) -> None:
+    wire = Wire(monkeypatch, "nccl")
+    pg: Any = object()
+    group = Group("g", Formed(pg, HashStore()))
+    with pytest.raises(Dropped):
+        list(group.receive_each(buffers(10, 1), out_of_time()))
+    assert (len(wire.posted), aborted, group.is_waiting) == (10, [pg], False)
+
+
+def test_a_broadcast_that_is_there_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of small ones would take minutes, if each were looked for every few ms."""
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    wire = Wire(monkeypatch, "nccl")
+    asked = iter(range(10**6))
+
+    def check() -> None:
+        if next(asked) % 3 == 2:
+            wire.send()
+
+    pg: Any = object()
+    list(Group("g", Formed(pg, HashStore())).receive_each(buffers(100, 1), check))
+    assert max(slept) <= 8 * groups.FIRST_POLL_S
+
+
+def test_a_trainer_that_is_away_for_long_is_not_asked_for_often(
+    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    Wire(monkeypatch, "nccl")
+    asked = iter(range(10**6))
+
+    def check() -> None:
+        if next(asked) == 100:
+            raise Dropped("the update's time ran out")
+
+    pg: Any = object()
+    with pytest.raises(Dropped):
+        list(Group("g", Formed(pg, HashStore())).receive_each(buffers(1, 1), check))
+    assert slept[-1] == groups.LAST_POLL_S

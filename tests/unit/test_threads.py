@@ -60,9 +60,7 @@ def test_an_update_is_refused() -> None:
 @pytest.mark.usefixtures("no_memory")
 def test_a_handler_of_sglangs_is_answered() -> None:
     scheduler: Any = None
-    begin = BackgroundHandlers(scheduler).send(
-        nothing, lambda request, error: f"{request}: {error}"
-    )
+    begin = BackgroundHandlers(scheduler).send(print, lambda request, error: f"{request}: {error}")
     assert outcome_of(lambda: begin("r")).startswith("r: the thread 'inflight-background'")
 
 

@@ -26,16 +26,15 @@ def receive(
     if source.load_format not in (None, FLATTENED_BUCKET):
         raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
     group = groups.get(source.group_name)
-    expected = _broadcasts(source, layouts, device)
+    received = group.receive_each(_broadcasts(source, layouts, device), check)
     try:
-        for buffer, tensors in expected:
-            group.receive(buffer, check)
+        for tensors in received:
             yield from tensors
     except GeneratorExit:
         # one was refused: take in the rest, and the group stays in step
         with suppress(Refused):
-            for buffer, _ in expected:
-                group.receive(buffer, check)
+            for _ in received:
+                pass
             group.mark_taken(source.transfer_id)
         raise
     group.mark_taken(source.transfer_id)

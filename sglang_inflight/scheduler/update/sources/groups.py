@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,17 +19,60 @@ from sglang_inflight.messages import Done, GiveUpTransferCall, JoinGroupCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
+from sglang_inflight.scheduler.update.sources.pulse import Pulse
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.status import IN_STEP
-from sglang_inflight.threads import start_thread
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 
-# asking takes the interpreter from the loop for a moment, so not too often
-POLL_S = 0.005
-# for a trainer to say that it is still there
-ANSWERS_S = 2.0
+# Asking takes the interpreter from the loop for a moment, so not often for long. A broadcast whose
+# trainer is there takes less than a millisecond, and a model may have 36,000 of them.
+FIRST_POLL_S = 50e-6
+LAST_POLL_S = 0.005
+
+# What NCCL may be asked to receive ahead. The trainer's next broadcast then finds its peer, and
+# the memory is as much more than a shadow's. The count is far below the launches that a device
+# takes before the next one blocks.
+WINDOW_BYTES = 128 << 20
+WINDOW_COUNT = 64
+
+T = TypeVar("T")
+
+
+class _Transfer(Generic[T]):
+    """The broadcasts of one call, in order: what each is received into, and what is in it."""
+
+    def __init__(self, expected: Iterator[tuple[torch.Tensor, T]]) -> None:
+        self._expected = expected
+        self._next: tuple[torch.Tensor, T] | None = None
+        self._posted: deque[tuple[torch.Tensor, T]] = deque()
+        self._bytes = 0
+
+    @property
+    def awaits_one(self) -> bool:
+        return bool(self._posted)
+
+    def find_next(self, window_bytes: int) -> torch.Tensor | None:
+        """What to post now, or None. The first one may have any size."""
+        if self._next is None:
+            self._next = next(self._expected, None)
+        if self._next is None:
+            return None
+        buffer, _ = self._next
+        is_full = self._bytes + buffer.nbytes > window_bytes or len(self._posted) >= WINDOW_COUNT
+        return None if self._posted and is_full else buffer
+
+    def note_posted(self) -> None:
+        assert self._next is not None
+        self._posted.append(self._next)
+        self._bytes += self._next[0].nbytes
+        self._next = None
+
+    def take_first(self) -> T:
+        buffer, content = self._posted.popleft()
+        self._bytes -= buffer.nbytes
+        return content
 
 
 class Group:
@@ -37,6 +82,9 @@ class Group:
     stops costs its own update and nothing else. NCCL's runs on the device until its data come,
     and what waits for the whole device, such as giving memory back, would wait with it. So
     one that is given up is ended, and its group with it.
+
+    NCCL's are posted some way ahead and awaited in order. Gloo's are not: it counts the time of
+    a broadcast from when it is posted, and a trainer may take long between two.
 
     The first one blocks all the same: in it NCCL's communicator is made, for which all its
     ranks must come, and that can neither be asked how far it is nor be ended. So it is begun
@@ -65,8 +113,8 @@ class Group:
         self._is_lost = False
         # the last transfer of which every broadcast was taken in
         self._taken: str | None = None
-        # a broadcast that is awaited, or was given up, and what it may still write
-        self._unfinished: tuple[dist.Work, torch.Tensor] | None = None
+        # broadcasts that are awaited, or were given up, and what they may still write
+        self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
         # destroyed, ended or lost: not to be touched
         self._is_gone = False
 
@@ -81,29 +129,7 @@ class Group:
 
     def is_of_use(self) -> bool:
         """Whether it is in step with a trainer that is still there. Takes a moment."""
-        return self._broken is None and self._trainer_answers()
-
-    def _trainer_answers(self) -> bool:
-        """It keeps the store in which the group was formed, and that ends with it.
-
-        Asked on a thread that is left behind where no answer comes: the store's socket can be
-        given no time limit, and a process that was stopped does not answer either.
-        """
-        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-        def ask() -> None:
-            try:
-                self._store.check(["inflight"])
-            except RuntimeError:
-                answers.put(False)
-            else:
-                answers.put(True)
-
-        start_thread(ask, name="inflight-ask-trainer")
-        try:
-            return answers.get(timeout=ANSWERS_S)
-        except queue.Empty:
-            return False
+        return self._broken is None and Pulse(self._store).answers()
 
     def retire(self, reason: str) -> None:
         """Leave it, from any thread; a broadcast that is awaited ends first, or is lost."""
@@ -112,20 +138,36 @@ class Group:
         self.leave()
 
     def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
-        """Fill ``tensor`` with the trainer's next broadcast.
+        """Fill ``tensor`` with the trainer's next broadcast. Raises as ``receive_each`` does."""
+        for _ in self.receive_each(iter([(tensor, None)]), check):
+            pass
 
-        Raises whatever ``check`` raises while nothing comes (dropped, out of time), and
-        ``Refused`` where the trainer is gone.
+    def receive_each(
+        self, expected: Iterator[tuple[torch.Tensor, T]], check: Callable[[], None]
+    ) -> Iterator[T]:
+        """Fill each of the ``expected`` tensors with the trainer's next broadcast.
+
+        Yields what belongs to a tensor when it is filled. Raises whatever ``check`` raises while
+        nothing comes (dropped, out of time), and ``Refused`` where the trainer is gone.
         """
-        if self._broken is not None:
-            raise Refused(
-                f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
-            )
+        transfer = _Transfer(expected)
+        while True:
+            if self._broken is not None:
+                raise Refused(
+                    f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
+                )
+            with self._broken_by_failure():
+                self._post_window(transfer, check)
+                if not transfer.awaits_one:
+                    return
+                with self._in_use:
+                    self._await_first(check)
+            yield transfer.take_first()
+
+    @contextmanager
+    def _broken_by_failure(self) -> Iterator[None]:
         try:
-            if not self._has_met:
-                self._meet(tensor, check)
-            with self._in_use:
-                self._await_broadcast(tensor, check)
+            yield
         except Refused as error:
             self._break(f"{error}")
             raise
@@ -135,6 +177,23 @@ class Group:
             raise Refused(
                 f"the trainer's broadcast in group {self._name!r} failed: {reason}"
             ) from error
+
+    def _post_window(self, transfer: _Transfer[Any], check: Callable[[], None]) -> None:
+        self._refuse_if_left()
+        window = WINDOW_BYTES if is_nccl(dist.get_backend(self._group)) else 0
+        while (buffer := transfer.find_next(window)) is not None:
+            if not self._has_met:
+                self._meet(buffer, check)
+            else:
+                with self._in_use:
+                    self._post(buffer)
+            transfer.note_posted()
+
+    def _post(self, buffer: torch.Tensor) -> None:
+        self._refuse_if_left()
+        begun = dist.broadcast(buffer, src=0, group=self._group, async_op=True)
+        assert begun is not None
+        self._unfinished.append((begun, buffer))
 
     def _meet(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Begin the first broadcast."""
@@ -146,14 +205,18 @@ class Group:
             finally:
                 with self._in_use:
                     self._is_meeting = False
-                    self._unfinished = None if work is None else (work, tensor)
+                    if work is not None:
+                        self._unfinished.append((work, tensor))
             if self._is_lost:
                 # nobody else touches it, and on the device it might go on for ever
                 self._group.abort()
 
+        pulse = Pulse(self._store)
+
         def is_wanted() -> None:
             check()
             self._refuse_if_left()
+            self._refuse_if_gone(pulse)
 
         with self._in_use:
             self._refuse_if_left()
@@ -168,22 +231,26 @@ class Group:
             raise
         self._has_met = True
 
-    def _await_broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+    def _await_first(self, check: Callable[[], None]) -> None:
+        """Of those that are posted. Raises ``Refused`` where its trainer is gone."""
         self._refuse_if_left()
-        if self._unfinished is None:
-            begun = dist.broadcast(tensor, src=0, group=self._group, async_op=True)
-            assert begun is not None
-            self._unfinished = begun, tensor
-        work, _ = self._unfinished
+        work, _ = self._unfinished[0]
+        pulse, pause_s = Pulse(self._store), FIRST_POLL_S
         while not work.is_completed():
             check()
             self._refuse_if_left()
-            time.sleep(POLL_S)
-        self._unfinished = None
+            self._refuse_if_gone(pulse)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, LAST_POLL_S)
+        self._unfinished.popleft()
         # NCCL's wait says nothing of what its watchdog saw
         if (failure := work.exception()) is not None:
             raise RuntimeError(f"{failure}")
         work.wait()
+
+    def _refuse_if_gone(self, pulse: Pulse) -> None:
+        if (why := pulse.why_gone()) is not None:
+            raise Refused(f"the broadcast in group {self._name!r} will not come: {why}")
 
     def _refuse_if_left(self) -> None:
         if self._is_retired:
@@ -203,7 +270,7 @@ class Group:
             except Exception:
                 logger.exception("The communicator of group %r could not be ended.", self._name)
             else:
-                self._unfinished = None
+                self._unfinished.clear()
 
     def _lose(self) -> None:
         """While a thread is in its first call."""
@@ -215,7 +282,7 @@ class Group:
         """Whether a broadcast may still write into memory of this process."""
         if self._is_lost:
             return True
-        return self._unfinished is not None and not self._unfinished[0].is_completed()
+        return not all(work.is_completed() for work, _ in self._unfinished)
 
     def leave(self) -> None:
         with self._in_use:

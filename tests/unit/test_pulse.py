@@ -1,0 +1,127 @@
+"""A trainer that has died is noticed while its broadcast is waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.sources import pulse
+from sglang_inflight.scheduler.update.sources.groups import Group
+from sglang_inflight.scheduler.update.sources.process_group import Formed
+from sglang_inflight.scheduler.update.sources.pulse import Pulse
+from sglang_inflight.status import IN_STEP
+
+PATIENCE = 10_000_000
+
+
+class Trainer:
+    """Its store, which says what ``check`` does."""
+
+    def __init__(self, check: Callable[[], object]) -> None:
+        self._check = check
+        self.questions = 0
+
+    def check(self, keys: list[str]) -> None:
+        self.questions += 1
+        self._check()
+
+
+def is_dead() -> None:
+    raise RuntimeError("Connection was likely closed")
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulse, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(pulse, "SILENT_S", 0.05)
+
+
+def until_gone(own: Pulse) -> str:
+    for _ in range(PATIENCE):
+        if (why := own.why_gone()) is not None:
+            return why
+    raise AssertionError("it was never missed")
+
+
+def test_a_trainer_that_died() -> None:
+    store: Any = Trainer(is_dead)
+    assert until_gone(Pulse(store)) == "its trainer has ended"
+
+
+def test_a_trainer_that_is_silent() -> None:
+    over = threading.Event()
+    store: Any = Trainer(over.wait)
+    assert "was silent" in until_gone(Pulse(store))
+    # and no second thread waits with the first
+    assert store.questions == 1
+    over.set()
+
+
+def test_a_trainer_that_is_there_is_asked_again_and_again() -> None:
+    store: Any = Trainer(lambda: None)
+    own = Pulse(store)
+    while store.questions < 5:
+        assert own.why_gone() is None
+
+
+def never() -> None:
+    """The update has all the time that it wants."""
+
+
+class Unsent:
+    """A broadcast that nobody sends."""
+
+    def is_completed(self) -> bool:
+        return False
+
+
+def test_an_update_whose_trainer_died_does_not_last_until_its_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: Unsent())
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    store: Any = Trainer(is_dead)
+    pg: Any = object()
+    group = Group("g", Formed(pg, store))
+    with pytest.raises(Refused, match="'g' will not come: its trainer has ended"):
+        group.receive(torch.empty(1), never)
+    assert group.describe().startswith("broken: ")
+
+
+def test_a_trainer_that_died_before_the_first_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In it the communicator is made, and waits for all ranks."""
+    over = threading.Event()
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: over.wait())
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    store: Any = Trainer(is_dead)
+    pg: Any = object()
+    with pytest.raises(Refused, match="its trainer has ended"):
+        Group("g", Formed(pg, store)).receive(torch.empty(1), never)
+    over.set()
+
+
+def test_a_trainer_that_is_there_has_all_the_time_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = Trainer(lambda: None)
+
+    class SentLate(Unsent):
+        def is_completed(self) -> bool:
+            return bool(store.questions > 3)
+
+        def exception(self) -> None:
+            pass
+
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: SentLate())
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    pg: Any = object()
+    group = Group("g", Formed(pg, store))
+    group.receive(torch.empty(1), never)
+    assert group.describe() == IN_STEP
