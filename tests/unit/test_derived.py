@@ -7,6 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
+from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8 import (
+    CompressedTensorsW8A8Fp8,
+)
 from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
@@ -101,6 +108,41 @@ def test_a_copy_of_a_weight_that_is_made_while_serving() -> None:
     model[0]._split2_hi = torch.ones(1)  # type: ignore[index]
     for why_not in (why_not_shadowed, why_not_loaded):
         assert "keeps a copy of a weight (_split2_hi)" in (why_not(model) or "")
+
+
+def fp8_layer() -> Any:
+    """A linear layer of GLM-4.5-Air-FP8 as it is created."""
+    scheme: Any = bare(CompressedTensorsW8A8Fp8)
+    scheme.strategy = QuantizationStrategy.CHANNEL
+    scheme.is_static_input_scheme, scheme.weight_block_size = False, None
+    layer = bare(nn.Module, quant_method=bare(CompressedTensorsLinearMethod), scheme=scheme)
+    scheme.create_weights(
+        layer, 16, [8, 8], 16, 16, torch.bfloat16, weight_loader=lambda *args, **kwargs: None
+    )
+    return layer
+
+
+def test_a_weight_that_finishing_replaces_for_good_is_refused_before_it_is_written() -> None:
+    layer = fp8_layer()
+    model = nn.Sequential(layer)
+    assert why_not_loaded(model) is None
+    layer.scheme.process_weights_after_loading(layer)
+    assert why_not_loaded(model) == (
+        "0 (Module) is quantized by CompressedTensorsLinearMethod, which loads 'weight' once: it "
+        "then replaces the parameter by one without a weight_loader"
+    )
+
+
+def test_a_weight_that_its_method_restores_can_be_loaded() -> None:
+    layer = fp8_layer()
+    layer.scheme.process_weights_after_loading(layer)
+
+    class Restoring(CompressedTensorsLinearMethod):
+        def restore_weights_before_loading(self, layer: nn.Module) -> None:
+            raise NotImplementedError
+
+    layer.quant_method = bare(Restoring)
+    assert why_not_loaded(nn.Sequential(layer)) is None
 
 
 def test_a_loader_that_was_replaced() -> None:

@@ -11,6 +11,12 @@ from __future__ import annotations
 
 import torch
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsFusedMoEMethod,
+)
+from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_scheme import (
+    CompressedTensorsMoEScheme,
+)
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
     UnquantizedFusedMoEMethod,
@@ -28,6 +34,12 @@ _KNOWN_FINISHES = {
     UnquantizedLinearMethod.process_weights_after_loading,
     UnquantizedFusedMoEMethod.process_weights_after_loading,
 }
+# The base classes' own, and one that asks the layer's scheme.
+_RESTORES_NOTHING = {
+    QuantizeMethodBase.restore_weights_before_loading,
+    CompressedTensorsFusedMoEMethod.restore_weights_before_loading,
+    CompressedTensorsMoEScheme.restore_weights_before_loading,
+}
 _UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
 
 # Copies of weights that upstream's modules make when they first need them, in the attribute that
@@ -41,7 +53,19 @@ _COPIES = {
     "_post_expert_norm_weight",
     # the vision tower of dots: experts stacked, in FP8
     "_fused_w13_fp8",
+    # Qwen4: an up-projection, padded; Kimi K3: a product of weights
+    "_mix_up_weight_padded",
+    "_attn_res_cw_cache",
+    # drafts: stacked projections
+    "_stacked_ctx_kv_cache",
 }
+
+# What quantized layers call the weights that a checkpoint brings.
+_QUANTIZED_WEIGHTS = frozenset(
+    f"{prefix}{name}"
+    for prefix in ("", "w13_", "w2_")
+    for name in ("weight", "qweight", "weight_packed")
+)
 
 
 def why_not_loaded(model: nn.Module) -> str | None:
@@ -53,6 +77,12 @@ def why_not_loaded(model: nn.Module) -> str | None:
         for attribute in _COPIES & own.keys():
             if own[attribute] is not None:
                 return f"{_called(name, module)} keeps a copy of a weight ({attribute})"
+        if (weight := _lost_its_loader(module)) is not None:
+            return (
+                f"{_called(name, module)} is quantized by {type(module.quant_method).__name__}, "
+                f"which loads {weight!r} once: it then replaces the parameter by one without a "
+                "weight_loader"
+            )
     cached: str | None = _unsupported_derived_weight_cache_error(model)
     return cached
 
@@ -67,6 +97,35 @@ def why_not_shadowed(model: nn.Module) -> str | None:
         if (reason := _why_not_module(module)) is not None:
             return f"{_called(name, module)} {reason}"
     return why_not_loaded(model)
+
+
+def why_laid_out_anew(model: nn.Module) -> str | None:
+    """Why parameters hold something else than a checkpoint's tensors, or None where none does."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and (reason := _why_not_method(method)) is not None:
+            return f"{_called(name, module)} {reason}"
+    return None
+
+
+def _lost_its_loader(module: nn.Module) -> str | None:
+    """The weight of a quantized ``module`` that was replaced after loading, for good."""
+    method = getattr(module, "quant_method", None)
+    if not isinstance(method, QuantizeMethodBase) or isinstance(method, _UNQUANTIZED):
+        return None
+    if _can_restore(method) or _can_restore(getattr(module, "scheme", None)):
+        return None
+    for name in _QUANTIZED_WEIGHTS & module._parameters.keys():
+        weight = module._parameters[name]
+        if weight is not None and getattr(weight, "weight_loader", None) is None:
+            return name
+    return None
+
+
+def _can_restore(method: object) -> bool:
+    """Whether ``method`` can bring back what a loader writes."""
+    own = getattr(type(method), "restore_weights_before_loading", None)
+    return own is not None and own not in _RESTORES_NOTHING
 
 
 def _called(name: str, module: nn.Module) -> str:
