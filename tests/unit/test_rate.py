@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from sglang_inflight.scheduler.update.throttle import rate
-from sglang_inflight.scheduler.update.throttle.copies import RateLimitedCopies, rate_limited
+from sglang_inflight.scheduler.update.throttle.copies import copy_in_pieces
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 PIECE = 1 << 10  # bytes in one go
@@ -148,9 +147,7 @@ def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:
 def test_a_copy_in_pieces_is_the_copy(
     target: torch.Tensor, source: torch.Tensor, clock: Clock
 ) -> None:
-    parameter = torch.nn.Parameter(target, requires_grad=False)
-    with torch.no_grad(), RateLimitedCopies(RateLimit(RATE, is_busy=lambda: True)):
-        parameter.data.copy_(source)
+    copy_in_pieces(RateLimit(RATE, is_busy=lambda: True), target, source)
     assert torch.equal(target, source.to(target.dtype).expand_as(target))
 
 
@@ -169,28 +166,8 @@ def test_a_loader_is_held_to_the_rate_whatever_it_copies(rows: int, clock: Clock
     # a part of what was sent goes to a part of a fused parameter
     sent, parameter = torch.ones(2 * rows, 8), torch.zeros(rows, 8)
     for _ in range(copies):
-        with rate_limited(own, parameter, sent):
-            parameter.copy_(sent[rows:])
+        copy_in_pieces(own, parameter, sent[rows:])
     assert torch.equal(parameter, sent[:rows])
     touched = copies * 2 * parameter.nbytes
     assert clock.now - began == pytest.approx(touched / RATE, abs=2 * rate._PIECE_S)
     assert max(clock.slept) <= 2 * rate._PIECE_S
-
-
-def test_other_threads_copy_as_ever() -> None:
-    """Torch keeps the mode per thread: the loop's copies are never cut."""
-    seen: list[int] = []
-
-    class Seen(RateLimit):
-        def spend(self, nbytes: int) -> None:
-            seen.append(threading.get_ident())
-
-    target, source = torch.zeros(300, 64), torch.ones(300, 64)
-    with RateLimitedCopies(Seen(RATE, is_busy=lambda: True)):
-        other = threading.Thread(target=lambda: target.copy_(source))
-        other.start()
-        other.join()
-        assert torch.equal(target, source)
-        assert seen == []
-        target.copy_(source)
-    assert set(seen) == {threading.get_ident()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,13 @@ from torch import nn
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import mark
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.reservation import set_aside, what_a_shadow_copies
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.swap import ContentSwap
+from sglang_inflight.scheduler.update.swap import ContentSwap, swap_for
 
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -39,6 +41,8 @@ class Attention(nn.Module):
         self.product: torch.Tensor | None = None
         self.products = [torch.zeros(4)]
         self.loaded = 0
+        self.mine: Any = None
+        self.kept: Any = None
 
     def load_weight(self, parameter: nn.Parameter, loaded: torch.Tensor) -> None:
         self.loaded += 1
@@ -86,9 +90,21 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 def stage(model: Model) -> Shadow:
     shadow = Shadow(model, ShadowParameters(), CPU)
-    loader: Any = shadow.model
-    loader.load_weights([("attention.weight", torch.full((4, 4), 2.0))])
+    shadow.begin()
+    load(shadow, 2.0)
     return shadow
+
+
+def load(shadow: Shadow, value: float) -> None:
+    loader: Any = shadow.model
+    with Dataflow(shadow.targets(), before_write=shadow.note_write):
+        loader.load_weights([("attention.weight", torch.full((4, 4), value))])
+
+
+def commit(shadow: Shadow) -> None:
+    swap = swap_for(CPU)
+    for _, live, own in (*shadow.pairs, *shadow.derived_pairs):
+        swap.swap(live, own)
 
 
 def set_scale(attention: Attention) -> None:
@@ -115,14 +131,14 @@ def put_new_weight(attention: Attention) -> None:
     attention.weight = nn.Parameter(attention.weight * 2, requires_grad=False)
 
 
-DERIVING = {
+IN_PLACE = {"products": derive_in_place, "table": write_table}
+REPLACING = {
     "scale": set_scale,
     "product": derive,
-    "products": derive_in_place,
-    "table": write_table,
     "new table": put_new_table,
     "weight": put_new_weight,
 }
+DERIVING = {**IN_PLACE, **REPLACING}
 
 
 @pytest.mark.parametrize("then", DERIVING.values(), ids=DERIVING.keys())
@@ -138,10 +154,79 @@ def test_nothing_live_is_written(then: Callable[[Attention], None]) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(("name", "then"), DERIVING.items(), ids=DERIVING.keys())
-def test_what_loading_derives_is_found(name: str, then: Callable[[Attention], None]) -> None:
+@pytest.mark.parametrize(("name", "then"), REPLACING.items(), ids=REPLACING.keys())
+def test_an_attribute_that_loading_replaces_is_found(
+    name: str, then: Callable[[Attention], None]
+) -> None:
     found = stage(Model(then)).find_derived()
     assert found == f"attention.{name.removeprefix('new ')}"
+
+
+@pytest.mark.parametrize(("name", "then"), IN_PLACE.items(), ids=IN_PLACE.keys())
+def test_a_tensor_that_loading_writes_goes_live_and_comes_back(
+    name: str, then: Callable[[Attention], None]
+) -> None:
+    model = Model(then)
+    before = state(model)
+    shadow = stage(model)
+    assert shadow.find_derived() is None
+    (derived,) = shadow.derived_pairs
+    assert derived[0] == f"attention.{name}"
+    commit(shadow)
+    assert derived[1].tolist() == [2.0] * 4
+    commit(shadow)
+    after = state(model)
+    assert all(torch.equal(before[place], after[place]) for place in before)
+    # the next update begins from what is served, whatever was rolled back or dropped
+    shadow.begin()
+    assert shadow.derived_pairs == []
+    assert torch.equal(derived[1], derived[2])
+    load(shadow, 3.0)
+    commit(shadow)
+    assert derived[1].tolist() == [3.0] * 4
+
+
+def test_a_derived_tensor_in_a_weights_memory_is_found() -> None:
+    """The commit would exchange that memory twice."""
+    model = Model(lambda attention: attention.mine.fill_(5.0))
+    # it reaches beyond the weight's end
+    memory = torch.zeros(20)
+    model.attention.weight.data = memory[:16].view(4, 4)
+    model.attention.mine = memory[14:]
+    assert stage(model).find_derived() == "attention.mine"
+
+
+def test_a_list_of_a_weights_memory_is_no_copy() -> None:
+    """As BailingMoE keeps its experts, and makes the list anew at each load."""
+
+    def keep(attention: Attention) -> None:
+        attention.kept = {0: [attention.weight.data]}
+
+    model = Model(keep)
+    keep(model.attention)
+    assert len(what_a_shadow_copies([model])) == len({"weight", "bias", "table", "products"})
+    shadow = stage(model)
+    assert shadow.find_derived() is None
+    clone: Any = shadow.model.get_submodule("attention")
+    assert clone.kept[0][0].data_ptr() == clone.weight.data_ptr()
+    commit(shadow)
+    assert model.attention.kept[0][0].tolist() == torch.full((4, 4), 2.0).tolist()
+
+
+def test_a_write_past_the_shadow_is_refused_before_it_is_made() -> None:
+    live: list[torch.Tensor] = []
+    model = Model(lambda attention: live[0].fill_(9.0))
+    live.append(model.attention.weight.data)
+    with pytest.raises(Refused, match=r"writes 'attention\.weight' where it is being served"):
+        stage(model)
+    assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
+
+
+def test_a_loader_that_puts_other_memory_behind_a_weight_is_found() -> None:
+    def rebind(attention: Attention) -> None:
+        attention.weight.data = attention.weight.data.clone()
+
+    assert stage(Model(rebind)).find_derived() == "attention.weight"
 
 
 def test_weights_alone_are_no_such_thing() -> None:
@@ -274,12 +359,18 @@ def test_memory_of_a_failed_shadow_is_given_back() -> None:
     assert all(live.numel() for _, live, _ in shadow.pairs)
 
 
-def test_in_place_nothing_live_is_given_back() -> None:
-    parameters, model = ShadowParameters(), Model()
-    Shadow(model, parameters, None)
-    parameters.forget()
-    assert model.attention.weight.numel() == 16
-    assert model.attention.get_buffer("bias").numel() == 4
+def test_memory_reserved_for_a_tensor_that_no_model_has_is_given_back() -> None:
+    """As a draft's own embeddings, which its target's replace after the reservation."""
+    model = Model()
+    storage = set_aside(what_a_shadow_copies([model]), CPU)
+    assert storage is not None
+    replaced = weakref.ref(model.attention.weight)
+    model.attention.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    model.cached = dict(model.named_parameters())
+    parameters = ShadowParameters(storage)
+    parameters.keep_reserved_for(what_a_shadow_copies([model]))
+    assert replaced() is None
+    assert len(storage) == 3
 
 
 def test_what_a_shadow_gives_back_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:

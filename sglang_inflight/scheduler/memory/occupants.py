@@ -60,7 +60,11 @@ class Occupants:
         """
         yield from self._beside_weights()
         for runner in self._runners:
-            yield from (weight for _, weight in weights_of(runner.model) if not can_mark(weight))
+            parameters = {id(parameter) for parameter in runner.model.parameters()}
+            for _, weight in weights_of(runner.model):
+                # a model may set a buffer of its own that no checkpoint has
+                if not can_mark(weight) or id(weight) not in parameters:
+                    yield weight
 
     def _beside_weights(self) -> Iterator[torch.Tensor]:
         weights = {

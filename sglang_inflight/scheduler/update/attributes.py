@@ -30,14 +30,16 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, module._buffers.get(name)
 
 
-def tensors_in(value: Any, depth: int = _DEPTH) -> Iterator[torch.Tensor]:
+def tensors_in(
+    value: Any, depth: int = _DEPTH, *, also_without_memory: bool = False
+) -> Iterator[torch.Tensor]:
     """In ``value`` and its containers, in their order. Those in other objects are not seen."""
     if isinstance(value, torch.Tensor):
-        if _has_memory(value):
+        if _has_memory(value) or (also_without_memory and value.is_meta):
             yield value
     elif type(value) in _CONTAINERS and depth:
         for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item, depth - 1)
+            yield from tensors_in(item, depth - 1, also_without_memory=also_without_memory)
 
 
 def replace(value: Any, shadow_of: Callable[[Any], Any], depth: int = _DEPTH) -> Any:

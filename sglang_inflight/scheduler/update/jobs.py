@@ -32,6 +32,7 @@ from sglang_inflight.scheduler.update.shadowed_model import (
     why_not_updated,
 )
 from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.shorten import list_names
 from sglang_inflight.scheduler.update.sources.batches import (
     MOST_BYTES,
     Batches,
@@ -116,12 +117,13 @@ class Jobs:
         self._shadows.build(self._mode_of(update), self._device)
         if after is not None:
             after.synchronize()
+        for model in self._models:
+            model.begin()
         if update.marks:
-            for _, _, live, _ in self._weights(self._all_roles):
+            for live in self._brought_by_updates():
                 update.check()
-                if can_mark(live):
-                    for (piece,) in self._rate_limit.cut(live.data):
-                        mark(piece)
+                for (piece,) in self._rate_limit.cut(live.data):
+                    mark(piece)
         if update.may_be_empty:
             for model in self._models:
                 if model.role in update.roles:
@@ -198,6 +200,8 @@ class Jobs:
         shadowed = update.roles if was_loaded else set[str]()
         whole = {m.role for m in self._models if not self._is_partial(update, m)} & shadowed
         models = [model for model in self._models if model.role in update.roles]
+        for model in models:
+            model.refuse_if_unfinished()
         if update.fills_hollow:
             pass
         elif self._mode is StagingMode.OFF:
@@ -209,6 +213,10 @@ class Jobs:
         elif was_loaded:
             for model in models:
                 model.refuse_if_derived()
+                for name, live, shadow in model.shadow.derived_pairs:
+                    self._shadows.swap.check(name, live, shadow)
+                if model.role in whole and model.served and not self._unsent(update, {model.role}):
+                    model.keep_what_no_checkpoint_holds(update.check)
         digest = self._read_through(update, shadowed, whole)
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
@@ -235,17 +243,25 @@ class Jobs:
     def _count_unwritten(self, update: Update) -> int:
         """Elements of hollow weights that still bear their marks."""
         missing = 0
-        for _, _, live, _ in self._weights(self._all_roles):
-            if can_mark(live):
-                for (piece,) in self._rate_limit.cut(live.data):
-                    update.check()
-                    missing += count_marked(piece)
+        for live in self._brought_by_updates():
+            for (piece,) in self._rate_limit.cut(live.data):
+                update.check()
+                missing += count_marked(piece)
         return missing
+
+    def _brought_by_updates(self) -> Iterator[torch.Tensor]:
+        """The weights that can bear marks, and that are not set by the model itself."""
+        for model, name, live, _ in self._weights(self._all_roles):
+            if can_mark(live) and name not in model.set_by_the_model:
+                yield live
 
     def _prepare_swap(self, update: Update) -> PreparedSwap:
         if self._mode_of(update) is StagingMode.OFF:
             return PreparedSwap()
         pairs = [(live, shadow) for _, _, live, shadow in self._weights(update.roles)]
+        for model in self._models:
+            if model.role in update.roles:
+                pairs += [(live, shadow) for _, live, shadow in model.shadow.derived_pairs]
         return PreparedSwap(self._shadows.swap, tuple(pairs))
 
     def _checkpoints(self, update: Update) -> tuple[tuple[ModelRunner, DiskSource], ...]:
@@ -316,7 +332,7 @@ class Jobs:
                 raise Refused(
                     f"the update is not complete: {missing} of {tensor.numel()} elements of "
                     f"{name!r} were not sent"
-                    + (f"; not sent: {_list(unsent)}" if unsent else "")
+                    + (f"; not sent: {list_names(unsent)}" if unsent else "")
                     + ". Send them, or set partial=true"
                 )
         return digest.hexdigest()
@@ -324,7 +340,7 @@ class Jobs:
     def _check_all_sent(self, update: Update, whole: set[str]) -> None:
         """By name only: what is written in place bears no marks."""
         if unsent := self._unsent(update, whole):
-            raise Refused(f"the update is not complete: {_list(unsent)} were not sent")
+            raise Refused(f"the update is not complete: {list_names(unsent)} were not sent")
 
     def _unsent(self, update: Update, whole: set[str]) -> list[str]:
         served = {name for m in self._models if m.role in whole for name in m.served}
@@ -372,8 +388,3 @@ def _refuse_to_leave_torn(update: Update, brought: set[str]) -> None:
 
 def _has_custom_loader(source: Source) -> bool:
     return isinstance(source, TensorSource) and source.has_custom_loader
-
-
-def _list(names: list[str], most: int = 8) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -16,6 +16,7 @@ from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_i
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode, pinned_bytes
 from sglang_inflight.scheduler.update.shadow import Kept, weights_of
+from sglang_inflight.storages import memory_of
 from sglang_inflight.unsupported import why_no_update
 from sglang_inflight.upstream.runtime_context import get_schedule
 
@@ -88,20 +89,25 @@ def set_aside(weights: Iterable[torch.Tensor], device: torch.device) -> dict[int
 
 
 def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Each once, also what a draft shares with its target."""
-    found: dict[int, torch.Tensor] = {}
+    """Each once, also what a draft shares with its target.
+
+    A tensor that lies in a weight's memory is a view of that weight's shadow, and no copy.
+    """
+    models = list(models)
+    weights = {id(weight): weight for model in models for _, weight in weights_of(model)}
+    memory = {memory_of(weight) for weight in weights.values()}
+    others: dict[int, torch.Tensor] = {}
     for model in models:
-        found |= {id(weight): weight for _, weight in weights_of(model)}
         device = next(model.parameters()).device
-        found |= {
+        others |= {
             id(tensor): tensor
             for module in model.modules()
             for _, value in attributes_of(module)
             for tensor in tensors_in(value)
             # a scale that is kept on the host stays there
-            if tensor.device == device
+            if tensor.device == device and memory_of(tensor) not in memory
         }
-    return list(found.values())
+    return [*weights.values(), *others.values()]
 
 
 def _room(runner: ModelRunner) -> int:

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
+from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write, memory_key
 from sglang_inflight.scheduler.update.checks.digest import Digest
-
-# A parameter's name, its shadow, and what a loader writes to it. Says whether it may.
-Writing = Callable[[str, torch.Tensor, torch.Tensor], AbstractContextManager[bool]]
-
-
-def unwatched(
-    name: str, shadow: torch.Tensor, loaded: torch.Tensor
-) -> AbstractContextManager[bool]:
-    return nullcontext(True)
 
 
 class Kept(NamedTuple):
@@ -35,18 +26,14 @@ class ShadowParameters:
     """The shadow storage of one rank, by the id of the tensor it shadows.
 
     One for all models of the rank: what a draft shares with its target is one weight, and
-    has one shadow. ``writing`` is entered around each write of a loader, which is not made
-    where it says so.
+    has one shadow.
     """
 
     def __init__(self, reserved: dict[int, Kept] | None = None) -> None:
         self._reserved = reserved or {}
         self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
-        # by id, of originals and of shadows
-        self._weights: dict[int, torch.Tensor] = {}
-        # by id, of a model that has no shadow
-        self._written_in_place: dict[int, torch.Tensor] = {}
-        self.writing: Writing = unwatched
+        # by storage, of originals and of shadows
+        self._weights: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def get(self, original: torch.Tensor) -> Any:
         """The shadow of ``original``, or None where there is none yet."""
@@ -56,17 +43,37 @@ class ShadowParameters:
     def add(self, original: torch.Tensor, shadow: torch.Tensor, *, is_weight: bool) -> None:
         self._by_original[id(original)] = original, shadow
         if is_weight:
-            self._weights |= {id(original): original, id(shadow): shadow}
+            self._note_weight((original, shadow))
 
-    def keep_for(self, model: nn.Module) -> None:
-        """What ``model`` has is its own, also where one that comes later has it, too."""
-        self._written_in_place |= {id(weight): weight for _, weight in weights_of(model)}
+    def look_anew(self) -> None:
+        """Before an update: a commit on a CPU has exchanged the memory of weights and shadows."""
+        pairs = {id(pair[1]): pair for found in self._weights.values() for pair in found}
+        self._weights = {}
+        for pair in pairs.values():
+            self._note_weight(pair)
 
-    def is_kept(self, original: torch.Tensor) -> bool:
-        return id(original) in self._written_in_place
+    def _note_weight(self, pair: tuple[torch.Tensor, torch.Tensor]) -> None:
+        for tensor in pair:
+            self._weights.setdefault(memory_key(tensor), []).append(pair)
 
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self._weights
+    def lies_in_a_weight(self, tensor: torch.Tensor) -> bool:
+        return memory_key(tensor) in self._weights
+
+    def view_like(self, view: torch.Tensor) -> torch.Tensor | None:
+        """The part of a shadow that ``view`` is of the weight it lies in, or None for others."""
+        for original, shadow in self._weights.get(memory_key(view), ()):
+            offset = view.storage_offset() - original.storage_offset()
+            if offset >= 0 and _span_of(view) + offset <= _span_of(original):
+                return shadow.data.as_strided(
+                    view.shape, view.stride(), shadow.storage_offset() + offset
+                )
+        return None
+
+    def keep_reserved_for(self, originals: Iterable[torch.Tensor]) -> None:
+        """Give back what was reserved for tensors that are in no model."""
+        used = {id(original) for original in originals}
+        for unused in self._reserved.keys() - used:
+            del self._reserved[unused]
 
     def storage_for(self, original: torch.Tensor, storage: torch.device) -> torch.Tensor:
         """Like ``original``, on ``storage``; what was reserved for it, if something was."""
@@ -84,22 +91,18 @@ class ShadowParameters:
                 shadow.data = shadow.data.new_empty(0)
         self._by_original.clear()
         self._weights.clear()
-        self._written_in_place.clear()
         self._reserved.clear()
 
 
 class Shadow:
     """A structural clone of a model, whose tensors are storage of their own.
 
-    With ``storage`` None the shadows share the originals' storage instead: the model's own
-    loader then writes the live weights, and still tells of every write.
-
     Every module is a shallow copy; parameters and buffers are replaced by shadows that keep
     class, attributes, loader and ties of the originals, and so are tensors, parameters and
     modules in plain attributes, and modules to which a loader is bound. So
     ``load_weights`` of the clone knows how fused, sharded, tied and stacked parameters load, and
-    reaches nothing of the live model. Of what it writes, only weights are committed:
-    ``find_derived`` tells whether it wrote anything else.
+    reaches nothing of the live model. A commit exchanges the weights, and the tensors that the
+    model derives from them in place. ``find_derived`` tells whether loading changed anything else.
 
     Owners: the staging thread writes the shadows while an update is open. Once it is sealed
     only the scheduler's thread touches them, in a ``PreparedSwap``. The message that carries
@@ -107,7 +110,7 @@ class Shadow:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: ShadowParameters, storage: torch.device | None
+        self, model: nn.Module, parameters: ShadowParameters, storage: torch.device
     ) -> None:
         self._parameters = parameters
         self._storage = storage
@@ -116,7 +119,7 @@ class Shadow:
         # by id: the shadows that were made here, and those that another model had before
         self._own: set[int] = set()
         self._shared: set[int] = set()
-        self.model: nn.Module = self._clone(model, "")
+        self.model: nn.Module = self._clone(model)
         shadows = dict(weights_of(self.model))
         # (name, live, shadow) of each distinct parameter and persistent buffer
         self.pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
@@ -124,19 +127,75 @@ class Shadow:
         ]
         # by module and name: what the clone got, and a checksum of it
         self._placed: dict[tuple[int, str], tuple[Any, str]] = {}
-        if storage is not None:
-            self._replace_attributes()
+        # (name, live, shadow) of each distinct tensor that is no weight
+        self._derived: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        # the places in that list by the shadow's memory, in this update
+        self._derived_at: dict[int, int] = {}
+        # the places of those that loading has written since they were as in the live model
+        self._written: set[int] = set()
+        # the weights' shadows as they lay when the update began, by id
+        self._memory: dict[int, torch.Tensor] = {}
+        self._targets: dict[int, Target] = {}
+        self._replace_attributes()
 
-    def is_anothers(self, shadow: torch.Tensor) -> bool:
-        """Whether it shadows what this model shares with one that came before it."""
-        return id(shadow) in self._shared
+    def begin(self) -> None:
+        """Before an update: what loading derives is as in the live model again.
+
+        Memory is looked at anew, because a commit on a CPU exchanges pointers.
+        """
+        for at in self._written:
+            _, live, shadow = self._derived[at]
+            shadow.copy_(live)
+        if self._written:
+            for place, (value, _) in self._placed.items():
+                self._placed[place] = value, self._checksum_of(value)
+        self._written.clear()
+        self._parameters.look_anew()
+        self._derived_at = {memory_key(own): at for at, (_, _, own) in enumerate(self._derived)}
+        # held until they are looked at, so that nothing else can lie there
+        self._memory = {id(shadow): shadow.detach() for _, _, shadow in self.pairs}
+        self._targets = self._find_targets()
+
+    def targets(self) -> dict[int, Target]:
+        """Everything that a loader of this model could write, by its memory."""
+        return self._targets
+
+    def _find_targets(self) -> dict[int, Target]:
+        found: dict[int, Target] = {}
+        for name, live, shadow in self._derived:
+            found[memory_key(live)] = Target(Kind.SERVED, name)
+            found[memory_key(shadow)] = Target(Kind.DERIVED, name)
+        for name, live, shadow in self.pairs:
+            found[memory_key(live)] = Target(Kind.SERVED, name)
+            is_foreign = id(shadow) in self._shared
+            found[memory_key(shadow)] = Target(Kind.FOREIGN if is_foreign else Kind.WEIGHT, name)
+        return found
+
+    def note_write(self, write: Write) -> None:
+        """A loader is about to write ``write.target``."""
+        if write.target.kind is Kind.DERIVED:
+            self._written.add(self._derived_at[write.memory])
+
+    @property
+    def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Name, live and shadow of the tensors that loading derived, which a commit exchanges."""
+        return [self._derived[at] for at in sorted(self._written)]
 
     def find_derived(self) -> str | None:
-        """What loading changed in the clone that no commit brings to the live model."""
-        now = dict(weights_of(self.model))
+        """The name of something that loading changed and no commit can exchange."""
+        now, memory = dict(weights_of(self.model)), self._memory
+        self._memory = {}
         for name, _, shadow in self.pairs:
-            if now.get(name) is not shadow:
+            held = memory.get(id(shadow), shadow)
+            if now.get(name) is not shadow or memory_key(held) != memory_key(shadow):
                 return name
+        memory.clear()
+        exchanged: set[int] = set()
+        for name, kept, _ in self.derived_pairs:
+            # the commit would exchange one memory twice
+            if self._parameters.lies_in_a_weight(kept) or memory_key(kept) in exchanged:
+                return name
+            exchanged.add(memory_key(kept))
         for name, module in self._live.named_modules():
             live = dict(attributes_of(module))
             for attribute, value in attributes_of(self._modules[id(module)]):
@@ -151,26 +210,34 @@ class Shadow:
             is_as_placed = placed is not None and value == placed[0]
             return not is_as_placed and isinstance(live, float | None) and value != live
         tensors = self._no_weights_in(value)
-        if not tensors or (
-            placed is not None and value is placed[0] and _checksum(tensors) == placed[1]
-        ):
+        if not tensors:
             return False
+        if placed is not None and value is placed[0]:
+            places = [self._derived_at.get(memory_key(tensor)) for tensor in tensors]
+            # the commit exchanges it, or loading has left it alone
+            if None not in places and not self._written.isdisjoint(places):
+                return False
+            if self._checksum_of(value) == placed[1]:
+                return False
         others = self._no_weights_in(live)
         return len(tensors) != len(others) or not all(
             _are_alike(one, other) and torch.equal(one, other.to(one.device))
             for one, other in zip(tensors, others, strict=True)
         )
 
-    def _no_weights_in(self, value: Any) -> list[torch.Tensor]:
-        return [tensor for tensor in tensors_in(value) if not self._parameters.is_weight(tensor)]
+    def _checksum_of(self, value: Any) -> str:
+        return "" if isinstance(value, float) else _checksum(self._no_weights_in(value))
 
-    def _clone(self, module: nn.Module, prefix: str) -> nn.Module:
+    def _no_weights_in(self, value: Any) -> list[torch.Tensor]:
+        return [t for t in tensors_in(value) if not self._parameters.lies_in_a_weight(t)]
+
+    def _clone(self, module: nn.Module) -> nn.Module:
         if id(module) in self._modules:
             return self._modules[id(module)]
         clone = self._modules[id(module)] = copy.copy(module)
         attributes: dict[str, Any] = clone.__dict__
         attributes["_parameters"] = {
-            name: None if p is None else self._shadow_parameter(p, f"{prefix}{name}")
+            name: None if p is None else self._shadow_parameter(p)
             for name, p in module._parameters.items()
         }
         attributes["_buffers"] = {
@@ -180,14 +247,15 @@ class Shadow:
             for name, buffer in module._buffers.items()
         }
         attributes["_modules"] = {
-            name: None if child is None else self._clone(child, f"{prefix}{name}.")
+            name: None if child is None else self._clone(child)
             for name, child in module._modules.items()
         }
         return clone
 
     def _replace_attributes(self) -> None:
         """After the clone: then each parameter and module has a shadow that is known."""
-        for module in self._live.modules():
+        known: set[int] = set()
+        for path, module in self._live.named_modules():
             clone = self._modules[id(module)]
             for name, value in attributes_of(module):
                 if isinstance(value, float):
@@ -200,83 +268,126 @@ class Shadow:
                     clone._buffers[name] = own
                 else:
                     clone.__dict__[name] = own
-                self._placed[id(module), name] = own, _checksum(self._no_weights_in(own))
+                self._placed[id(module), name] = own, self._checksum_of(own)
+                called = f"{path}.{name}" if path else name
+                both = (tensors_in(each, also_without_memory=True) for each in (value, own))
+                for live, shadow in zip(*both, strict=True):
+                    if live.is_meta or id(shadow) in known:
+                        continue
+                    if self._parameters.lies_in_a_weight(shadow):
+                        continue
+                    known.add(id(shadow))
+                    self._derived.append((called, live, shadow))
 
     def _shadow_of(self, value: torch.Tensor | nn.Module) -> Any:
         if isinstance(value, nn.Module):
             return self._modules.get(id(value), value)
         known = self._parameters.get(value)
+        if known is None:
+            known = self._parameters.view_like(value)
         return self._copy(value, is_weight=False) if known is None else known
 
-    def _shadow_parameter(self, parameter: nn.Parameter, name: str) -> nn.Parameter:
+    def _shadow_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         known: nn.Parameter | None = self._parameters.get(parameter)
         if known is not None:
             if id(known) not in self._own:
                 self._shared.add(id(known))
             return known
-        data = parameter.data
-        if self._storage is not None:
-            data = self._parameters.storage_for(parameter, self._storage)
         shadow: nn.Parameter = torch.Tensor._make_subclass(
-            type(parameter), data, parameter.requires_grad
+            type(parameter),
+            self._parameters.storage_for(parameter, self._storage),
+            parameter.requires_grad,
         )
         shadow.__dict__.update(parameter.__dict__)
-        load = getattr(parameter, "weight_loader", default_weight_loader)
-
-        def load_and_tell(
-            param: nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
-        ) -> Any:
-            with self._parameters.writing(name, param, loaded_weight) as may_write:
-                if may_write:
-                    return self._bound_here(load)(param, loaded_weight, *args, **kwargs)
-                return None
-
-        # a class of upstream's has a read-only property of the name, over this attribute
-        slot = "_weight_loader" if hasattr(type(parameter), "weight_loader") else "weight_loader"
-        setattr(shadow, slot, load_and_tell)
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(getattr(loader, "__self__", None), nn.Module):
+            # a class of upstream's has a read-only property of the name, over this attribute
+            is_property = hasattr(type(parameter), "weight_loader")
+            slot = "_weight_loader" if is_property else "weight_loader"
+            setattr(shadow, slot, self._bound_to_the_clone(loader))
         self._parameters.add(parameter, shadow, is_weight=True)
-        (self._shared if self._parameters.is_kept(parameter) else self._own).add(id(shadow))
+        self._own.add(id(shadow))
         return shadow
 
-    def _bound_here(self, loader: Any) -> Any:
-        """``loader``, bound to the clone of the module that it is bound to."""
-        return loader if self._storage is None else replace(loader, self._shadow_of)
+    def _bound_to_the_clone(self, loader: Any) -> Any:
+        """``loader``, bound to the clone of its module, which may not be made yet."""
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            return replace(loader, self._shadow_of)(*args, **kwargs)
+
+        return load
 
     def _shadow_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         known: torch.Tensor | None = self._parameters.get(buffer)
         return self._copy(buffer, is_weight=True) if known is None else known
 
     def _copy(self, tensor: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
-        shadow, storage = tensor, self._storage
-        if storage is not None:
-            # a scale that is kept on the host stays there
-            if not is_weight and storage.type != "cpu":
-                storage = tensor.device
-            shadow = self._parameters.storage_for(tensor, storage).copy_(tensor.detach())
+        storage = self._storage
+        # a scale that is kept on the host stays there
+        if not is_weight and storage.type not in ("cpu", "meta"):
+            storage = tensor.device
+        shadow = self._parameters.storage_for(tensor, storage).copy_(tensor.detach())
         self._parameters.add(tensor, shadow, is_weight=is_weight)
         return shadow
+
+
+def refresh_derived(model: nn.Module) -> None:
+    """Compute anew what modules keep of their weights, in the tensors where they keep it.
+
+    ``GemmaRMSNorm`` does so in its parameter's loader, ``Gemma4Router`` at its first forward.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "refresh_gemma_weight"):
+            module.refresh_gemma_weight()
+        if hasattr(module, "_scale_fused"):
+            module.fuse_scale()
+
+
+@torch.no_grad()
+def fuse_scales(model: nn.Module) -> None:
+    """Do what ``Gemma4Router`` does at its first forward, before anything is served."""
+    module: Any
+    for module in model.modules():
+        if getattr(module, "_scale_fused", None) is False:
+            module.fuse_scale()
 
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
+def _span_of(tensor: torch.Tensor) -> int:
+    """How many elements of its storage a tensor spans."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _checksum(tensors: Iterable[torch.Tensor]) -> str:
     digest = Digest()
     for tensor in tensors:
+        if tensor.is_meta:
+            continue
         for _ in digest.read("", tensor):
             pass
     return digest.hexdigest()
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each distinct parameter and persistent buffer, which are what a checkpoint may hold."""
-    yield from model.named_parameters()
+    """Each distinct parameter and persistent buffer, which are what a checkpoint may hold.
+
+    Of two parameters that are the same memory the first is one.
+    """
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._non_persistent_buffers_set
     }
-    for name, buffer in model.named_buffers():
-        if name not in transient:
-            yield name, buffer
+    seen: set[tuple[int, int, torch.Size]] = set()
+    for name, weight in itertools.chain(model.named_parameters(), model.named_buffers()):
+        place = memory_key(weight), int(weight.storage_offset()), weight.shape
+        if name in transient or (place in seen and weight.numel()):
+            continue
+        seen.add(place)
+        yield name, weight

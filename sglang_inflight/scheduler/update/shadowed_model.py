@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
+from torch import nn
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DIRECT, FLATTENED_BUCKET, DiskSource, Source, TensorSource
-from sglang_inflight.scheduler.update.checks.derived import why_not_loaded, why_not_shadowed
+from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write, memory_key
+from sglang_inflight.scheduler.update.checks.derived import (
+    why_laid_out_anew,
+    why_not_loaded,
+    why_not_shadowed,
+)
+from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
-from sglang_inflight.scheduler.update.finished_model import FinishedModel
+from sglang_inflight.scheduler.update.checks.tied_head import TiedHead
+from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters, unwatched
+from sglang_inflight.scheduler.update.shadow import (
+    Shadow,
+    ShadowParameters,
+    refresh_derived,
+    weights_of,
+)
+from sglang_inflight.scheduler.update.shorten import list_names
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
-from sglang_inflight.scheduler.update.throttle.copies import rate_limited
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 if TYPE_CHECKING:
@@ -31,10 +44,7 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 class ShadowedModel:
-    """Loads tensors into the shadow of one model. Used on the staging thread.
-
-    One that cannot be shadowed has none, and is loaded in place (``FinishedModel``).
-    """
+    """Loads tensors into the shadow of one model, or in place. Used on the staging thread."""
 
     def __init__(self, role: str, runner: ModelRunner, parameters: ShadowParameters) -> None:
         self.role = role
@@ -44,27 +54,40 @@ class ShadowedModel:
         self._parameters = parameters
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _tell_nobody
-        self._shadow: Shadow | FinishedModel | None = None
+        self._shadow: Shadow | InPlaceModel | None = None
         self._served: Shapes | None = None
+        # received in this update, and held by the model's loader until others come
+        self._held: dict[str, torch.Tensor] = {}
+        self._tied = TiedHead()
+        # the memory of weights that this update has written
+        self._written: set[int] = set()
+        # what loading derived in a way that no commit takes over
+        self.derived: str | None = None
 
-    def build_shadow(self, mode: StagingMode, device: torch.device) -> None:
-        """At the first update, so that a server that has none pays nothing."""
+    def build_shadow(
+        self, mode: StagingMode, device: torch.device, owners: Sequence[nn.Module]
+    ) -> None:
+        """At the first update, so that a server that has none pays nothing.
+
+        ``owners`` are the models of the rank that come before this one. They own what it shares.
+        """
         if self._shadow is not None:
             return
-        if why_not_shadowed(self.runner.model) is not None:
-            assert mode is StagingMode.OFF
-            self._parameters.keep_for(self.runner.model)
-            self._shadow = FinishedModel(self.runner.model, device)
-            return
-        storage = torch.device("cpu") if mode is StagingMode.HOST else device
-        self._shadow = Shadow(
-            self.runner.model,
-            self._parameters,
-            storage=None if mode is StagingMode.OFF else storage,
-        )
+        model = self.runner.model
+        if mode is StagingMode.OFF:
+            self._shadow = InPlaceModel(
+                model,
+                device,
+                finishes=why_not_shadowed(model) is not None,
+                holds_graphs=_holds_graphs(self.runner),
+                owners=owners,
+            )
+        else:
+            storage = torch.device("cpu") if mode is StagingMode.HOST else device
+            self._shadow = Shadow(model, self._parameters, storage)
 
     @property
-    def shadow(self) -> Shadow | FinishedModel:
+    def shadow(self) -> Shadow | InPlaceModel:
         assert self._shadow is not None
         return self._shadow
 
@@ -76,26 +99,61 @@ class ShadowedModel:
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
+    def begin(self) -> None:
+        """An update begins: no tensor has come for it."""
+        self._held.clear()
+        self._written.clear()
+        self._tied = TiedHead()
+        self.shadow.begin()
+
     def finish(self, *, was_loaded: bool = True) -> None:
         """Nothing more is loaded. ``was_loaded`` is false where something else wrote it."""
         # one that no tensor came for is finished, and would be finished twice
-        if isinstance(self.shadow, FinishedModel) and self.shadow.is_open:
+        if isinstance(self.shadow, InPlaceModel) and self.shadow.is_open:
             self.on_write()
             self.shadow.finish(was_loaded=was_loaded)
 
     def restore(self) -> None:
         """It is about to be written, by a load or by something else."""
-        if isinstance(self.shadow, FinishedModel):
+        if isinstance(self.shadow, InPlaceModel) and self.shadow.finishes:
             self.on_write()
             self.shadow.restore()
 
+    def refuse_if_unfinished(self) -> None:
+        """Raises ``Refused`` where a tensor was received, and the next forward would not use it."""
+        if self._held:
+            raise Refused(
+                f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
+                "together with other tensors, which were not sent"
+            )
+        self._tied.refuse_if_not_the_embeddings()
+
     def refuse_if_derived(self) -> None:
         """Raises ``Refused`` where a loader wrote something that no commit takes over."""
+        if isinstance(self.shadow, Shadow) and self._written:
+            with torch.no_grad():
+                self._refresh(self.shadow)
         if (name := self.shadow.find_derived()) is not None:
-            raise Refused(
-                f"weights of the {self.role} model cannot be staged: loading them changes "
-                f"{name!r} too, which is no weight, and a commit would leave it as it was"
-            )
+            self.derived = name
+            raise Refused(why_not_staged(self.role, name))
+
+    def _refresh(self, shadow: Shadow) -> None:
+        """Let the clone's modules compute what they keep of their weights."""
+        with Dataflow(shadow.targets(), before_write=shadow.note_write):
+            refresh_derived(shadow.model)
+
+    def keep_what_no_checkpoint_holds(self, check: Callable[[], None]) -> None:
+        """Stage weights that no checkpoint brings as they are served.
+
+        All tensors of the served checkpoint were received. A weight that none of them has written
+        is one that the model itself sets when it is made.
+        """
+        for _, live, shadow in self.shadow.pairs:
+            check()
+            if memory_key(shadow) in self._written or not can_mark(shadow):
+                continue
+            if count_marked(shadow) == shadow.numel():
+                shadow.copy_(live)
 
     def read_served(self, check: Callable[[], None]) -> None:
         """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
@@ -137,29 +195,43 @@ class ShadowedModel:
 
         ``takes_all`` is false where some of them may be another model's.
 
+        A tensor that the loader holds for a later one, and lets go of when it returns, is given to
+        it again in the update's next call.
+
         Torch's default dtype stays what it is, though SGLang loads from disk under the
         model's: it is the whole process's, and the loop makes a request's biases in it, and
         compiles for it, meanwhile. SGLang loads tensors and broadcasts without it, too.
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
+        if load_format == DIRECT:
+            self._refuse_if_laid_out_anew()
+        dataflow = Dataflow({}, before_write=self._before_write, rate_limit=rate_limit)
         checks = TensorChecks(
             served=self.served if is_checkpoint else {},
-            # of a live model nobody tells what its loader writes
-            expects_writes=takes_all
-            and isinstance(self.shadow, Shadow)
-            and (is_checkpoint or load_format == DIRECT),
-            ties_head=self._ties_head,
+            dataflow=dataflow,
+            takes_all=takes_all and (is_checkpoint or load_format == DIRECT),
+            takes_floats_only=isinstance(self.shadow, Shadow) or not self.shadow.finishes,
+            is_needed=self._is_needed if is_checkpoint else _needs_nothing,
+            tied=self._tied if self._ties_head and is_checkpoint else None,
             check_finite=check_finite,
             rate_limit=rate_limit,
         )
-        watched = checks.watch(weights)
-        self._parameters.writing = functools.partial(self._writing, checks, rate_limit)
+        self._checks = checks
+        watched = checks.watch(weights, again=self._held)
         try:
-            self._load(source, load_format, _one_at_a_time(self._restored_for(watched)))
+            # before a loader looks up parameters, which restoring may replace, but not before there
+            # is a tensor: a failure until then has changed nothing
+            first = list(itertools.islice(watched, 1))
+            if first:
+                self.restore()
+            dataflow.aim_at(self.shadow.targets())
+            with dataflow:
+                self._load(source, load_format, _one_at_a_time(itertools.chain(first, watched)))
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
+            self._held = checks.find_held()
         except Refused:
             # from itself it would be a cycle, which keeps the tensors of its frames
             raise
@@ -168,21 +240,19 @@ class ShadowedModel:
                 raise
             raise checks.explain(error) from error
         finally:
-            self._parameters.writing = unwatched
+            del self._checks
         return checks
 
-    def _restored_for(self, weights: Weights) -> Weights:
-        """Before a loader looks up parameters, which this may replace, but not before there is a
-        tensor: what fails until then has changed nothing.
-        """
-        first = list(itertools.islice(weights, 1))
-        if first:
-            self.restore()
-        return itertools.chain(first, weights)
+    def _before_write(self, write: Write) -> None:
+        if write.target.kind is Kind.WEIGHT:
+            self._checks.refuse_if_no_float(write.target.name)
+            self._written.add(write.memory)
+        self.shadow.note_write(write)
+        self.on_write()
 
     def _load(self, source: Source, load_format: str | None, weights: Weights) -> Any:
         model: Any = self.shadow.model
-        if isinstance(source, DiskSource) and isinstance(self.shadow, FinishedModel):
+        if isinstance(source, DiskSource) and isinstance(self.shadow, InPlaceModel):
             return self.shadow.load(weights)
         if load_format in (None, FLATTENED_BUCKET):
             return model.load_weights(weights)
@@ -194,38 +264,77 @@ class ShadowedModel:
 
     def _load_direct(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Names are the parameters' own, shapes are those of this rank's shard."""
+        if isinstance(self.shadow, InPlaceModel):
+            self.shadow.write_directly()
         parameters = dict(self.shadow.model.named_parameters())
         for name, tensor in weights:
-            with self._parameters.writing(name, parameters[name], tensor) as may_write:
-                if may_write:
-                    default_weight_loader(parameters[name], tensor)
+            default_weight_loader(parameters[name], tensor)
 
-    @contextmanager
-    def _writing(
-        self,
-        checks: TensorChecks,
-        rate_limit: RateLimit,
-        name: str,
-        shadow: torch.Tensor,
-        loaded: torch.Tensor,
-    ) -> Iterator[bool]:
-        checks.count_write(name)
-        if self.shadow.is_anothers(shadow):
-            # a draft's checkpoint may have its own of what it has from its target once it serves
-            yield False
-            return
-        self.on_write()
-        with rate_limited(rate_limit, shadow, loaded):
-            yield True
+    def _refuse_if_laid_out_anew(self) -> None:
+        if isinstance(self.shadow, InPlaceModel) and self.shadow.finishes:
+            reason = why_laid_out_anew(self.runner.model)
+            if reason is not None:
+                raise Refused(
+                    f"load_format {DIRECT!r} writes the parameters of the {self.role} model past "
+                    f"SGLang's own loading, and {reason}: send the checkpoint's tensors without "
+                    "load_format"
+                )
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether the model's loader puts the tensor ``name`` of its checkpoint to use."""
+        return name in self._put_to_use.tensors
+
+    @property
+    def set_by_the_model(self) -> frozenset[str]:
+        """The names of buffers that the model sets when it is made, and no checkpoint brings."""
+        buffers = dict(self.runner.model.named_buffers())
+        persistent = {name for name, _ in weights_of(self.runner.model) if name in buffers}
+        if not persistent or not self.served:
+            return frozenset()
+        return (self._put_to_use.weights_left_out or frozenset()) & persistent
+
+    @functools.cached_property
+    def _put_to_use(self) -> PutToUse:
+        model = self.runner.model
+        return find_put_to_use(model, self.served, next(model.parameters()).dtype)
 
 
 def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str | None:
     """Why ``models`` cannot be updated as they are now, or None where they can."""
     why_not, what = (why_not_loaded, "updated") if in_place else (why_not_shadowed, "staged")
     for model in models:
+        if not in_place and model.derived is not None:
+            return why_not_staged(model.role, model.derived)
         if (reason := why_not(model.runner.model)) is not None:
             return f"weights of the {model.role} model cannot be {what}: {reason}"
     return None
+
+
+def why_not_staged(role: str, derived: str) -> str:
+    return (
+        f"weights of the {role} model cannot be staged: loading them replaces {derived!r} too, "
+        "which is no weight, and a commit would leave it as it was. SGLANG_INFLIGHT_STAGING=off "
+        "writes them between two steps"
+    )
+
+
+def _holds_graphs(runner: ModelRunner) -> bool:
+    """Whether captured graphs read the model's tensors where they lie."""
+    runners = (getattr(runner, name, None) for name in _GRAPH_RUNNERS)
+    return any(type(one).__name__ != "EagerRunner" for one in runners if one is not None)
+
+
+# in 0.5.23, and in 0.5.22
+_GRAPH_RUNNERS = (
+    "decode_cuda_graph_runner",
+    "prefill_cuda_graph_runner",
+    "graph_runner",
+    "piecewise_cuda_graph_runner",
+)
+
+
+def _needs_nothing(name: str) -> bool:
+    return False
 
 
 def _tell_nobody() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -47,8 +48,10 @@ class Shadows:
 
     def _try_to_build(self, mode: StagingMode, device: torch.device) -> str | None:
         try:
+            owners: list[nn.Module] = []
             for model in self._models:
-                model.build_shadow(mode, device)
+                model.build_shadow(mode, device, tuple(owners))
+                owners.append(model.runner.model)
             if mode is not StagingMode.OFF:
                 self._swap = swap_for(device)
         except Exception as error:

@@ -12,3 +12,9 @@ def shorten(text: str) -> str:
         return text
     half = _MOST // 2
     return f"{text[:half]}…{text[-half:]}"
+
+
+def list_names(names: list[str], most: int = 8) -> str:
+    """The first ``most`` of ``names``, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -62,6 +62,9 @@ class ContentSwap:
         self._spare = torch.empty(spare_bytes, dtype=torch.uint8, device=device)
 
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
+        if live.device.type == "cpu" and self._spare.device.type != "cpu":
+            # copies between two places of the host are not ordered by the device's stream
+            raise Refused(f"{name!r} cannot be staged: it is kept on the host")
         # a shadow has the strides of a weight without holes, and only of such a one
         if live.stride() != shadow.stride():
             raise Refused(

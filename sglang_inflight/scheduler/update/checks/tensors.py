@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, memory_key
+from sglang_inflight.scheduler.update.checks.tied_head import TiedHead, is_head
 from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 # A trainer may keep more or less precision than the server: these convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-_HEAD = "lm_head.weight"
 
 
 class TensorChecks:
     """Watches a loader take tensors one by one, and names the tensor that is wrong.
 
-    A loader skips a name that it does not know, some without a word. So the writes are
-    counted between one tensor and the next: a tensor that wrote nothing is refused,
-    unless the checkpoint that is being served holds a tensor of that name too, which the
-    loader then skips for a reason of its own (another pipeline stage), or it is the head
-    of a model that ties it to the embeddings: a checkpoint has those alone, but a
-    trainer's ``state_dict()`` has both names.
+    A loader skips a name that it does not know, some without a word. So each tensor is followed
+    to the weights (``dataflow.py``): one that reached none is refused, unless the checkpoint that
+    is being served holds a tensor of that name too, which the loader then skips for a reason of
+    its own (another pipeline stage), or it is the head of a model that ties it to the embeddings.
+    Where the loader would have put a tensor to use, and has not, it holds it for one that did not
+    come in this call (``find_held``).
 
     A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
     served checkpoint holds must come in the same shape.
@@ -36,29 +38,42 @@ class TensorChecks:
         self,
         *,
         served: Mapping[str, tuple[int, ...]],
-        expects_writes: bool,
-        ties_head: bool,
+        dataflow: Dataflow,
+        takes_all: bool,
+        takes_floats_only: bool,
+        is_needed: Callable[[str], bool],
+        tied: TiedHead | None,
         check_finite: bool,
         rate_limit: RateLimit,
     ) -> None:
         """``served`` has the shapes of the tensors in the checkpoint that is served.
 
-        ``expects_writes`` is false for a loader of the user's, which may write as it likes.
+        ``takes_all`` is false for a loader of the user's, which may skip what it likes, and for
+        a model that others share the tensors with. ``takes_floats_only``: its weights are not
+        quantized. ``is_needed`` says of a name in ``served`` whether the loader puts it to use.
+        ``tied`` is None where the model does not tie its head.
         """
         self._served = served
-        self._expects_writes = expects_writes
-        self._ties_head = ties_head
+        self._dataflow = dataflow
+        self._takes_all = takes_all
+        self._takes_floats_only = takes_floats_only
+        self._is_needed = is_needed
+        self._tied = tied
         self._check_finite = check_finite
         self._rate_limit = rate_limit
         self._current: tuple[str, torch.Tensor] | None = None
-        self._writes = 0
+        # received, and not in a weight yet: those that the loader needs, and those nobody knows
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._unknown: dict[str, weakref.ref[torch.Tensor]] = {}
+        # the tensors that were received last in each storage
+        self._last_in: dict[int, weakref.ref[torch.Tensor]] = {}
         self.tensors = 0
         self.bytes = 0
         self.names: set[str] = set()
 
-    def count_write(self, parameter: str) -> None:
-        self._writes += 1
-        if self._current is None:
+    def refuse_if_no_float(self, parameter: str) -> None:
+        """Raises ``Refused`` where the tensor at hand cannot be a weight that is not quantized."""
+        if self._current is None or not self._takes_floats_only:
             return
         name, tensor = self._current
         if tensor.dtype not in _FLOATS:
@@ -68,21 +83,69 @@ class TensorChecks:
             )
 
     def watch(
-        self, weights: Iterable[tuple[str, torch.Tensor]]
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        *,
+        again: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in weights:
-            self._check(name, tensor)
-            self._current, before = (name, tensor), self._writes
+        """Hand on ``again``, which the loader has held in earlier calls, and then ``weights``."""
+        for name, tensor in again.items():
+            yield from self._hand_on(name, tensor)
+        pairs = iter(weights)
+        while True:
+            with self._dataflow.standing_by():
+                if (pair := next(pairs, None)) is None:
+                    break
+                name, tensor = pair
+                self._check(name, tensor)
+                if self._tied is not None:
+                    self._tied.receive(name, tensor)
             self.tensors += 1
             self.bytes += tensor.nbytes
             self.names.add(name)
-            yield name, tensor
-            if self._expects_writes and self._writes == before and not self._may_skip(name):
-                raise Refused(f"the model has no weight named {shorten(name)!r}")
+            yield from self._hand_on(name, tensor)
         self._current = None
+        if self._takes_all:
+            for name in self._unknown:
+                self._refuse_unless_reached(name)
 
-    def _may_skip(self, name: str) -> bool:
-        return name in self._served or (self._ties_head and name.endswith(_HEAD))
+    def find_held(self) -> dict[str, torch.Tensor]:
+        """Copies of what the loader needed and has not put to use. It has returned."""
+        reached = self._dataflow.reached
+        return {name: t.clone() for name, t in self._waiting.items() if name not in reached}
+
+    def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        self._current = name, tensor
+        key = memory_key(tensor)
+        last = self._last_in.get(key)
+        # memory is used again when the last tensor in it is gone
+        self._dataflow.receive(name, tensor, is_alone=last is None or last() is None)
+        self._last_in[key] = weakref.ref(tensor)
+        yield name, tensor
+        self._current = None
+        with self._dataflow.standing_by():
+            self._look_back(name, tensor)
+        self._current = name, tensor
+
+    def _look_back(self, name: str, tensor: torch.Tensor) -> None:
+        """The loader has asked for the next tensor, or returned."""
+        if name in self._dataflow.reached:
+            return
+        if name in self._served:
+            if self._is_needed(name):
+                self._waiting[name] = tensor
+        elif self._takes_all and not self._is_tied_head(name):
+            for other, held in self._unknown.items():
+                if held() is None:
+                    self._refuse_unless_reached(other)
+            self._unknown[name] = weakref.ref(tensor)
+
+    def _refuse_unless_reached(self, name: str) -> None:
+        if name not in self._dataflow.reached:
+            raise Refused(f"the model has no weight named {shorten(name)!r}")
+
+    def _is_tied_head(self, name: str) -> bool:
+        return self._tied is not None and is_head(name)
 
     @property
     def holds_a_tensor(self) -> bool:

@@ -1,0 +1,248 @@
+"""Follows tensors through a model's loader, to the memory that the next forward reads.
+
+A loader decides what becomes of a tensor: it may copy it, fuse it with another one, hold it until
+that one comes, compute with it, or ignore it. A loader may also write past the parameters that it
+was given. Names tell nothing of that, and neither does the number of calls to ``weight_loader``.
+So each operation of torch that runs on the loader's thread is looked at: it says which memory it
+reads, and which it writes.
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.throttle.copies import copy_in_pieces
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class Kind(enum.Enum):
+    """What a loader may do to a target."""
+
+    # a parameter or buffer that a checkpoint may hold
+    WEIGHT = enum.auto()
+    # a tensor that the model computes from weights, or a table
+    DERIVED = enum.auto()
+    # a weight that another model of the rank owns: writes are left out
+    FOREIGN = enum.auto()
+    # memory that is being served while the update is staged: a write is refused
+    SERVED = enum.auto()
+
+
+class Target(NamedTuple):
+    kind: Kind
+    name: str
+
+
+class Write(NamedTuple):
+    """A loader is about to write ``target``."""
+
+    target: Target
+    # identifies the written memory, see ``memory_key``
+    memory: int
+
+
+Targets = Mapping[int, Target]
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """Identifies the storage of ``tensor`` for as long as a tensor lies in it, on any device.
+
+    Unlike a pointer it tells tensors on the meta device apart.
+    """
+    return tensor.untyped_storage()._cdata
+
+
+class _Received:
+    """The tensors that were received in one storage, by their ranges of bytes."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ranges: list[tuple[int, str]] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        start, end = _range_of(tensor)
+        at = bisect_right(self._starts, start)
+        self._starts.insert(at, start)
+        self._ranges.insert(at, (end, name))
+
+    def names_in(self, tensor: torch.Tensor) -> Iterator[str]:
+        start, end = _range_of(tensor)
+        # one that begins before ``start`` may reach into it
+        at = max(0, bisect_right(self._starts, start) - 1)
+        while at < len(self._starts) and self._starts[at] < end:
+            if self._ranges[at][0] > start:
+                yield self._ranges[at][1]
+            at += 1
+
+
+class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tells which of the received tensors have reached a target, and which targets were written.
+
+    Torch keeps the mode per thread, so operations of other threads are neither seen nor slowed.
+    One object serves one call of a loader, on the thread that calls it. Writes of kernels that
+    torch does not dispatch (Triton) are not seen: memory that they wrote is of unknown origin,
+    and a target that receives such memory counts for the tensor that is being loaded.
+
+    Raises ``Refused`` out of the loader's operation, before it runs, for a write to a ``SERVED``
+    target.
+    """
+
+    def __init__(
+        self,
+        targets: Targets,
+        *,
+        before_write: Callable[[Write], None],
+        rate_limit: RateLimit | None = None,
+    ) -> None:
+        """``before_write`` is called before each write to a weight or to derived memory."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._targets = targets
+        self._before_write = before_write
+        self._rate_limit = rate_limit
+        # both by ``memory_key``
+        self._received: dict[int, _Received] = {}
+        self._computed: dict[int, frozenset[str]] = {}
+        self._is_following = True
+        self._current: str | None = None
+        self._writes: dict[Any, frozenset[int | str]] = {}
+        self.reached: set[str] = set()
+
+    def aim_at(self, targets: Targets) -> None:
+        """Look for writes to ``targets`` from now on."""
+        self._targets = targets
+
+    def receive(self, name: str, tensor: torch.Tensor, *, is_alone: bool) -> None:
+        """Follow ``tensor``. ``is_alone``: no tensor that is followed lies in its storage."""
+        key = memory_key(tensor)
+        if is_alone or key not in self._received:
+            self._received[key] = _Received()
+        self._computed.pop(key, None)
+        self._received[key].add(name, tensor)
+        self._current = name
+
+    @contextmanager
+    def standing_by(self) -> Iterator[None]:
+        """Around operations that are not the loader's."""
+        self._is_following = False
+        try:
+            yield
+        finally:
+            self._is_following = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_following:
+            return func(*args, **kwargs)
+        written = self._written_arguments(func)
+        read: list[torch.Tensor] = []
+        written_tensors: list[torch.Tensor] = []
+        for at, value in (*enumerate(args), *kwargs.items()):
+            (written_tensors if at in written else read).extend(_tensors_in(value))
+        names, is_known = self._origin(read)
+        for tensor in written_tensors:
+            target = self._targets.get(memory_key(tensor))
+            if target is None:
+                continue
+            self._reach(target, tensor, names, is_known)
+            if target.kind is Kind.FOREIGN:
+                # each operation in place returns what it wrote
+                return args[0]
+        if func is _COPY and self._rate_limit is not None and written_tensors:
+            copy_in_pieces(self._rate_limit, args[0], args[1], *args[2:], **kwargs)
+            result = args[0]
+        else:
+            result = func(*args, **kwargs)
+        self._follow(result, written_tensors, read, names)
+        return result
+
+    def _written_arguments(self, func: Any) -> frozenset[int | str]:
+        known = self._writes.get(func)
+        if known is None:
+            found: set[int | str] = set()
+            for at, argument in enumerate(func._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    found |= {at, argument.name}
+            known = self._writes[func] = frozenset(found)
+        return known
+
+    def _origin(self, tensors: list[torch.Tensor]) -> tuple[frozenset[str], bool]:
+        """The received tensors that ``tensors`` were made of, and whether all are accounted for."""
+        names: frozenset[str] = frozenset()
+        is_known = True
+        for tensor in tensors:
+            key = memory_key(tensor)
+            if (received := self._received.get(key)) is not None:
+                names |= frozenset(received.names_in(tensor))
+            elif (computed := self._computed.get(key)) is not None:
+                names |= computed
+                is_known = is_known and bool(computed)
+            else:
+                is_known = is_known and key in self._targets
+        return names, is_known
+
+    def _reach(
+        self, target: Target, tensor: torch.Tensor, names: frozenset[str], is_known: bool
+    ) -> None:
+        if target.kind is Kind.SERVED:
+            raise Refused(
+                f"the model's loader writes {target.name!r} where it is being served, and not only "
+                "the copy that is staged"
+            )
+        if target.kind is not Kind.FOREIGN:
+            self._before_write(Write(target, memory_key(tensor)))
+        self.reached |= names
+        if not names and not is_known and self._current is not None:
+            self.reached.add(self._current)
+
+    def _follow(
+        self,
+        result: Any,
+        written: list[torch.Tensor],
+        read: list[torch.Tensor],
+        names: frozenset[str],
+    ) -> None:
+        for tensor in written:
+            key = memory_key(tensor)
+            if key not in self._targets and key not in self._received:
+                self._computed[key] = self._computed.get(key, frozenset()) | names
+        results = list(_tensors_in(result))
+        if not results and read:
+            # a number: the loader itself knows it
+            self.reached |= names
+            return
+        inputs = {memory_key(tensor) for tensor in (*written, *read)}
+        for tensor in results:
+            key = memory_key(tensor)
+            if key not in inputs:
+                self._received.pop(key, None)
+                self._computed[key] = names
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor spans."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.itemsize

@@ -1,0 +1,156 @@
+"""A model whose live weights an update writes, by SGLang's own steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
+from torch import nn
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
+from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write, memory_key
+from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
+
+# (module path and attribute, position in the attribute) of each tensor of a model
+Places = dict[tuple[str, int], torch.Tensor]
+
+
+class InPlaceModel:
+    """Takes a ``Shadow``'s place in the mode ``off``: the loader meets the live model.
+
+    SGLang may finish a model after loading: it makes another layout, puts another parameter in
+    the place of the one that was loaded, or computes a product of two. Such a model is
+    ``restored`` to what a loader writes, written, and finished, all by SGLang's own functions, on
+    the scheduler's thread, while the loop makes no step. In between its weights are of no use.
+
+    Captured graphs hold addresses. Where they do, each tensor keeps the address that it had
+    before the update: a tensor that finishing puts elsewhere is copied back, and one whose shape
+    changes is refused.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        *,
+        finishes: bool,
+        holds_graphs: bool,
+        owners: Sequence[nn.Module] = (),
+    ) -> None:
+        """``finishes``: SGLang changes the model after loading it. ``owners``: models whose
+        weights are theirs, also where ``model`` shares them."""
+        self.model = model
+        self.finishes = finishes
+        self._device = device
+        self._holds_graphs = holds_graphs
+        self._owners = owners
+        # written, and not finished
+        self.is_open = False
+        self._is_direct = False
+        self._before: Places = {}
+
+    @property
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """As a shadow's, of the parameters that are there now: finishing may replace them."""
+        return ((name, weight, weight) for name, weight in weights_of(self.model))
+
+    @property
+    def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+        return []
+
+    def begin(self) -> None:
+        """Nothing is to be prepared."""
+
+    def find_derived(self) -> None:
+        """What loading derives is live already."""
+
+    def note_write(self, write: Write) -> None:
+        self.open()
+
+    def targets(self) -> dict[int, Target]:
+        """Everything that a loader of this model could write, by its memory."""
+        found = {
+            memory_key(tensor): Target(Kind.DERIVED, place)
+            for (place, _), tensor in _places_of(self.model).items()
+        }
+        found |= {memory_key(w): Target(Kind.WEIGHT, name) for name, w in weights_of(self.model)}
+        for owner in self._owners:
+            for name, weight in weights_of(owner):
+                if memory_key(weight) in found:
+                    found[memory_key(weight)] = Target(Kind.FOREIGN, name)
+        return found
+
+    def open(self) -> None:
+        """Something is about to write it."""
+        if not self.is_open:
+            self.is_open = True
+            if self._holds_graphs:
+                # of their own, because ``.data`` of a parameter may be set
+                self._before = {at: t.detach() for at, t in _places_of(self.model).items()}
+
+    def restore(self) -> None:
+        """Before the first tensor. After a failure half way nothing is to be undone."""
+        if self.finishes and not self.is_open:
+            self.open()
+            DefaultModelLoader.restore_weights_before_loading(self.model, self._device)
+
+    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """By the steps of SGLang's updates from disk, which rename for some formats."""
+        DefaultModelLoader.load_weights_only(self.model, weights, self._device)
+
+    def write_directly(self) -> None:
+        """Tensors are about to be copied to parameters past the model's loader."""
+        self._is_direct = True
+
+    def finish(self, *, was_loaded: bool) -> None:
+        """``was_loaded`` is false where something else than its loader has written it.
+
+        Raises ``Refused`` where captured graphs would read memory that is no longer a weight's.
+        """
+        self.is_open = False
+        if self.finishes:
+            if self._is_direct or not was_loaded:
+                post_load_weights(self.model)
+            DefaultModelLoader.postprocess_weights(self.model, self._device)
+        self._is_direct = False
+        refresh_derived(self.model)
+        before, self._before = self._before, {}
+        if moved := _put_back(before, _places_of(self.model)):
+            raise Refused(
+                f"finishing the update moved {moved[0]!r}, and captured CUDA graphs still read "
+                "the old memory: restart the server, or serve this model with "
+                "--disable-cuda-graph"
+            )
+
+
+def _places_of(model: nn.Module) -> Places:
+    """Every tensor of ``model``, by where it is kept."""
+    found: Places = {}
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        values = (*attributes_of(module), *module._parameters.items(), *module._buffers.items())
+        for name, value in values:
+            for at, tensor in enumerate(tensors_in(value)):
+                found[f"{prefix}{name}", at] = tensor
+    return found
+
+
+def _put_back(before: Places, now: Places) -> list[str]:
+    """Bring each tensor of ``now`` to the address of its predecessor; returns those that cannot."""
+    moved = []
+    for place, old in before.items():
+        new = now.get(place)
+        if new is not None and new.data_ptr() == old.data_ptr():
+            continue
+        if new is None or _layout_of(new) != _layout_of(old):
+            moved.append(place[0])
+            continue
+        old.copy_(new)
+        new.data = old
+    return moved
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype

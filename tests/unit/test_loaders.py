@@ -1,0 +1,470 @@
+"""An update is as good as a fresh load, or it is refused: for any loader, in any number of calls.
+
+A loader is made up of what SGLang's loaders do: it gathers all tensors and writes them sorted,
+keeps a dict of parameters, holds one half of a fused parameter for the other one, renames,
+splits, ignores, copies past ``weight_loader``, and derives tensors from weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.messages import DIRECT, TensorSource
+from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
+from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.batches import one_batch
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.update import Update
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+SHAPES = {
+    "plain": (4,),
+    "q": (2, 4),
+    "k": (1, 4),
+    "old_name": (3,),
+    "both": (2, 5),
+    "norm": (4,),
+    "uncounted": (2,),
+    # of no use to this model
+    "rotary.inv_freq": (2,),
+    "mtp.plain": (4,),
+}
+IGNORED = {"rotary.inv_freq", "mtp.plain"}
+HALVES = {"q", "k"}
+
+
+@dataclass(frozen=True)
+class Traits:
+    gathers: bool = False
+    caches: bool = False
+    # puts a new tensor in an attribute, as Sarvam's MLA does
+    replaces: bool = False
+    # copies what it holds for later, as DeepSeek's loader does
+    clones: bool = False
+
+
+class Model(nn.Module):
+    def __init__(self, traits: Traits) -> None:
+        super().__init__()
+        self.traits = traits
+        self.plain = parameter(4)
+        self.qk = parameter(3, 4)
+        self.new_name = parameter(3)
+        self.first, self.second = parameter(5), parameter(5)
+        self.norm = parameter(4)
+        self.norm.weight_loader = self.load_norm  # type: ignore[attr-defined]
+        self.uncounted = parameter(2)
+        # in no checkpoint
+        self.norm_plus_one: torch.Tensor
+        self.register_buffer("norm_plus_one", torch.ones(4), persistent=False)
+        self.normalizer: torch.Tensor
+        self.register_buffer("normalizer", torch.tensor(3.0))
+        self.product: torch.Tensor | None = None
+
+    def load_norm(self, weight: nn.Parameter, loaded: torch.Tensor) -> None:
+        weight.data.copy_(loaded)
+        self.norm_plus_one.copy_(weight.data).add_(1.0)
+
+    def load_weights(self, weights: Weights) -> None:
+        parameters = self.parameters_by_name()
+        held: Tensors = {}
+        for name, tensor in sorted(weights) if self.traits.gathers else weights:
+            if name in IGNORED:
+                continue
+            if name in HALVES:
+                held[name] = tensor.clone() if self.traits.clones else tensor
+                if held.keys() == HALVES:
+                    write(parameters["qk"], torch.cat([held.pop("q"), held.pop("k")]))
+            elif name == "both":
+                for part, half in zip(("first", "second"), tensor, strict=True):
+                    write(parameters[part], half)
+            elif name == "uncounted":
+                parameters[name].data.copy_(tensor)
+            else:
+                write(parameters[{"old_name": "new_name"}.get(name, name)], tensor)
+        if self.traits.replaces:
+            self.product = self.plain.data * 2
+
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        if not self.traits.caches:
+            return dict(self.named_parameters())
+        if not hasattr(self, "_cached"):
+            self._cached = dict(self.named_parameters())
+        return self._cached
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape), requires_grad=False)
+
+
+def write(weight: nn.Parameter, loaded: torch.Tensor) -> None:
+    getattr(weight, "weight_loader", default_weight_loader)(weight, loaded)
+
+
+def tensors(version: float, names: Iterable[str] = SHAPES) -> Tensors:
+    return {
+        name: torch.arange(torch.Size(SHAPES[name]).numel()).view(SHAPES[name]) / 16 + version
+        for name in names
+    }
+
+
+def fresh(traits: Traits, weights: Tensors) -> Model:
+    model = Model(traits)
+    model.load_weights(weights.items())
+    return model
+
+
+def all_that_a_forward_reads(model: Model) -> Tensors:
+    found = dict(model.named_parameters()) | dict(model.named_buffers())
+    if model.product is not None:
+        found["product"] = model.product
+    return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+
+def are_equal(one: Tensors, other: Tensors) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+class Rank:
+    """One that serves a model by a made-up loader, through the jobs of real updates."""
+
+    def __init__(
+        self,
+        mode: StagingMode,
+        model: nn.Module,
+        *,
+        served: Iterable[str] = SHAPES,
+        ties_head: bool = False,
+    ) -> None:
+        self.model = model
+        parameters = ShadowParameters()
+        self.shadowed = ShadowedModel("target", runner_of(model, ties_head), parameters)
+        self.shadowed._served = {name: SHAPES[name] for name in served}
+        self.writes = 0
+        if mode is StagingMode.OFF:
+            self.shadowed.on_write = self._count_write
+        none: Any = SimpleNamespace(inc=lambda count: None)
+        metrics: Any = SimpleNamespace(observe_load=lambda source, s: None, staged_bytes=none)
+        groups: Any = None
+        self._jobs = Jobs(
+            [self.shadowed],
+            Shadows([self.shadowed], parameters),
+            groups,
+            metrics,
+            mode=mode,
+            device=CPU,
+            rate_limit=RateLimit(0, lambda: False),
+            check_finite=True,
+        )
+        self._previous: Any = None
+        self._is_marked = False
+
+    def fill_hollow(self, call: Tensors) -> int:
+        """A partial update of weights that nobody knows; returns the elements still missing."""
+        opened: Any = SimpleNamespace(update_id="u", partial=True, may_be_empty=False)
+        update = Update(opened, fills_hollow=True, marks=not self._is_marked)
+        self._is_marked = True
+        self._send(update, [call], None)
+        assert update.sealed is not None
+        return update.sealed.missing
+
+    def update(
+        self, *calls: Tensors, partial: bool = False, load_format: str | None = None
+    ) -> None:
+        """One update of as many calls. The sender's memory is used again after each of them."""
+        opened: Any = SimpleNamespace(update_id="u", partial=partial, may_be_empty=False)
+        update = Update(opened)
+        self._send(update, calls, load_format)
+        assert update.sealed is not None
+        self._previous = update.sealed.swap
+        self._previous.make()
+
+    def _send(self, update: Update, calls: Sequence[Tensors], load_format: str | None) -> None:
+        self._jobs.prepare(update, None, after=None)
+        for call in calls:
+            source: Any = tensor_source(load_format)
+            sent = {name: tensor.clone() for name, tensor in call.items()}
+            self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+                pair
+                for pair in sent.items()  # noqa: B023
+            )
+            self._jobs.fill(update, source, None)
+            for tensor in sent.values():
+                tensor.fill_(-1)
+        self._jobs.seal(update, "")
+
+    def roll_back(self) -> None:
+        self._previous.make()
+
+    def _count_write(self) -> None:
+        self.writes += 1
+
+
+def tensor_source(load_format: str | None) -> Any:
+    return TensorSource(serialized_named_tensors=[], load_format=load_format)
+
+
+def runner_of(model: nn.Module, ties_head: bool) -> Any:
+    return SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(
+            model_path="",
+            revision=None,
+            hf_config=SimpleNamespace(tie_word_embeddings=ties_head),
+            hf_text_config=SimpleNamespace(tie_word_embeddings=ties_head),
+        ),
+        load_config=SimpleNamespace(download_dir=None),
+        weight_updater=SimpleNamespace(custom_weight_loaders={}),
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    """As jobs run."""
+    with torch.no_grad():
+        yield
+
+
+BOTH_MODES = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.OFF])
+traits_of_loaders = st.builds(
+    Traits, gathers=st.booleans(), caches=st.booleans(), clones=st.booleans()
+)
+
+
+@st.composite
+def updates(draw: st.DrawFn) -> tuple[bool, list[list[str]]]:
+    """Whether it is partial, and the names of each of its calls."""
+    partial = draw(st.booleans())
+    names = list(SHAPES)
+    if partial:
+        names = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
+    names = draw(st.permutations(names))
+    ends = sorted(draw(st.sets(st.integers(1, len(names)), max_size=3)) | {len(names)})
+    calls = [names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+    return partial, calls
+
+
+@BOTH_MODES
+@settings(max_examples=60, deadline=None)
+@given(traits=traits_of_loaders, history=st.lists(updates(), min_size=1, max_size=3))
+def test_an_update_is_a_fresh_load_or_refused(
+    mode: StagingMode, traits: Traits, history: list[tuple[bool, list[list[str]]]]
+) -> None:
+    served = tensors(1.0)
+    model = fresh(traits, served)
+    rank = Rank(mode, model)
+    for version, (partial, calls) in enumerate(history, 2):
+        before = all_that_a_forward_reads(model)
+        sent = {name for call in calls for name in call}
+        lacks_a_half = len(sent & HALVES) == 1
+        pieces = [tensors(version, call) for call in calls]
+        if lacks_a_half or sent <= IGNORED:
+            # what reaches no weight need not be refused where the loader ignores it by itself
+            if lacks_a_half:
+                with pytest.raises(Refused, match="only together with other tensors"):
+                    rank.update(*pieces, partial=partial)
+                if mode is StagingMode.OFF:
+                    return
+                assert are_equal(all_that_a_forward_reads(model), before)
+            continue
+        rank.update(*pieces, partial=partial)
+        served |= tensors(version, sent)
+        assert are_equal(all_that_a_forward_reads(model), state_of_fresh(traits, served))
+        if mode is StagingMode.DEVICE:
+            rank.roll_back()
+            assert are_equal(all_that_a_forward_reads(model), before)
+            rank.roll_back()
+
+
+def state_of_fresh(traits: Traits, weights: Tensors) -> Tensors:
+    return all_that_a_forward_reads(fresh(traits, weights))
+
+
+@BOTH_MODES
+def test_halves_of_a_fused_weight_in_two_calls_go_live_together(mode: StagingMode) -> None:
+    model = fresh(Traits(), tensors(1.0))
+    rank = Rank(mode, model)
+    rest = [name for name in SHAPES if name != "k"]
+    rank.update(tensors(2.0, rest), tensors(2.0, ["k"]))
+    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(2.0)))
+
+
+def test_half_of_a_fused_weight_alone_is_refused_though_its_name_is_known() -> None:
+    model = fresh(Traits(), tensors(1.0))
+    rank = Rank(StagingMode.DEVICE, model)
+    with pytest.raises(Refused, match="loader takes q only together with other tensors"):
+        rank.update(tensors(2.0, ["q", "plain"]), partial=True)
+    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(1.0)))
+
+
+def test_an_attribute_that_a_loader_replaces_is_new_in_place() -> None:
+    traits = Traits(replaces=True)
+    model = fresh(traits, tensors(1.0))
+    Rank(StagingMode.OFF, model).update(tensors(2.0))
+    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(traits, tensors(2.0)))
+
+
+def test_an_attribute_that_a_loader_replaces_refuses_the_next_update_at_once() -> None:
+    model = fresh(Traits(replaces=True), tensors(1.0))
+    before = all_that_a_forward_reads(model)
+    rank = Rank(StagingMode.DEVICE, model)
+    with pytest.raises(Refused, match="loading them replaces 'product'"):
+        rank.update(tensors(2.0))
+    opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False)
+    with pytest.raises(Refused, match="loading them replaces 'product'"):
+        rank._jobs.prepare(Update(opened), None, after=None)
+    assert are_equal(all_that_a_forward_reads(model), before)
+
+
+@pytest.mark.parametrize("traits", [Traits(), Traits(caches=True), Traits(gathers=True)])
+def test_the_first_write_in_place_is_told_of(traits: Traits) -> None:
+    """A dict of parameters that the model kept is of the live ones."""
+    rank = Rank(StagingMode.OFF, fresh(traits, tensors(1.0)))
+    with pytest.raises(Refused, match="no weight named 'unheard-of'"):
+        rank.update({"unheard-of": torch.ones(2)} | tensors(2.0, ["plain"]), partial=True)
+    assert rank.writes == 0 or traits.gathers
+    with pytest.raises(Refused, match="holds NaN"):
+        rank.update(tensors(2.0, ["uncounted"]), {"plain": torch.full((4,), torch.nan)})
+    assert rank.writes > 0
+
+
+def test_a_tensor_that_no_checkpoint_holds_stays_as_it_is() -> None:
+    """Gemma 2 registers its normalizer as a buffer, and a whole update does not bring it."""
+    model = fresh(Traits(), tensors(1.0))
+    Rank(StagingMode.DEVICE, model).update(tensors(2.0))
+    assert model.normalizer.item() == 3.0
+
+
+def test_hollow_weights_are_whole_without_a_tensor_that_no_checkpoint_holds() -> None:
+    model = fresh(Traits(), tensors(1.0))
+    rank = Rank(StagingMode.DEVICE, model)
+    names = list(SHAPES)
+    assert rank.fill_hollow(tensors(2.0, names[:4])) > 0
+    assert rank.fill_hollow(tensors(2.0, names[4:])) == 0
+    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(2.0)))
+
+
+def test_a_weight_that_was_not_sent_is_missing() -> None:
+    rank = Rank(StagingMode.DEVICE, fresh(Traits(), tensors(1.0)))
+    with pytest.raises(Refused, match="not complete: 4 of 4 elements of 'plain' were not sent"):
+        rank.update({name: t for name, t in tensors(2.0).items() if name != "plain"})
+
+
+@BOTH_MODES
+def test_a_direct_write_reaches_what_is_derived(mode: StagingMode) -> None:
+    """``GemmaRMSNorm`` derives in its parameter's loader, which a direct write passes by."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm
+
+    model: Any = nn.Module()
+    model.norm = GemmaRMSNorm(4)
+    Rank(mode, model, served=()).update(
+        {"norm.weight": torch.full((4,), 2.0)}, partial=True, load_format=DIRECT
+    )
+    assert model.norm.gemma_weight.tolist() == [3.0] * 4
+
+
+@BOTH_MODES
+def test_a_router_that_folds_its_scale_uses_the_new_one(mode: StagingMode) -> None:
+    """Gemma 4's does so at its first forward, in a tensor that no checkpoint holds."""
+    from sglang.srt.models.gemma4_causal import Gemma4Router
+
+    config = SimpleNamespace(hidden_size=4, rms_norm_eps=1e-6, num_experts=2)
+    router = Gemma4Router(config)
+    model = Scaled(router)
+    fuse_scales(model)
+    rank = Rank(mode, model, served=())
+    rank.update({"router.scale": torch.full((4,), 3.0)}, partial=True)
+    assert router.norm.weight.tolist() == [1.5] * 4
+    if mode is StagingMode.DEVICE:
+        rank.roll_back()
+        assert router.norm.weight.tolist() == [0.5] * 4
+
+
+class Scaled(nn.Module):
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router = router
+
+    def load_weights(self, weights: Weights) -> None:
+        parameters = dict(self.named_parameters())
+        for name, tensor in weights:
+            parameters[name].data.copy_(tensor)
+
+
+def test_names_put_to_use_are_those_that_reach_a_weight() -> None:
+    for traits in (Traits(), Traits(gathers=True), Traits(caches=True), Traits(clones=True)):
+        found = find_put_to_use(Model(traits), SHAPES, torch.float32)
+        assert found.tensors == SHAPES.keys() - IGNORED
+        assert list(found.weights_left_out or ()) == ["normalizer"]
+
+
+def test_a_loader_that_cannot_run_without_memory_is_believed_as_far_as_it_came() -> None:
+    class Stops(Model):
+        def load_weights(self, weights: Weights) -> None:
+            for name, tensor in weights:
+                if name == "k" and not tensor.any():
+                    continue
+                write(self.parameters_by_name()[name], tensor)
+
+    shapes = {name: SHAPES[name] for name in ("plain", "norm", "k", "uncounted")}
+    found = find_put_to_use(Stops(Traits()), shapes, torch.float32)
+    assert found.tensors == {"plain", "norm"}
+    assert found.weights_left_out is None
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(4, 2)
+        self.lm_head = self.embed_tokens
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            if name != "lm_head.weight":
+                self.embed_tokens.weight.data.copy_(tensor)
+
+
+@BOTH_MODES
+@pytest.mark.parametrize(
+    ("sent", "reason"),
+    [
+        ({"lm_head.weight": 2.0}, "which were not sent"),
+        ({"embed_tokens.weight": 2.0, "lm_head.weight": 3.0}, "differs from the embeddings"),
+        ({"lm_head.weight": 3.0, "embed_tokens.weight": 2.0}, "differs from the embeddings"),
+        ({"embed_tokens.weight": 2.0, "lm_head.weight": 2.0}, None),
+        ({"embed_tokens.weight": 2.0}, None),
+    ],
+)
+def test_a_tied_head_that_is_not_the_embeddings_is_refused(
+    mode: StagingMode, sent: dict[str, float], reason: str | None
+) -> None:
+    model = Tied()
+    model.embed_tokens.weight.data.fill_(1.0)
+    rank = Rank(mode, model, served=(), ties_head=True)
+    calls = [{name: torch.full((4, 2), value)} for name, value in sent.items()]
+    if reason is None:
+        rank.update(*calls, partial=True)
+        assert model.lm_head.weight.tolist() == [[2.0] * 2] * 4
+        return
+    with pytest.raises(Refused, match=reason):
+        rank.update(*calls, partial=True)
+    if mode is StagingMode.DEVICE:
+        assert model.lm_head.weight.tolist() == [[1.0] * 2] * 4
