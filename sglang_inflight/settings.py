@@ -122,7 +122,10 @@ class Settings:
     sse_comment_s: float = _setting(
         15.0,
         _seconds,
-        "how often a silent event stream gets a comment while paused, in seconds; 0 is never",
+        "how often a silent event stream gets an empty line while paused, in seconds; 0 is never",
+    )
+    sse_comment: bool = _setting(
+        False, _boolean, "say in that line, as a comment, which mode the pause has"
     )
 
     transparent: bool = _setting(

@@ -55,7 +55,7 @@ _COMMON = (
 
 # By the name of the fixture that gives it; tests run in this order.
 FLAVOURS = {
-    "server": Flavour(_COMMON),
+    "server": Flavour(_COMMON, {"SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2"}),
     # with limits that only few tests come near to, because a server more costs more
     "normal_loop_server": Flavour(
         (
@@ -70,6 +70,7 @@ FLAVOURS = {
         {
             "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S),
             "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
+            "SGLANG_INFLIGHT_SSE_COMMENT": "1",
         },
     ),
     "off_server": Flavour(
@@ -82,6 +83,7 @@ FLAVOURS = {
         {
             "SGLANG_INFLIGHT_VLLM_ROUTES": "1",
             "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
+            "SGLANG_INFLIGHT_SSE_COMMENT": "1",
             # how long uvicorn may take to see that a worker has died
             "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
         },

@@ -37,7 +37,7 @@ class Paused:
 
 
 async def ask(
-    answer: Any, paused: Paused, body: Any = None, *, root_path: str = ""
+    answer: Any, paused: Paused, body: Any = None, *, root_path: str = "", says_why: bool = True
 ) -> httpx.Response:
     async def endpoint(request: Request) -> Response:
         await request.body()
@@ -45,7 +45,7 @@ async def ask(
         return response
 
     app = Starlette(routes=[Route("/generate", endpoint, methods=["POST"])])
-    wrapped = PauseComments(app, mode=paused.mode, every_s=EVERY_S)
+    wrapped = PauseComments(app, mode=paused.mode, every_s=EVERY_S, says_why=says_why)
     transport = httpx.ASGITransport(app=wrapped, root_path=root_path)
     client = httpx.AsyncClient(transport=transport, base_url="http://test")
     async with asyncio.timeout(PATIENCE_S), client:
@@ -78,6 +78,21 @@ def test_a_late_error_is_an_event(late: Response, event: dict[str, Any]) -> None
     assert comments == [COMMENT] * 3
     assert json.loads(error.removeprefix("data: ")) == {"error": event}
     assert done == "data: [DONE]"
+
+
+def test_a_line_that_says_nothing_is_empty() -> None:
+    """Readers that take every other line for JSON pass it over."""
+
+    async def answer(paused: Paused) -> Response:
+        async def events() -> AsyncIterator[str]:
+            yield "data: {}\n\n"
+            await paused.ended.wait()
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    response = asyncio.run(ask(answer, Paused(), says_why=False))
+    assert response.text == "data: {}\n\n" + "\n" * 3 + "data: [DONE]\n\n"
 
 
 def test_behind_a_proxy_that_takes_a_prefix_off() -> None:

@@ -128,7 +128,12 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     every_s = frontend.settings.sse_comment_s
     if every_s > 0:
         # the last is the innermost: behind whoever checks keys and adds headers
-        comments = Middleware(PauseComments, mode=frontend.mode, every_s=every_s)
+        comments = Middleware(
+            PauseComments,
+            mode=frontend.mode,
+            every_s=every_s,
+            says_why=frontend.settings.sse_comment,
+        )
         app.user_middleware.append(comments)
 
 

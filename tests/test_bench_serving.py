@@ -1,0 +1,71 @@
+"""SGLang's own benchmark, as its users start it, against a server that is updated meanwhile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from harness.server import PLAIN, Server
+from tests.support.load import pause, prompt, resume, status, until, update
+
+REQUESTS = 100
+# empty lines that a silent stream has while the benchmark's streams are silent, too
+LINES = 20
+
+
+@contextmanager
+def benchmark(server: Server, backend: str, checkpoints: Path, out: Path) -> Iterator[None]:
+    """It has ended, and was content, when the block has."""
+    model = str(checkpoints / "v0")
+    command = [
+        sys.executable, "-m", "sglang.bench_serving",
+        "--backend", backend, "--base-url", server.url,
+        "--dataset-name", "random-ids", "--tokenizer", model,
+        "--num-prompts", str(REQUESTS), "--random-input-len", "16", "--random-output-len", "100",
+        "--warmup-requests", "0", "--disable-tqdm", "--output-file", str(out), "--output-details",
+    ]  # fmt: skip
+    with out.with_suffix(".log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        yield
+        assert process.wait(timeout=240) == 0, out.with_suffix(".log").read_text()[-3000:]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def read_empty_lines(server: Server, count: int) -> None:
+    """A stream that waits in the pause has ``count`` of them, and nothing else."""
+    body = {"input_ids": prompt(), "stream": True, "sampling_params": {"max_new_tokens": 1}}
+    with httpx.stream("POST", server.url + "/generate", json=body, timeout=120, **PLAIN) as answer:
+        received = b""
+        for chunk in answer.iter_raw():
+            received += chunk
+            if len(received) >= count:
+                break
+    assert received[:count] == b"\n" * count
+
+
+@pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat"])
+def test_every_request_of_the_benchmark_succeeds(
+    server: Server, checkpoints: Path, tmp_path: Path, backend: str
+) -> None:
+    out = tmp_path / "bench.jsonl"
+    with benchmark(server, backend, checkpoints, out):
+        until("its requests run", lambda: status(server)["running"] > 0)
+        pause(server, "in_place")
+        assert status(server)["running"] > 0
+        read_empty_lines(server, LINES)
+        update(server, checkpoints, 1, non_blocking=True)
+        read_empty_lines(server, LINES)
+        resume(server)
+    (result,) = map(json.loads, out.read_text().splitlines())
+    assert result["completed"] == REQUESTS
+    assert [error for error in result["errors"] if error] == []
