@@ -17,7 +17,7 @@ def handled() -> Iterator[list[int]]:
     numbers: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: numbers.append(number))
-        for number in (signal.SIGHUP, signal.SIGTERM)
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
     }
     wakeup = signal.set_wakeup_fd(-1)
     yield numbers
@@ -28,14 +28,53 @@ def handled() -> Iterator[list[int]]:
 
 def test_it_hears_what_ends_a_server(handled: list[int]) -> None:
     async def do() -> None:
-        told = asyncio.ensure_future(ToldToGo().wait())
+        told = asyncio.Event()
+        listening = asyncio.ensure_future(ToldToGo().listen(told.set))
         # uvicorn starts its workers anew
         signal.raise_signal(signal.SIGHUP)
         for _ in range(5):
             await asyncio.sleep(0)
-        assert not told.done()
+        assert not told.is_set()
         signal.raise_signal(signal.SIGTERM)
-        await told
+        await told.wait()
+        listening.cancel()
 
     asyncio.run(do())
     assert handled == [signal.SIGHUP, signal.SIGTERM]
+
+
+def test_it_ends_the_server_where_the_http_server_has_replaced_sglangs_handler(
+    handled: list[int],
+) -> None:
+    async def do() -> None:
+        ended = asyncio.Event()
+        replaced: list[int] = []
+
+        def end(number: int, _: object) -> None:
+            handled.append(number)
+            ended.set()
+
+        signal.signal(signal.SIGQUIT, end)
+        told_to_go = ToldToGo()
+        signal.signal(signal.SIGQUIT, lambda number, _: replaced.append(number))
+        listening = asyncio.ensure_future(told_to_go.listen(lambda: None))
+        signal.raise_signal(signal.SIGQUIT)
+        await ended.wait()
+        listening.cancel()
+        assert replaced == [signal.SIGQUIT]
+
+    asyncio.run(do())
+    assert handled == [signal.SIGQUIT]
+
+
+def test_it_leaves_a_failure_to_the_handler_that_is_in_its_place(handled: list[int]) -> None:
+    async def do() -> None:
+        told = asyncio.Event()
+        listening = asyncio.ensure_future(ToldToGo().listen(told.set))
+        signal.raise_signal(signal.SIGQUIT)
+        signal.raise_signal(signal.SIGTERM)
+        await told.wait()
+        listening.cancel()
+
+    asyncio.run(do())
+    assert handled == [signal.SIGQUIT, signal.SIGTERM]

@@ -154,7 +154,7 @@ class Owner:
             lambda: manager._dispatch_to_scheduler(ShutdownReq()),
         )
         made.board = manager.inflight.adapters.board = board
-        manager.inflight.in_background(self._go_when_told(manager, board))
+        manager.inflight.in_background(self._told_to_go.listen(lambda: self._go(manager, board)))
         manager.set_engine_state_changed_callback(board.post)
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
@@ -185,9 +185,10 @@ class Owner:
             reloadable=_rows(manager.lora_ref_cache),
         )
 
-    async def _go_when_told(self, manager: AdoptedTokenizerManager, board: Board) -> None:
+    def _go(self, manager: AdoptedTokenizerManager, board: Board) -> None:
         """Pauses end, and none is taken; ranks end when the last request has."""
-        await self._told_to_go.wait()
+        if manager.gracefully_exit:
+            return
         manager.gracefully_exit = True
         let_go(manager)
         board.end_when_drained()
