@@ -21,9 +21,13 @@ from tests.support.load import (
     until_empty,
     until_waiting,
 )
+from tests.support.pool import FLAVOURS, Flavour, ServerPool
+from tests.support.updates import Call
 from tests.support.vllm import VLLMClient
 
 pytest_plugins = ["tests.support.fixtures"]
+
+FLAVOURS["embedding_server"] = Flavour(("--is-embedding",))
 
 # each begins with the one before
 NAMES = ["step", "step1", "step10"]
@@ -80,6 +84,28 @@ def test_a_client_leaves_another_whose_name_begins_alike(
     until_waiting(vllm_server, 1)
     resume(vllm_server)
     expect_all_go_on([staying])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"model": "default", "input": [5, 6, 7]}),
+        ("/v1/embeddings", {"model": "default", "input": [[5, 6, 7], [5, 6]]}),
+        ("/encode", {"input_ids": [5, 6, 7]}),
+    ],
+    ids=["embeddings", "many_embeddings", "encode"],
+)
+def test_an_embedding_that_is_aborted(pool: ServerPool, path: str, body: dict[str, Any]) -> None:
+    server = pool.get(FLAVOURS["embedding_server"])
+    pause(server, "in_place")
+    call = Call(server, path, body)
+    until_waiting(server, 2 if path == "/v1/embeddings" and len(body["input"]) == 2 else 1)
+    pause(server, "abort")
+    answer = call.answer()
+    assert answer["status_code"] == 503, answer
+    assert "aborted" in str(answer), answer
+    pool.restore()
+    assert server.post(path, body)["status_code"] == 200
 
 
 # ---- groups ------------------------------------------------------------------------------

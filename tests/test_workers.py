@@ -144,6 +144,28 @@ def test_an_abort_finds_a_request_of_any_worker(doors: list[Server]) -> None:
     expect_all_go_on([named[0], named[2]])
 
 
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_name_that_another_worker_has_given(doors: list[Server], *, stream: bool) -> None:
+    """It is refused, and harms neither that worker's request nor the detokenizer."""
+    one, other = doors
+    first = Generation(one, tokens=ENDLESS, rid="name")
+    first.wait_for_tokens(3)
+    second = Generation(other, tokens=ENDLESS, rid="name", stream=stream)
+    second.wait_for_end()
+    if stream:
+        (output,) = second.outputs()
+        assert output.meta["finish_reason"]["status_code"] == 400
+        said = output.meta["finish_reason"]["message"]
+    else:
+        assert (second.status, second.count) == (400, 0)
+        said = second.refusal or ""
+    assert "Duplicate request ID detected: name" in said
+    expect_all_go_on([first])
+    third = Generation(other, tokens=ENDLESS, rid="name")
+    third.wait_for_tokens(3)
+    expect_all_go_on([third])
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_that_freezes(doors: list[Server], mode: str) -> None:
     one, other = doors
@@ -341,6 +363,19 @@ def test_a_worker_that_cannot_follow(pool: ServerPool, sender: Sender) -> None:
         expect_to_run_on(other, [running], [0, 1])
     assert "cannot follow" in server.log_text()
     pool.restore()
+
+
+@pytest.mark.parametrize("process", ["scheduler", "detokenizer"])
+def test_a_process_that_fails_ends_the_server(pool: ServerPool, process: str) -> None:
+    """As it does with one worker, and with an exit code that says so."""
+    server = pool.get(FLAVOURS["workers_server"])
+    children = psutil.Process(server.process.pid).children(recursive=True)
+    (failing,) = (each for each in children if f"sglang::{process}" in " ".join(each.cmdline()))
+    failing.kill()
+    until("the server has ended", lambda: not server.is_alive())
+    assert server.process.returncode != 0
+    until("none of it is left", lambda: all(map(has_ended, children)))
+    pool.discard()
 
 
 def test_no_worker_outlives_the_owner(pool: ServerPool) -> None:

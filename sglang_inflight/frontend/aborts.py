@@ -13,7 +13,10 @@ and so before any later request of the name.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from sglang.srt.managers.io_struct import EmbeddingReqInput
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
@@ -157,6 +160,29 @@ def bind_abort_task(create: Callable[..., Any], tm: AdoptedTokenizerManager, obj
     Its name may be another request's by then.
     """
     return create(tm, _RequestsOf(tm, obj))
+
+
+def leave_to_the_stream(handle: object, rid: str | list[str]) -> None:
+    """Instead of gRPC's abort of a stream whose client has taken nothing for minutes.
+
+    Its name may be another request's by then. SGLang closes the stream next, and aborts what is
+    left of its own requests.
+    """
+
+
+def refuse_without_embedding(
+    tm: TokenizerManager, out: dict[str, Any], state: Any, is_stream: bool
+) -> None:
+    """Before SGLang looks whether the end of a request is an error.
+
+    A text that ends early is an answer. Where an embedding was to come there is none, and routes
+    that look for it fail.
+    """
+    reason = out["meta_info"]["finish_reason"]
+    is_aborted = reason.get("type") == "abort" and reason.get("status_code") is None
+    if is_aborted and isinstance(state.obj, EmbeddingReqInput) and "embedding" not in out:
+        reason["status_code"] = HTTPStatus.SERVICE_UNAVAILABLE
+        reason["message"] = "the request was aborted before it was computed; send it again"
 
 
 class _RequestsOf:

@@ -21,7 +21,9 @@ from sglang_inflight.frontend.aborts import (
     abort_when_dispatched,
     bind_abort_task,
     join_groups,
+    leave_to_the_stream,
     name_groups,
+    refuse_without_embedding,
 )
 from sglang_inflight.frontend.as_sglang_answers import as_sglang_answers
 from sglang_inflight.frontend.bodies import (
@@ -299,7 +301,15 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}._init_req_state", *after(join_groups)),
     (f"{_TOKENIZER_MANAGER}.abort_request", *around(abort_request)),
     (f"{_TOKENIZER_MANAGER}._mark_state_dispatched", *after(abort_when_dispatched)),
+    (
+        f"{_TOKENIZER_MANAGER}._handle_abort_finish_reason",
+        *before(refuse_without_embedding),
+    ),
     (f"{_TOKENIZER_MANAGER}.create_abort_task", *around(bind_abort_task)),
+    (
+        "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._abort_request_id",
+        *instead(leave_to_the_stream),
+    ),
     (
         "sglang.srt.managers.io_struct.GenerateReqInput._normalize_rid",
         name_groups,

@@ -280,6 +280,17 @@ class Boundary:
                 cache.release_session(session_id)
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
+    def is_of_another_worker(self, request: AbortRequest) -> bool:
+        """Is what has the name a request of another tokenizer worker than the abort?
+
+        A worker means its own, which may have ended or been refused by now (``names.py``).
+        """
+        worker = request.http_worker_ipc
+        if request.abort_all or worker is None:
+            return False
+        named = [r for r in self.live_requests() if r.rid == request.rid and not r.finished()]
+        return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)
+
     def abort_waiting(self, request: AbortRequest) -> None:
         """End those that wait where SGLang's own abort ends none, or none before the next batch.
 

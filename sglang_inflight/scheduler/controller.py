@@ -52,6 +52,7 @@ from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.memory.occupation import Occupation
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.names import NAMES
 from sglang_inflight.scheduler.nodes.way import find_way
 from sglang_inflight.scheduler.pause.held_turns import HeldTurns
 from sglang_inflight.scheduler.pause.machine import PauseState
@@ -115,6 +116,7 @@ class Controller:
         self._answers = AnswerChannel(find_way(port_args.tokenizer_ipc_name))
         metrics = Metrics(scheduler.weight_updater.metrics_collector)
         boundary = self._boundary = Boundary(scheduler, metrics)
+        NAMES.adopt(scheduler, boundary)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         self._still = StillPipeline(boundary)
         self._held_turns = HeldTurns()
@@ -294,9 +296,12 @@ class Controller:
         self.fence.admit(req)
         self.adapters.admit(req)
 
-    def before_abort(self, request: AbortRequest) -> None:
-        """Requests are about to be ended: one by its id, or all."""
+    def before_abort(self, request: AbortRequest) -> bool:
+        """Requests are about to be ended: one by its id, or all. False: none is meant."""
+        if self._boundary.is_of_another_worker(request):
+            return False
         self._boundary.abort_waiting(request)
+        return True
 
     def begin_anew(self, req: Req) -> None:
         """A prefill server lets go of what it had computed for ``req``, which waits again."""

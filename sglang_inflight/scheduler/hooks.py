@@ -19,6 +19,7 @@ from sglang_inflight.scheduler.guard.session_turns import (
 )
 from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.in_step import IN_STEP
+from sglang_inflight.scheduler.names import NAMES
 from sglang_inflight.scheduler.nodes.meeting import meet
 from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
@@ -88,8 +89,11 @@ def enqueue(scheduler: AdoptedScheduler, req: Req, *args: Any, **kwargs: Any) ->
     scheduler.inflight.enqueue(req)
 
 
-def abort_waiting(scheduler: AdoptedScheduler, recv_req: AbortRequest) -> None:
-    scheduler.inflight.before_abort(recv_req)
+def abort_its_own(
+    abort: Callable[..., None], scheduler: AdoptedScheduler, recv_req: AbortRequest
+) -> None:
+    if scheduler.inflight.before_abort(recv_req):
+        abort(scheduler, recv_req)
 
 
 def keep_accepted(limit: Callable[..., bool], scheduler: AdoptedScheduler, recv_req: Req) -> bool:
@@ -126,6 +130,10 @@ def hold_the_turn(
         return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
     # what was waited for may have retracted those that the loop had read
     return choose(scheduler, running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
+
+
+def refuse_names_in_use(pull: Callable[[object], list[Any] | None], receiver: object) -> Any:
+    return NAMES.take(pull(receiver))
 
 
 def take_in_step(
@@ -327,6 +335,12 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.AROUND,
     ),
     (f"{_SCHEDULER}.get_next_batch_to_run", hold_the_turn, HookType.AROUND),
+    (
+        "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
+        "._pull_raw_reqs",
+        refuse_names_in_use,
+        HookType.AROUND,
+    ),
     (f"{_SCHEDULER}.process_input_requests", take_in_step, HookType.AROUND),
     (f"{_EXCHANGE}._get_local_tensor", tell_of_calls, HookType.AFTER),
     (f"{_EXCHANGE}._get_fallback_tensor", tell_of_no_calls, HookType.AFTER),
@@ -334,7 +348,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.on_idle", stay_idle_while_held, HookType.AROUND),
     (f"{_SCHEDULER}._collect_inflight_batches", count_those_held, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
-    (f"{_SCHEDULER}.abort_request", abort_waiting, HookType.BEFORE),
+    (f"{_SCHEDULER}.abort_request", abort_its_own, HookType.AROUND),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import enum
+import re
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.entrypoints.grpc_bridge import RuntimeHandle
 from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -18,8 +22,10 @@ from sglang_inflight.frontend.aborts import (
     abort_when_dispatched,
     bind_abort_task,
     join_groups,
+    leave_to_the_stream,
     name_groups,
 )
+from sglang_inflight.livepatch import load_series
 
 
 class Manager:
@@ -169,3 +175,50 @@ def test_a_stream_that_was_refused_leaves_nothing_to_abort(
     )
     asyncio.run(task())
     assert manager.sent == []
+
+
+def test_no_queue_of_sglangs_compares_names_by_their_beginnings() -> None:
+    """Also none of a prefill server, a decode server or an encoder's client."""
+    series = load_series()
+    patched = {module.file: module.text for module in series.plan().modules}
+    for path in (series.root / "sglang" / "srt").rglob("*.py"):
+        file = str(path.relative_to(series.root))
+        text = patched.get(file) or path.read_text()
+        assert not re.search(r"startswith\((recv_req\.)?rid\)", text), file
+
+
+class Sent(enum.Enum):
+    """What Rust says of a chunk that it was given."""
+
+    Pending = enum.auto()
+    Closed = enum.auto()
+
+
+def test_a_grpc_stream_that_nobody_takes() -> None:
+    """Its name is another request's when SGLang gives it up."""
+    manager: Any = Manager()
+    first, second = ask("name"), ask("name")
+    closed: list[str] = []
+
+    async def generate_request(obj: Any, request: object) -> AsyncIterator[dict[str, Any]]:
+        try:
+            yield {"meta_info": {"finish_reason": None}}
+        finally:
+            closed.append(obj.rid)
+
+    manager.generate_request = generate_request
+    manager.begin(first)
+    handle: Any = RuntimeHandle.__new__(RuntimeHandle)
+    handle.tokenizer_manager = manager
+    handle._BACKPRESSURE_TIMEOUT_S = 0
+    handle._install_on_ready = lambda _: asyncio.Event()
+    handle._uninstall_on_ready = lambda _: None
+    handle._abort_request_id = lambda rid: leave_to_the_stream(handle, rid)
+
+    def take(_: object, **kwargs: Any) -> Sent:
+        manager.begin(second)
+        return Sent.Pending
+
+    asyncio.run(handle._run_generate(first, take, True, None))
+    assert manager.sent == []
+    assert closed == ["name"]

@@ -158,3 +158,52 @@ def test_what_hisparse_backs_up_runs_and_is_retracted(
 def _without(n: int) -> list[Request]:
     """``n`` that have no KV on this device."""
     return [Request() for _ in range(n)]
+
+
+@pytest.mark.parametrize("named", ["step1", None], ids=["one", "all"])
+def test_an_abort_ends_what_a_decode_server_holds_of_that_name(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    """Names that begin alike, in the queues where SGLang's own abort does not look."""
+    none: Any = None
+    ended: list[str] = []
+
+    def make(name: str) -> Any:
+        return SimpleNamespace(rid=name, grammar=None, pd_rebootstrap_forced_output_id=None)
+
+    names = ["step", "step1", "step10"]
+    scheduler.disaggregation_mode = DisaggregationMode.DECODE
+    scheduler.grammar_manager.grammar_queue = [make(name) for name in names]
+    held = [make(name) for name in names]
+    scheduler.disagg_decode_prealloc_queue = SimpleNamespace(held_rebootstrap_reqs=held)
+    scheduler._release_aborted_request = lambda req: None
+    monkeypatch.setattr(boundary, "_make_abort_req", lambda req, reason: req.rid)
+    monkeypatch.setattr(boundary, "send_abort_output", lambda _, rid, req: ended.append(rid))
+    request: Any = SimpleNamespace(rid=named or "", abort_all=named is None, finished_reason=None)
+    boundary.Boundary(scheduler, none).abort_waiting(request)
+    assert sorted(ended) == sorted(2 * ([named] if named else names))
+    left = scheduler.grammar_manager.grammar_queue
+    assert [req.rid for req in left] == [name for name in names if name not in ended]
+    left = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
+    assert [req.rid for req in left] == [name for name in names if name not in ended]
+
+
+def test_an_abort_is_of_its_workers_request(scheduler: Any) -> None:
+    """Another worker may have a request of that name, when its own has ended or was refused."""
+    none: Any = None
+    finished = False
+    req = SimpleNamespace(rid="name", http_worker_ipc="one", finished=lambda: finished)
+    held = boundary.Boundary(scheduler, none)
+    held.live_requests = lambda: [req]  # type: ignore[method-assign, assignment, return-value]
+
+    def is_anothers(rid: str, worker: str | None, *, abort_all: bool = False) -> bool:
+        abort: Any = SimpleNamespace(rid=rid, http_worker_ipc=worker, abort_all=abort_all)
+        return held.is_of_another_worker(abort)
+
+    assert is_anothers("name", "other")
+    assert not is_anothers("name", "one")
+    assert not is_anothers("name1", "other")
+    assert not is_anothers("name", "other", abort_all=True)
+    assert not is_anothers("name", None)
+    finished = True
+    assert not is_anothers("name", "other")

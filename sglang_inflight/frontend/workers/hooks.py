@@ -1,4 +1,4 @@
-"""Ties SGLang's launching process and its router to the owner."""
+"""Ties SGLang's launching process, its router and its detokenizer to several workers."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def tell_the_owner(
     return distribute(router, recv_obj)
 
 
+def tell_workers_apart(detokenize: Callable[..., Any], detokenizer: object, recv_obj: Any) -> Any:
+    """Around the making of text, which goes on with what it knows of a name.
+
+    Replicas may have requests of one name that came by different workers. A detokenizer looks
+    its requests up by the name alone, and ends when one of them has ended.
+    """
+    rids, workers = recv_obj.rids, recv_obj.http_worker_ipcs
+    if not workers or workers[0] is None:
+        return detokenize(detokenizer, recv_obj)
+    recv_obj.rids = [f"{rid}\n{worker}" for rid, worker in zip(rids, workers, strict=True)]
+    output = detokenize(detokenizer, recv_obj)
+    output.rids = rids
+    return output
+
+
 _MIXIN = "sglang.srt.managers.multi_tokenizer_mixin"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
@@ -51,6 +66,11 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (
         f"{_MIXIN}.MultiTokenizerRouter._distribute_result_to_workers",
         tell_the_owner,
+        HookType.AROUND,
+    ),
+    (
+        "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
+        tell_workers_apart,
         HookType.AROUND,
     ),
 ]

@@ -59,6 +59,8 @@ class Session(Protocol):
 @describes("sglang.srt.managers.schedule_batch.Req")
 class Req(Protocol):
     rid: str
+    # of the tokenizer worker that it came by; None where there is one
+    http_worker_ipc: str | None
     # has the adapter's id in it
     extra_key: str | None
     lora_id: str | None

@@ -58,6 +58,8 @@ class Scheduler(Protocol):
     disagg_prefill_inflight_queue: list[Req]
     disagg_decode_prealloc_queue: DecodePreallocQueue
     disagg_decode_transfer_queue: DecodeTransferQueue
+    # messages that were received and are not handled yet
+    _deferred_input_requests: list[Any]
 
     def process_prefill_chunk(
         self, last_batch: ScheduleBatch | None, running_batch: ScheduleBatch
