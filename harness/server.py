@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,17 @@ def serve(
     env: dict[str, str] | None = None,
     admin_key: str | None = None,
     fresh: bool = False,
+    command: Sequence[str] | None = None,
+    cwd: Path | None = None,
 ) -> Iterator[Server]:
     """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards.
 
     ``fresh`` is as users start it, for what only that shows; it takes many times as long.
+    ``command`` is another way to launch it, from the folder ``cwd``.
     """
     port = free_port()
-    command = [
-        *(AS_USERS_DO if fresh else IN_A_FORK), "--model-path", str(model),
+    arguments = [
+        *(command or (AS_USERS_DO if fresh else IN_A_FORK)), "--model-path", str(model),
         "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",
         "--max-total-tokens", "65536", "--max-running-requests", "64",
         "--skip-server-warmup",
@@ -104,10 +107,10 @@ def serve(
     ]  # fmt: skip
     headers = {}
     if admin_key is not None:
-        command += ["--admin-api-key", admin_key]
+        arguments += ["--admin-api-key", admin_key]
         headers["Authorization"] = f"Bearer {admin_key}"
     with log.open("wb") as sink:
-        process = start(command, output=sink, env=env or {}, fresh=fresh)
+        process = start(arguments, output=sink, env=env or {}, fresh=fresh, cwd=cwd)
     server = Server(f"http://127.0.0.1:{port}", process, log, headers)
     RUNNING.append(server)
     try:

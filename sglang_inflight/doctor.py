@@ -237,7 +237,7 @@ def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
 
         with redirect_stderr(said):
             server_args = prepare_server_args(list(server_flags))
-        return [], why_not(object, server_args)
+        return [], why_not(server_args)
     except SystemExit as refusal:
         code = refusal.code
         if not code:

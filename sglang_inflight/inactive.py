@@ -34,12 +34,21 @@ def is_child_of_inactive() -> bool:
 @contextmanager
 def launching(why: str | None) -> Iterator[None]:
     """Around the start of a server's children. What else this process starts is told nothing."""
-    global _why
-    _why = why
-    os.environ.pop(VARIABLE, None)
-    if why is not None:
-        os.environ[VARIABLE] = why
+    begin(why)
     try:
         yield
     finally:
-        os.environ.pop(VARIABLE, None)
+        children_have_started()
+
+
+def begin(why: str | None) -> None:
+    """Children that are started from here on are told, until ``children_have_started``."""
+    global _why
+    _why = why
+    children_have_started()
+    if why is not None:
+        os.environ[VARIABLE] = why
+
+
+def children_have_started() -> None:
+    os.environ.pop(VARIABLE, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -52,6 +53,9 @@ AT_START = (ONE_TOKENIZER, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST, NO_FIRST_
 # where SGLang's own launchers in Ray's actors are
 _RAY = "sglang.srt.ray."
 
+# whether the launch that goes on in this context was asked for
+_is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
+
 
 class Unsupported(SystemExit):
     """A server, or a node of one, that goes with none of this. A ``SystemExit`` stops the start."""
@@ -70,18 +74,50 @@ def launch(
     """
     # a server that answers HTTP is launched by a function, which has no placement group to name
     is_engine = "placement_group" in kwargs
-    why = why_not(engine_class, server_args, is_engine=is_engine)
-    if why is not None:
-        off = Settings.from_environment().unsupported == "off"
-        if (refusal := why_refused(why, off=off, in_fork=is_fork())) is not None:
-            raise Unsupported(refusal)
-        logger.warning("%s. This server runs as SGLang ships it, without SGLang Inflight.", why)
-        _tell_tokenizer_workers(server_args, why)
-    with inactive.launching(why):
-        return launch_as_sglang_does(engine_class, server_args, *args, **kwargs)
+    is_ray = engine_class.__module__.startswith(_RAY)
+    why = why_not(server_args, is_engine=is_engine, is_ray=is_ray)
+    with inactive.launching(_decide(why, server_args)):
+        was_asked = _is_asked.set(True)
+        try:
+            return launch_as_sglang_does(engine_class, server_args, *args, **kwargs)
+        finally:
+            _is_asked.reset(was_asked)
 
 
-def why_not(engine_class: type, server_args: ServerArgs, *, is_engine: bool = False) -> str | None:
+def ask_in_a_launch(server_args: ServerArgs) -> None:
+    """In the midst of a launch that began before our hooks were in place.
+
+    ``launch_server``, called from Python, loads plugins within the function that ``launch`` stands
+    around. No process has been started then.
+    """
+    if not _is_asked.get():
+        inactive.begin(_decide(why_not(server_args), server_args))
+
+
+def refuse_what_was_not_asked(server_args: ServerArgs) -> None:
+    """Where a scheduler gets its controller: however it was launched.
+
+    Raises ``Unsupported``, which ends the server: its other processes may run with us already.
+    """
+    if (why := why_not(server_args)) is not None:
+        raise Unsupported(f"{why}. Launch it by sglang serve, sglang.Engine or launch_server")
+
+
+def _decide(why: str | None, server_args: ServerArgs) -> str | None:
+    """Raises ``Unsupported``, or returns ``why`` of a server that runs without us."""
+    if why is None:
+        return None
+    off = Settings.from_environment().unsupported == "off"
+    if (refusal := why_refused(why, off=off, in_fork=is_fork())) is not None:
+        raise Unsupported(refusal)
+    logger.warning("%s. This server runs as SGLang ships it, without SGLang Inflight.", why)
+    _tell_tokenizer_workers(server_args, why)
+    return why
+
+
+def why_not(
+    server_args: ServerArgs, *, is_engine: bool = False, is_ray: bool = False
+) -> str | None:
     """Why a server with these arguments cannot run with us, or None where it can."""
     if is_engine and server_args.tokenizer_worker_num > 1:
         return ONE_TOKENIZER
@@ -90,7 +126,7 @@ def why_not(engine_class: type, server_args: ServerArgs, *, is_engine: bool = Fa
     # as upstream does next; some of its features switch these on
     server_args.resolve_once()
     resolved: ServerArgs = resolved_view(server_args)
-    if resolved.use_ray or engine_class.__module__.startswith(_RAY):
+    if resolved.use_ray or is_ray:
         return NO_RAY
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
     if Settings.from_environment().require_update and (resolved.pp_size > 1 or other_loop):

@@ -31,13 +31,41 @@ REFUSED = {
 }  # fmt: skip
 
 
+# as slime, miles and verl launch a server: plugins are loaded within the launch
+LAUNCHER = """
+import sys
+
+if __name__ == "__main__":
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import prepare_server_args
+
+    launch_server(prepare_server_args(sys.argv[1:]))
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> tuple[str, ...]:
+    (tmp_path / "the_launcher.py").write_text(LAUNCHER)
+    return "-m", "the_launcher"
+
+
 @pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast"])
 def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
-    log = tmp_path / "log"
-    command = [*IN_A_FORK, "--model-path", str(checkpoints / "v0"), *REFUSED[why]]
+    is_refused(IN_A_FORK, checkpoints, tmp_path, why)
+
+
+def test_refused_where_python_launches_it(
+    launcher: tuple[str, ...], checkpoints: Path, tmp_path: Path
+) -> None:
+    is_refused(launcher, checkpoints, tmp_path, unsupported.NO_FIRST_UPDATE)
+
+
+def is_refused(command: tuple[str, ...], checkpoints: Path, folder: Path, why: str) -> None:
+    log = folder / "log"
+    arguments = [*command, "--model-path", str(checkpoints / "v0"), *REFUSED[why]]
     env = ENV if why == unsupported.NO_FIRST_UPDATE else {}
     with log.open("wb") as output:
-        process = start(command, output=output, env=env)
+        process = start(arguments, output=output, env=env, cwd=folder)
     try:
         assert process.wait(240) == 1
     finally:
@@ -45,11 +73,16 @@ def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
     assert why in log.read_text()
 
 
-def test_as_sglang_ships_it(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_python", [False, True], ids=["by a command", "by Python"])
+def test_as_sglang_ships_it(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path, launcher: tuple[str, ...], by_python: bool
+) -> None:
     pool.discard()  # one server at a time
     why = unsupported.NO_FIRST_UPDATE
     flags, env = (*FLAGS, "--weight-version", "v0"), OFF | ENV
-    with serve(checkpoints / "v0", *flags, log=tmp_path / "log", env=env) as server:
+    command, cwd = (launcher, tmp_path) if by_python else (None, None)
+    log = tmp_path / "log"
+    with serve(checkpoints / "v0", *flags, log=log, env=env, command=command, cwd=cwd) as server:
         refuses_what_is_ours(server, checkpoints, why)
         does_what_is_sglangs(server, checkpoints)
         assert server.log_text().count("runs as SGLang ships it") == 1

@@ -64,7 +64,7 @@ from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
 from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.frontend.workers.invitation import ATTRIBUTE, Invitation
-from sglang_inflight.inactive import why_inactive
+from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.unsupported import why_no_retraction
 from sglang_inflight.upstream.runtime_context import get_context, get_serving
@@ -88,6 +88,8 @@ def create_frontend(
     **kw: Any,
 ) -> None:
     why = tokenizer_manager.why_inactive = why_inactive()
+    # a launch that nothing of ours stands around starts it last
+    children_have_started()
     # the offline Engine has no HTTP server, and importing one for it would be a waste
     http_server = sys.modules.get(HTTP_SERVER)
     if why is not None:

@@ -25,6 +25,7 @@ from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.provenance.token_versions import write_spans
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
+from sglang_inflight.unsupported import refuse_what_was_not_asked
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def reserve_shadow(scheduler: ReservingScheduler) -> None:
 def create_controller(
     _: None, scheduler: AdoptedScheduler, server_args: ServerArgs, port_args: PortArgs
 ) -> None:
+    refuse_what_was_not_asked(server_args)
     controller = scheduler.inflight = Controller(scheduler, port_args)
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller

@@ -11,7 +11,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
 from sglang_inflight.frontend.standing_aside import is_adopted
-from sglang_inflight.unsupported import launch
+from sglang_inflight.unsupported import ask_in_a_launch, launch
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.adopted import AdoptedEngine
@@ -80,6 +80,12 @@ def end_what_waits(engine: AdoptedEngine) -> None:
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_ENGINE}._launch_subprocesses", launch, HookType.AROUND),
+    # what it calls next when it has loaded plugins, once and before it starts a process
+    (
+        "sglang.srt.parser.template_detection.resolve_auto_parsers",
+        ask_in_a_launch,
+        HookType.BEFORE,
+    ),
     (f"{_ENGINE}.shutdown", end_what_waits, HookType.BEFORE),
     *(
         (f"{_ENGINE}.{method.name}", method.instead, HookType.AROUND)
