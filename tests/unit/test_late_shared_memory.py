@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +19,7 @@ class Torch:
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)
 
-    def unpickle(self, payload: bytes) -> object:
+    def unpickle(self, payload: bytes, rest: Callable[[], None]) -> object:
         if self._errors:
             raise self._errors.pop(0)
         return pickle.loads(payload)
