@@ -69,6 +69,16 @@ def test_a_tensor_that_reaches_a_weight_is_told_from_one_that_does_not(
     assert bool(loading.writes) is wrote
 
 
+def test_memory_of_unknown_origin_counts_for_all_where_the_loader_gathers() -> None:
+    loading = Loading()
+    for name in "ab":
+        loading.receive(name, torch.rand(8))
+    loading.flow.receive_no_more()
+    with loading.flow:
+        loading.weight.copy_(OUTSIDE)
+    assert loading.flow.reached == {"a", "b"}
+
+
 def test_tensors_of_one_bucket_are_told_apart() -> None:
     loading = Loading()
     bucket = torch.rand(24)

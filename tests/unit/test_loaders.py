@@ -315,6 +315,21 @@ def test_half_of_a_fused_weight_alone_is_refused_though_its_name_is_known() -> N
     assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(1.0)))
 
 
+@BOTH_MODES
+@pytest.mark.parametrize("traits", [Traits(), Traits(gathers=True)])
+def test_names_that_nobody_served_are_loaded_where_the_model_has_them(
+    mode: StagingMode, traits: Traits
+) -> None:
+    """The served checkpoint is not on this machine."""
+    model = fresh(traits, tensors(1.0))
+    rank = Rank(mode, model, served=())
+    names = SHAPES.keys() - IGNORED
+    rank.update(tensors(2.0, sorted(names)), partial=True)
+    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(traits, tensors(2.0)))
+    with pytest.raises(Refused, match=r"no weight named 'mtp\.plain'"):
+        rank.update(tensors(3.0, ["mtp.plain", "plain"]), partial=True)
+
+
 def test_an_attribute_that_a_loader_replaces_is_new_in_place() -> None:
     traits = Traits(replaces=True)
     model = fresh(traits, tensors(1.0))

@@ -231,12 +231,12 @@ class ShadowedModel:
             # a loader may stop before the end: what it did not take is not loaded
             for _ in watched:
                 pass
-            self._held = checks.find_held()
+            self._held = checks.finish()
         except Refused:
             # from itself it would be a cycle, which keeps the tensors of its frames
             raise
         except Exception as error:
-            if not checks.holds_a_tensor:
+            if not checks.is_the_loaders_turn:
                 raise
             raise checks.explain(error) from error
         finally:

@@ -91,7 +91,8 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Torch keeps the mode per thread, so operations of other threads are neither seen nor slowed.
     One object serves one call of a loader, on the thread that calls it. Writes of kernels that
     torch does not dispatch (Triton) are not seen: memory that they wrote is of unknown origin,
-    and a target that receives such memory counts for the tensor that is being loaded.
+    and a weight that receives such memory counts for the tensor that is being loaded, or for all
+    tensors where the loader has taken the last one.
 
     Raises ``Refused`` out of the loader's operation, before it runs, for a write to a ``SERVED``
     target.
@@ -113,6 +114,8 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
         self._is_following = True
+        # received, and the last of them until the loader asks for more than there is
+        self._names: set[str] = set()
         self._current: str | None = None
         self._writes: dict[Any, frozenset[int | str]] = {}
         self.reached: set[str] = set()
@@ -128,7 +131,12 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._received[key] = _Received()
         self._computed.pop(key, None)
         self._received[key].add(name, tensor)
+        self._names.add(name)
         self._current = name
+
+    def receive_no_more(self) -> None:
+        """The loader has taken the last tensor."""
+        self._current = None
 
     @contextmanager
     def standing_by(self) -> Iterator[None]:
@@ -203,8 +211,8 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.kind is not Kind.FOREIGN:
             self._before_write(Write(target, memory_key(tensor)))
         self.reached |= names
-        if not names and not is_known and self._current is not None:
-            self.reached.add(self._current)
+        if target.kind is Kind.WEIGHT and not names and not is_known:
+            self.reached |= self._names if self._current is None else {self._current}
 
     def _follow(
         self,

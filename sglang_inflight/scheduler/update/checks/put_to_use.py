@@ -65,3 +65,4 @@ def _without_memory(
         tensor._sglang_runai_streamer_tensor = True
         dataflow.receive(name, tensor, is_alone=True)
         yield name, tensor
+    dataflow.receive_no_more()

@@ -26,7 +26,7 @@ class TensorChecks:
     is being served holds a tensor of that name too, which the loader then skips for a reason of
     its own (another pipeline stage), or it is the head of a model that ties it to the embeddings.
     Where the loader would have put a tensor to use, and has not, it holds it for one that did not
-    come in this call (``find_held``).
+    come in this call (``finish``).
 
     A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
     served checkpoint holds must come in the same shape.
@@ -62,6 +62,7 @@ class TensorChecks:
         self._check_finite = check_finite
         self._rate_limit = rate_limit
         self._current: tuple[str, torch.Tensor] | None = None
+        self._was_taken_whole = False
         # received, and not in a weight yet: those that the loader needs, and those nobody knows
         self._waiting: dict[str, torch.Tensor] = {}
         self._unknown: dict[str, weakref.ref[torch.Tensor]] = {}
@@ -105,12 +106,16 @@ class TensorChecks:
             self.names.add(name)
             yield from self._hand_on(name, tensor)
         self._current = None
-        if self._takes_all:
-            for name in self._unknown:
-                self._refuse_unless_reached(name)
+        self._was_taken_whole = True
+        self._dataflow.receive_no_more()
 
-    def find_held(self) -> dict[str, torch.Tensor]:
-        """Copies of what the loader needed and has not put to use. It has returned."""
+    def finish(self) -> dict[str, torch.Tensor]:
+        """The loader has returned. Copies of what it needs and has not put to use.
+
+        Raises ``Refused`` where a tensor that the model has no use for was received.
+        """
+        for name in self._unknown:
+            self._refuse_unless_reached(name)
         reached = self._dataflow.reached
         return {name: t.clone() for name, t in self._waiting.items() if name not in reached}
 
@@ -148,15 +153,19 @@ class TensorChecks:
         return self._tied is not None and is_head(name)
 
     @property
-    def holds_a_tensor(self) -> bool:
-        """Whether the loader was given one and did not ask for the next."""
-        return self._current is not None
+    def is_the_loaders_turn(self) -> bool:
+        """Whether the loader has a tensor and did not ask for the next, or has taken the last."""
+        return self._current is not None or self._was_taken_whole
 
     def explain(self, error: Exception) -> Refused:
         """``error``, which a loader raised, as an answer that names the tensor it holds."""
-        assert self._current is not None
+        reason = shorten(str(error))
+        if self._current is None:
+            if isinstance(error, KeyError):
+                return Refused(f"the model has no weight named {reason}")
+            return Refused(f"the model's loader fails: {reason or type(error).__name__}")
         name, tensor = self._current
-        named, shape, reason = shorten(name), list(tensor.shape), shorten(str(error))
+        named, shape = shorten(name), list(tensor.shape)
         if isinstance(error, KeyError):
             return Refused(f"the model has no weight named {named!r} (looked for {reason})")
         return Refused(
