@@ -265,7 +265,7 @@ def test_answers_to_a_pause_are_lost(server: Server) -> None:
         with client.paused(lease_s=60) as answer:
             (holder,) = status(server)["holders"]
             assert holder["pause_id"] == answer["pause_id"]
-            assert way.arrivals == ["/pause_generation"] * 2
+            assert way.arrivals == ["/inflight/status", *["/pause_generation"] * 2]
         assert not status(server)["paused"]
     expect_all_go_on(generations)
 
@@ -319,7 +319,7 @@ def test_what_is_not_tried_again(server: Server, checkpoints: Path) -> None:
         way.lose_answer(path)
         with pytest.raises(httpx.RemoteProtocolError):
             client.update_from_disk(str(checkpoints / "v1"))
-        assert way.arrivals == [path]
+        assert way.arrivals == ["/inflight/status", path]
         assert client.status()["epoch"] == epoch + 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
@@ -34,23 +36,53 @@ _BY_STATUS: dict[int, type[InflightError]] = {
 }
 # of a page that somebody sends instead of an answer
 _SHOWN = 500
+# of a body: the status of a thousand ranks has a twentieth of it
+MOST_BYTES = 16 << 20
 
 
-def read_json(response: httpx.Response) -> Json:
+@dataclass(frozen=True)
+class Heard:
+    """A response, and its body as far as it was read.
+
+    The body is read as bytes of UTF-8, whatever its page says of it: a page that does not come
+    from the server may say anything.
+    """
+
+    response: httpx.Response
+    content: bytes
+    is_whole: bool
+
+    @property
+    def shown(self) -> str:
+        return self.content[:_SHOWN].decode(errors="replace")
+
+
+async def hear(response: httpx.Response) -> Heard:
+    """No more of the body than any answer has, because what it comes from may never end it."""
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MOST_BYTES:
+            return Heard(response, bytes(content[:MOST_BYTES]), is_whole=False)
+    return Heard(response, bytes(content), is_whole=True)
+
+
+def read_json(heard: Heard) -> Json:
     """Raises the error that the response names, ``WrongAnswer`` where it is no answer at all.
 
     Raises ``httpx.HTTPStatusError`` for a fault of the server that names no error.
     """
-    body = _decode(response)
-    error = _find_error(response, body)
+    response = heard.response
+    body = _decode(heard)
+    error = _find_error(heard, body)
     if error is not None:
         error.add_note(f"{response.request.method} {response.url}")
         raise error
     response.raise_for_status()
     if body is None:
+        kind = "no JSON object" if heard.is_whole else f"more than {MOST_BYTES} bytes"
         raise WrongAnswer(
-            f"{response.url} answered {response.status_code} with what is no JSON object: "
-            f"{response.text[:_SHOWN]!r}"
+            f"{response.url} answered {response.status_code} with what is {kind}: {heard.shown!r}"
         )
     return body
 
@@ -68,15 +100,28 @@ def read_answer(url: str, body: Json, shape: type[A]) -> A:
         raise WrongAnswer(f"{url} answered with what is no {shape.__name__}: {error}") from error
 
 
-def _decode(response: httpx.Response) -> Json | None:
+def says_inactive(heard: Heard) -> str | None:
+    """Why the server's ``/inflight/status`` says that no call of ours is taken, if it does."""
+    if heard.response.status_code == 404:
+        return (
+            f"{heard.response.url} is not there: the server runs without SGLang Inflight, and "
+            "would pass over what only that takes. Is the package installed beside the server's "
+            "SGLang, and does SGLANG_PLUGINS, where it is set, name it?"
+        )
+    body = _decode(heard) or {}
+    return str(body.get("message")) if body.get("active") is False else None
+
+
+def _decode(heard: Heard) -> Json | None:
     try:
-        body = response.json()
+        body = json.loads(heard.content)
     except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 
 
-def _find_error(response: httpx.Response, body: Json | None) -> InflightError | None:
+def _find_error(heard: Heard, body: Json | None) -> InflightError | None:
+    response = heard.response
     if response.is_success:
         return None
     inner = body.get("error") if body is not None else None
@@ -86,14 +131,14 @@ def _find_error(response: httpx.Response, body: Json | None) -> InflightError | 
         kind = _BY_STATUS.get(response.status_code)
     if kind is None and response.is_client_error:
         kind = Refused
-    return kind(_find_sentence(response, body, inner)) if kind is not None else None
+    return kind(_find_sentence(heard, body, inner)) if kind is not None else None
 
 
-def _find_sentence(response: httpx.Response, body: Json | None, inner: object) -> str:
+def _find_sentence(heard: Heard, body: Json | None, inner: object) -> str:
     said = (body or {}).get("message")
     if said is None and isinstance(inner, dict):
         said = inner.get("message")
     elif said is None:
         # as upstream says that a key is wrong
         said = inner
-    return str(said or response.text[:_SHOWN] or response.reason_phrase)
+    return str(said or heard.shown or heard.response.reason_phrase)

@@ -13,12 +13,20 @@ from typing import Any, Literal
 import anyio
 import httpx
 
-from sglang_inflight.client.answers import A, Json, read_answer, read_json
+from sglang_inflight.client.answers import (
+    A,
+    Heard,
+    Json,
+    hear,
+    read_answer,
+    read_json,
+    says_inactive,
+)
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session
 from sglang_inflight.client.unheard import NoAnswer
-from sglang_inflight.errors import InflightError
+from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.grants import Grant, MemoryMoved, Release
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status
@@ -35,6 +43,9 @@ PROGRESS_S = 0.25
 CLEANUP_S = 5.0
 # attempts at a call, where another one can do no harm
 ATTEMPTS = 3
+_STATUS = "/inflight/status"
+# How long the question may take whether a server runs with us. One without us answers at once.
+ASK_S = 10.0
 
 # Longer than a server waits for a step of its ranks (120 s), so that it is the server who
 # says which rank was silent.
@@ -75,6 +86,10 @@ class AsyncClient:
 
     No call is without an end: each may take ``timeout_s``, and what its own fields give it
     besides.
+
+    Before its first call that is to change something, a client asks for the status: a server
+    without SGLang Inflight would pass over the fields that only that knows, and update its
+    weights under requests that are held up. It is ``NotOffered`` instead, and nothing is sent.
     """
 
     def __init__(
@@ -102,6 +117,7 @@ class AsyncClient:
         )
         self._session_id: str | None = None
         self._is_sealed = False
+        self._runs_with_us = False
 
     async def __aenter__(self) -> AsyncClient:
         return self
@@ -114,7 +130,7 @@ class AsyncClient:
 
     async def status(self) -> Status:
         """State, holders, versions and staging, and the same of each rank."""
-        return self._read(Status, await self._call("GET", "/inflight/status", attempts=ATTEMPTS))
+        return self._read(Status, await self._call("GET", _STATUS, attempts=ATTEMPTS))
 
     async def loads(self) -> Json:
         """SGLang's own ``/v1/loads``: requests and tokens, of each replica."""
@@ -416,21 +432,45 @@ class AsyncClient:
         patience_s = patience_s or self.timeout_s
         try:
             async with asyncio.timeout(patience_s):
-                response = await self._send(method, path, body, attempts)
+                if method == "POST" and not self._runs_with_us:
+                    await self._require_us()
+                heard = await self._send(method, path, body, attempts)
         except TimeoutError as error:
             raise NoAnswer(f"{self.url}{path} did not answer within {patience_s:g} s") from error
-        return read_json(response)
+        if path == _STATUS:
+            self._take_note(heard)
+        return read_json(heard)
 
-    async def _send(
-        self, method: str, path: str, body: Json | None, attempts: int
-    ) -> httpx.Response:
+    async def _require_us(self) -> None:
+        """Raises ``NotOffered`` where the server says that it runs without us.
+
+        Where it says nothing, the call itself does, and the next one asks again.
+        """
+        try:
+            async with asyncio.timeout(ASK_S):
+                heard = await self._send("GET", _STATUS, None, 1)
+        except (TimeoutError, httpx.HTTPError) as error:
+            logger.info("%s%s: %r", self.url, _STATUS, error)
+            return
+        self._take_note(heard)
+
+    def _take_note(self, status: Heard) -> None:
+        if (why := says_inactive(status)) is not None:
+            raise NotOffered(why)
+        self._runs_with_us = self._runs_with_us or status.response.is_success
+
+    async def _send(self, method: str, path: str, body: Json | None, attempts: int) -> Heard:
         for _ in range(attempts - 1):
             try:
-                return await self._http.request(method, path, json=body)
+                return await self._send_once(method, path, body)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 # the transport has tried again
                 raise
             except httpx.TransportError as error:
                 logger.info("%s%s, trying again: %r", self.url, path, error)
                 await asyncio.sleep(0.1)
-        return await self._http.request(method, path, json=body)
+        return await self._send_once(method, path, body)
+
+    async def _send_once(self, method: str, path: str, body: Json | None) -> Heard:
+        async with self._http.stream(method, path, json=body) as response:
+            return await hear(response)

@@ -71,6 +71,10 @@ class BrokenServer:
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, bytes]] = {}
+        # what a path's answers say of their content
+        self.types: dict[str, str] = {}
+        # paths whose answers have no end
+        self.endless: set[str] = set()
         # paths that are not answered for now
         self._silent: set[str] = set()
         # the path of each request that arrived here
@@ -114,6 +118,13 @@ class BrokenServer:
                 # whoever has given up is not there to hear it
                 with contextlib.suppress(ConnectionError):
                     self.send_response(status)
+                    if self.path in server.types:
+                        self.send_header("Content-Type", server.types[self.path])
+                    if self.path in server.endless:
+                        self.send_header("Connection", "close")
+                        self.end_headers()
+                        while True:
+                            self.wfile.write(content)
                     self.send_header("Content-Length", str(len(content)))
                     self.end_headers()
                     self.wfile.write(content)

@@ -24,6 +24,7 @@ from sglang_inflight.client import (
     PauseLost,
     WrongAnswer,
 )
+from sglang_inflight.client.answers import MOST_BYTES
 from tests.support.broken import BrokenServer
 from tests.support.load import until
 
@@ -101,6 +102,122 @@ def test_answer_that_is_none(server: BrokenServer, content: bytes) -> None:
     server.answers[DISK] = (200, content)
     with Client(server.url) as client, pytest.raises(WrongAnswer, match="no JSON object"):
         client.update_from_disk("/x")
+
+
+# what Python has a codec for that makes no text, one that it has not, and one that does not fit
+CHARSETS = ["zlib", "hex", "rot13", "idna", "undefined", "nonsense", "utf-16"]
+
+
+@pytest.mark.parametrize("charset", CHARSETS)
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(200, WrongAnswer), (400, errors.Refused), (500, httpx.HTTPStatusError)],
+)
+def test_a_page_in_no_charset(
+    server: BrokenServer, charset: str, status: int, kind: type[Exception]
+) -> None:
+    server.answers[ROLLBACK] = (status, b"<html>hello</html>")
+    server.types[ROLLBACK] = f"text/html; charset={charset}"
+    with Client(server.url) as client, pytest.raises(kind) as raised:
+        client.roll_back()
+    assert type(raised.value) is kind
+    assert status == 500 or "<html>hello" in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [200, 500])
+def test_a_page_at_the_commit_is_a_split(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet, status: int
+) -> None:
+    beside.answers[END] = (status, b"<html>hello</html>")
+    beside.types[END] = "text/html; charset=zlib"
+    with pytest.raises(FleetSplit) as split:
+        fleet.update_from_disk("/x")
+    assert list(split.value.report.answers) == [server.url]
+    assert split.value.report.uncertain == [beside.url]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "sentence"),
+    [
+        (200, WrongAnswer, f"more than {MOST_BYTES} bytes"),
+        (409, errors.Conflict, "<br>"),
+        (502, httpx.HTTPStatusError, "502"),
+    ],
+)
+def test_an_answer_without_end(
+    server: BrokenServer, status: int, kind: type[Exception], sentence: str
+) -> None:
+    """No more of it is kept than an answer may have."""
+    server.answers[ROLLBACK] = (status, b"<br>" * 4096)
+    server.endless.add(ROLLBACK)
+    with Client(server.url) as client, pytest.raises(kind, match=sentence) as raised:
+        client.roll_back()
+    assert type(raised.value) is kind
+
+
+# ---- servers without us ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ((404, b'{"detail":"Not Found"}'), "runs without SGLang Inflight"),
+        ((200, b'{"active": false, "message": "two tokenizers"}'), "two tokenizers"),
+    ],
+    ids=["not installed", "switched off"],
+)
+@pytest.mark.parametrize(
+    "call",
+    [
+        Client.status,
+        Client.pause,
+        Client.roll_back,
+        lambda client: client.update_from_disk("/x"),
+        lambda client: client.session().__enter__(),
+        lambda client: client.paused().__enter__(),
+    ],
+    ids=["status", "pause", "roll_back", "update", "session", "paused"],
+)
+def test_a_server_that_would_pass_our_fields_over(
+    server: BrokenServer,
+    call: Callable[[Client], object],
+    answer: tuple[int, bytes],
+    sentence: str,
+) -> None:
+    """It is sent nothing that changes anything, and would answer it with a 200."""
+    server.answers[STATUS] = answer
+    with Client(server.url) as client, pytest.raises(errors.NotOffered, match=sentence):
+        call(client)
+    assert set(server.arrivals) == {STATUS}
+
+
+def test_one_of_a_fleet_runs_without_us(
+    server: BrokenServer, beside: BrokenServer, fleet: Fleet
+) -> None:
+    beside.answers[STATUS] = (404, b'{"detail":"Not Found"}')
+    with pytest.raises(FleetRefused, match="runs without SGLang Inflight"):
+        fleet.update_from_disk("/x")
+    assert set(beside.arrivals) == {STATUS}
+    assert END not in server.arrivals
+
+
+def test_a_server_is_asked_once(server: BrokenServer) -> None:
+    with Client(server.url) as client:
+        client.pause()
+        client.roll_back()
+        client.resume()
+    assert server.arrivals == [STATUS, PAUSE, ROLLBACK, CONTINUE]
+
+
+def test_a_server_that_cannot_say(server: BrokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call goes on, and the next one asks again."""
+    monkeypatch.setattr("sglang_inflight.client.async_client.ASK_S", SHORT_S)
+    with Client(server.url) as client:
+        server.answers[STATUS] = (504, refusal(errors.RankSilent))
+        client.pause()
+        server.fall_silent(STATUS)
+        client.roll_back()
+    assert server.arrivals == [STATUS, PAUSE, STATUS, ROLLBACK]
 
 
 @pytest.mark.parametrize(
@@ -214,7 +331,7 @@ def test_what_was_perhaps_taken_is_let_go_of(
         block: Any = client.paused() if silent == PAUSE else client.session()
         with pytest.raises(NoAnswer), block:
             raise AssertionError("nothing was taken")
-    assert server.arrivals == [silent, let_go]
+    assert server.arrivals == [STATUS, silent, let_go]
 
 
 def test_fleet_does_not_wait_for_the_silent_one(
