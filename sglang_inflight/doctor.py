@@ -17,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from sglang_inflight import foreign
 from sglang_inflight.livepatch import (
     AppliedFunction,
     PatchRefused,
@@ -48,6 +49,7 @@ class Report:
     ``inactive`` holds one for everything that would make it run as SGLang ships it, where
     ``SGLANG_INFLIGHT_UNSUPPORTED=off``. ``refused`` are the server arguments that would do the
     one or the other, whether asked for here or not.
+    ``notes`` hold one for what stops no server, and is to be known.
     ``supported`` are versions of SGLang, and ``upstream`` counts the members of its classes,
     and the names of its modules, that were looked for in its source.
     ``on_cpu`` is what the reference platform chooses, and empty on any other.
@@ -66,6 +68,7 @@ class Report:
     refused: list[str]
     inactive: list[str]
     problems: list[str]
+    notes: list[str]
 
     @property
     def healthy(self) -> bool:
@@ -91,6 +94,8 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     except PatchRefused as refusal:
         unsupported.append(str(refusal))
     chosen = _platform(problems)
+    others = foreign.look(patched={f.file for f in functions if f.in_fork})
+    problems += others.problems
     # where nothing is installed nothing is hooked
     looked_for = [] if inactive else problems
     found = Report(
@@ -107,6 +112,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         refused=_refused(problems),
         inactive=inactive,
         problems=problems,
+        notes=others.notes,
     )
     if server_flags:
         # a process of its own: SGLang prepares its environment while it reads flags

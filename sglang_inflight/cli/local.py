@@ -83,6 +83,8 @@ def _show(report: Report) -> None:
     print_table(refused)
     for sentence in report.inactive:
         typer.secho(f"{sentence}: the server would run as SGLang ships it", fg="yellow", bold=True)
+    for note in report.notes:
+        typer.secho(note, fg="yellow")
     for problem in report.problems:
         typer.secho(problem, fg="red", bold=True)
     verdict = "would start" if report.healthy else "would not start"

@@ -92,6 +92,8 @@ def _unpickle(payload: Payload, rest: Callable[[], None] = lambda: None) -> Any:
     while True:
         try:
             return _read(payload, rest)
+        except Refused:
+            raise
         except Exception as error:
             tries -= 1
             if not tries or _LATE not in str(error):

@@ -6,12 +6,14 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from multiprocessing import AuthenticationError
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
+from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.scheduler.update.sources.gpu_sharing import has_memory, read_memory
 from sglang_inflight.scheduler.update.sources.regular_file import Stream
@@ -21,7 +23,8 @@ def unpickle(payload: bytes | BinaryIO, rest: Callable[[], None] = lambda: None)
     """What ``MultiprocessingSerializer`` or plain pickling made of tensors.
 
     ``rest`` is called now and then, to give the interpreter to others. Raises
-    ``pickle.UnpicklingError`` or whatever else goes wrong.
+    ``Refused`` where another process keeps what it shares, ``pickle.UnpicklingError`` or
+    whatever else goes wrong.
     """
     return Unpickler(io.BytesIO(payload) if isinstance(payload, bytes) else payload, rest).load()
 
@@ -113,6 +116,28 @@ def _rebuild_shared(kind: Any, storage: Any, metadata: Any) -> Any:
     return reductions.rebuild_tensor(kind, storage, metadata)  # type: ignore[no-untyped-call]
 
 
+def _rebuild_from_descriptor(*arguments: Any) -> Any:
+    """The process that shared the memory hands a descriptor to its relatives alone.
+
+    Raises ``Refused`` with the cause, which is in nothing that is raised on the way.
+    """
+    try:
+        return reductions.rebuild_storage_fd(*arguments)  # type: ignore[no-untyped-call]
+    except AuthenticationError as error:
+        whose = "neither started this server nor was started by who did"
+        raise Refused(_no_descriptor(whose, error)) from error
+    except (ConnectionError, FileNotFoundError) as error:
+        raise Refused(_no_descriptor("has ended, or is in another container", error)) from error
+
+
+def _no_descriptor(whose: str, error: Exception) -> str:
+    return (
+        "serialized_named_tensors cannot be unpickled: it is a handle to shared memory on a CPU, "
+        f"by descriptor, of a process that {whose} ({error}). Pickle the tensors themselves, or "
+        "have the sender call torch.multiprocessing.set_sharing_strategy('file_system')"
+    )
+
+
 def _on_gpu(rebuild: Callable[..., Any]) -> Callable[..., Any]:
     """Torch, and SGLang's function that stands in for torch's, take what they are given."""
 
@@ -154,7 +179,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _of_type,
     ("torch.storage", "_load_from_bytes"): _load_storage,
     ("torch.multiprocessing.reductions", "rebuild_tensor"): _rebuild_shared,
-    ("torch.multiprocessing.reductions", "rebuild_storage_fd"): None,
+    ("torch.multiprocessing.reductions", "rebuild_storage_fd"): _rebuild_from_descriptor,
     ("torch.multiprocessing.reductions", "rebuild_storage_filename"): None,
     ("torch.multiprocessing.reductions", "rebuild_storage_empty"): None,
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): None,

@@ -1,0 +1,149 @@
+"""What other installed distributions do to SGLang, and what of them does not go with it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+# how many files a sentence names
+_SHOWN = 3
+
+
+@dataclass
+class Foreign:
+    """``problems`` are sentences for what is not SGLang as it was installed.
+
+    ``notes`` are of what works without it, and not with it.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def look(installed: Iterable[Distribution] | None = None, patched: Collection[str] = ()) -> Foreign:
+    """``installed`` are all distributions, unless given.
+
+    ``patched`` are files that a fork of SGLang has of ours, by their path from SGLang's parent.
+    """
+    found = Foreign()
+    by_name = {_name(each): each for each in (distributions() if installed is None else installed)}
+    if (sglang := by_name.get("sglang")) is not None:
+        _look_at_files(found, sglang, [d for d in by_name.values() if d is not sglang], patched)
+    if (verl := by_name.get("verl")) is not None:
+        _look_at_verl(found, verl)
+    return found
+
+
+def _look_at_files(
+    found: Foreign,
+    sglang: Distribution,
+    others: Iterable[Distribution],
+    patched: Collection[str],
+) -> None:
+    """Of two distributions with one file the one that was installed last has it.
+
+    Whichever that is, files that the other one alone has are left beside it.
+    """
+    own = _files(sglang)
+    changed = {
+        path
+        for path, digest in own.items()
+        if path not in patched and _is_other(sglang, path, digest)
+    }
+    for other in others:
+        theirs = {
+            path: digest
+            for path, digest in _files(other).items()
+            # what the file is that lies there, or one that SGLang has not at all
+            if (path in changed and not _is_other(other, path, digest)) or path not in own
+        }
+        overwritten = sorted(theirs.keys() & changed)
+        changed.difference_update(overwritten)
+        added = sorted(path for path in theirs if path not in own and _file(other, path).is_file())
+        if not overwritten and not added:
+            continue
+        whose = f"{_name(other)} {other.version}"
+        found.problems.append(
+            f"foreign sglang: {whose} has overwritten {_count(overwritten)} of sglang "
+            f"{sglang.version} and put {_count(added)} beside them "
+            f"({_some(overwritten or added)}). What runs is no sglang {sglang.version}, and may "
+            f"load no plugins, so nothing of SGLang Inflight: keep {_name(other)} in an "
+            "environment of its own, or remove it and install sglang again"
+        )
+    if changed:
+        found.notes.append(
+            f"{_count(changed)} of sglang {sglang.version} {'is' if len(changed) == 1 else 'are'} "
+            f"not as it was installed ({_some(sorted(changed))}), and no other distribution has "
+            f"{'it' if len(changed) == 1 else 'them'}"
+        )
+
+
+def _look_at_verl(found: Foreign, verl: Distribution) -> None:
+    """verl's server is SGLang's own, started and called by classes of verl's."""
+    folder = "verl/workers/rollout/sglang_rollout"
+    broken = []
+    adapter = _text(verl, f"{folder}/http_server_engine.py")
+    if "(EngineBase)" in adapter and "def begin_weight_update" not in adapter:
+        broken.append(
+            f"{folder}/http_server_engine.py: its adapters lack begin_weight_update and "
+            "end_weight_update, which are abstract in SGLang's EngineBase"
+        )
+    if "dataclasses.fields(ServerArgs)" in _text(verl, f"{folder}/async_sglang_server.py"):
+        broken.append(
+            f"{folder}/async_sglang_server.py: dataclasses.fields(ServerArgs), and ServerArgs is "
+            "no dataclass in SGLang"
+        )
+    if broken:
+        found.notes.append(
+            f"verl {verl.version} does not start its servers with this sglang: "
+            f"{'; '.join(broken)}. docs/frameworks.md has what to change in it"
+        )
+
+
+def _files(distribution: Distribution) -> dict[str, str]:
+    """Digests of the modules that it has in SGLang's package, by their paths.
+
+    None of a distribution whose files were not recorded, as of one that is edited in place.
+    """
+    if "\nsglang/" not in f"\n{distribution.read_text('RECORD') or ''}":
+        return {}
+    return {
+        str(file): file.hash.value
+        for file in distribution.files or ()
+        if file.parts[0] == "sglang" and file.suffix == ".py" and file.hash is not None
+    }
+
+
+def _is_other(distribution: Distribution, path: str, digest: str) -> bool:
+    file = _file(distribution, path)
+    if not file.is_file():
+        return True
+    content = hashlib.sha256(file.read_bytes()).digest()
+    return base64.urlsafe_b64encode(content).rstrip(b"=").decode() != digest
+
+
+def _file(distribution: Distribution, path: str) -> Path:
+    return Path(str(distribution.locate_file(path)))
+
+
+def _text(distribution: Distribution, path: str) -> str:
+    file = _file(distribution, path)
+    return file.read_text(errors="replace") if file.is_file() else ""
+
+
+def _name(distribution: Distribution) -> str:
+    name = distribution.metadata["Name"]
+    return name.lower().replace("_", "-") if name else ""
+
+
+def _count(files: Collection[str]) -> str:
+    return f"{len(files)} file{'' if len(files) == 1 else 's'}"
+
+
+def _some(files: list[str]) -> str:
+    more = [f"{len(files) - _SHOWN} more"] if len(files) > _SHOWN else []
+    return ", ".join([*files[:_SHOWN], *more])

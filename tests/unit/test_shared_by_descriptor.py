@@ -1,0 +1,79 @@
+"""Tensors that another process shares on a CPU by a descriptor, as torch does unasked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import current_process
+
+import pytest
+
+from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.sources import tensors
+
+SHARE = """
+import sys
+import torch
+import torch.multiprocessing
+from multiprocessing import process
+from multiprocessing.reduction import ForkingPickler
+
+key, strategy = sys.argv[1:]
+process.current_process().authkey = bytes.fromhex(key)
+torch.multiprocessing.set_sharing_strategy(strategy)
+weight = torch.arange(4.0).share_memory_()
+payload = bytes(ForkingPickler.dumps([("weight", weight)]))
+print(payload.hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def sharing(key: bytes, strategy: str) -> Iterator[bytes]:
+    """What a process shares that has ``key``, while it lives."""
+    with subprocess.Popen(
+        [sys.executable, "-c", SHARE, key.hex(), strategy],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        yield bytes.fromhex(process.stdout.readline())
+        process.stdin.close()
+
+
+@pytest.fixture
+def own_key() -> bytes:
+    return bytes(current_process().authkey)
+
+
+def test_of_a_relative(own_key: bytes) -> None:
+    with sharing(own_key, "file_descriptor") as payload:
+        ((name, weight),) = tensors._unpickle(payload)
+    assert (name, weight.tolist()) == ("weight", [0, 1, 2, 3])
+
+
+def test_of_a_stranger() -> None:
+    """Python says that a digest was rejected, which names no cause."""
+    with (
+        sharing(b"another", "file_descriptor") as payload,
+        pytest.raises(Refused, match="neither started this server") as refused,
+    ):
+        tensors._unpickle(payload)
+    assert "set_sharing_strategy('file_system')" in str(refused.value)
+
+
+def test_of_a_process_that_has_ended(own_key: bytes) -> None:
+    with sharing(own_key, "file_descriptor") as payload:
+        pass
+    with pytest.raises(Refused, match="has ended, or is in another container"):
+        tensors._unpickle(payload)
+
+
+def test_the_way_that_is_named_works() -> None:
+    with sharing(b"another", "file_system") as payload:
+        ((name, weight),) = tensors._unpickle(payload)
+        assert (name, weight.tolist()) == ("weight", [0, 1, 2, 3])
