@@ -400,6 +400,14 @@ class DropCall(Call, kw_only=True):
     reason: str
 
 
+class RenameCall(Call, kw_only=True):
+    """Another name for the weights that are in place."""
+
+    answer = Described
+
+    weight_version: str
+
+
 class RollbackCall(Call, kw_only=True):
     answer = Committed
 
@@ -561,6 +569,7 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     MayRecomputeCall,
     CommitCall,
     DropCall,
+    RenameCall,
     RollbackCall,
     MayReleaseCall,
     ReleaseCall,

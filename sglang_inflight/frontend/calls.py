@@ -20,7 +20,6 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.updates.naming import name_version
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.grants import (
     Deferred,
@@ -87,7 +86,7 @@ class Calls:
         await self._updates.abort(body)
 
     async def rename(self, body: NameBody) -> dict[str, Any]:
-        return await name_version(self._tokenizer_manager, body)
+        return await self._updates.rename(body)
 
     async def flush(self, flush: Callable[[], Awaitable[T]]) -> T:
         """Around SGLang's own flush of the prefix cache."""

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.lifetime import Lifetime
-from sglang_inflight.frontend.ranks import Rank, Ranks, nothing_heard, sent_all_the_same
+from sglang_inflight.frontend.ranks import (
+    Rank,
+    Ranks,
+    nothing_heard,
+    rank_of,
+    sent_all_the_same,
+)
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 
 if TYPE_CHECKING:
@@ -104,7 +110,7 @@ class ControlCalls:
         if awaited is None:
             return
         if not isinstance(answer, Failed):
-            awaited.done.add((answer.dp_rank, answer.pp_rank, answer.tp_rank))
+            awaited.done.add(rank_of(answer))
             awaited.end_if_whole()
         elif not awaited.complete.done():
             error = ERRORS.get(answer.error, HandlerFailed)

@@ -25,6 +25,7 @@ from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
+from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import (
@@ -70,7 +71,8 @@ class Frontend:
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
         quiet = Quiet(tokenizer_manager, self.pauses)
-        two_phase = TwoPhase(tokenizer_manager, self.ranks, metrics)
+        self._served = Served(tokenizer_manager, min(self.ranks.all))
+        two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics)
         self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase)
         # as was heard last; ``/ready`` asks
         self.is_hollow = settings.require_update
@@ -116,6 +118,10 @@ class Frontend:
                 self.is_hollow = hollow is not None
             case Described(memory=memory):
                 self.is_hollow = memory.hollow is not None
+        if self.worker is None:
+            # a worker is told by the owner, whose word comes by another way than the ranks'
+            self._served.hear(answer)
+            self.pauses.hear(answer)
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
 
@@ -134,7 +140,7 @@ class Frontend:
 
     async def mode(self) -> str | None:
         """That of the pause that holds now, and None where none does."""
-        return await (self.worker or self.pauses).mode()
+        return await self.pauses.mode()
 
     async def status(self) -> Status:
         """State, versions and staging progress: of the first rank, then of each rank."""

@@ -7,6 +7,7 @@ them acts: one that refuses, or is silent, leaves all of them awake, with their 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -85,15 +86,17 @@ class Memory:
                 ReleaseMemoryOccupationReqInput(tags=tags)
             )
             return MemoryMoved(message="Memory is released, as SGLang does it.", paused=False)
-        async with self._moving, self._two_phase.alone():
+        async with AsyncExitStack() as alone:
+            await alone.enter_async_context(self._moving)
+            await alone.enter_async_context(self._two_phase.alone())
             try:
                 vote = MayReleaseCall(tags=tags, keep_weights=body.keep_weights)
                 await self._ranks.call(vote, MOVE_TIMEOUT_S)
             except BaseException:
                 await asyncio.shield(self._stay())
                 raise
-            moving = self._move(ReleaseCall(), f"Memory is released: {', '.join(tags)}.")
-            return await carry_through(self._tasks, moving)
+            message = f"Memory is released: {', '.join(tags)}."
+            return await self._carry_through(ReleaseCall(), message, alone)
 
     async def resume(self, body: ResumeMemoryBody, *, until_filled: bool = False) -> MemoryMoved:
         """Take the memory of ``tags`` again. When all is back, generation goes on, unless
@@ -108,16 +111,27 @@ class Memory:
                 ResumeMemoryOccupationReqInput(tags=tags)
             )
             return MemoryMoved(message="Memory is back, as SGLang does it.", paused=False)
-        async with self._moving:
+        async with AsyncExitStack() as alone:
+            await alone.enter_async_context(self._moving)
             await self._ranks.call(MayResumeCall(tags=tags), MOVE_TIMEOUT_S)
             call = ResumeCall(tags=tags, until_filled=until_filled)
-            moving = self._move(call, f"Memory is back: {', '.join(tags)}.")
-            return await carry_through(self._tasks, moving)
+            return await self._carry_through(call, f"Memory is back: {', '.join(tags)}.", alone)
 
     async def released(self) -> list[str]:
         """The kinds that are released, on any rank."""
         said = [rank.memory for rank in await self._pauses.ask_status()]
         return [kind for kind in KINDS if any(each[kind] in GONE for each in said)]
+
+    async def _carry_through(self, call: M, message: str, alone: AsyncExitStack) -> MemoryMoved:
+        """A move goes on where its caller is gone, and so does what keeps others out.
+
+        No await before the task has it: a caller who leaves takes along nothing of ``alone``.
+        """
+        return await carry_through(self._tasks, self._move_alone(call, message, alone.pop_all()))
+
+    async def _move_alone(self, call: M, message: str, alone: AsyncExitStack) -> MemoryMoved:
+        async with alone:
+            return await self._move(call, message)
 
     async def _move(self, call: M, message: str) -> MemoryMoved:
         answers: list[Moved | Failed] = await self._ranks.ask_to_carry_out(call, MOVE_TIMEOUT_S)
@@ -125,11 +139,10 @@ class Memory:
         if failed and len(failed) < len(answers):
             raise HalfDone(f"Memory was moved on some ranks: {say_which(failed)}")
         moved = require_success(answers)
-        paused = self._tokenizer_manager.is_pause = any(answer.paused for answer in moved)
         hollow = next((answer.hollow for answer in moved if answer.hollow is not None), None)
         return MemoryMoved(
             message=message if hollow is None else f"{message} The weights are hollow: {hollow}.",
-            paused=paused,
+            paused=any(answer.paused for answer in moved),
             hollow=hollow,
             ranks=tuple(
                 RankMemory(

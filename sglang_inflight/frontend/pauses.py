@@ -15,15 +15,18 @@ from sglang_inflight.errors import Conflict, RankSilent, Refused
 from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
-from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.ranks import Rank, Ranks, rank_of
 from sglang_inflight.frontend.sglangs_pause import SGLangsPause
 from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.grants import Grant, RankGrant, Release
 from sglang_inflight.messages import (
     ContinueCall,
     Described,
+    Moved,
     PauseCall,
     Paused,
+    RankAnswer,
+    Resumed,
     StatusCall,
 )
 from sglang_inflight.status import MEMORY
@@ -45,8 +48,10 @@ class Pauses:
     """Takes, renews and lets go of pauses. The state itself is the schedulers'.
 
     ``TokenizerManager.is_pause`` follows along for upstream's readers of it (``/ready``,
-    gRPC). It gates nothing: patch 0003 lets requests through to the schedulers' queues. Where
-    the loop has no pause states there is SGLang's own pause, of which it is the state.
+    gRPC). It gates nothing: patch 0003 lets requests through to the schedulers' queues. It is
+    true from the moment that a pause is asked for; after that it is what the ranks have said
+    last, whoever waits for their answers. One of several workers is told by the owner instead.
+    Where the loop has no pause states there is SGLang's own pause, of which it is the state.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
@@ -56,6 +61,10 @@ class Pauses:
         self._ranks = ranks
         # calls that take a pause of a name that their callers chose
         self._taking: dict[str, SharedCall[Grant]] = {}
+        # calls of those, which ranks may answer now
+        self._taken: list[PauseCall] = []
+        # as each rank has said last
+        self._paused: dict[Rank, bool] = {}
         self._asking = asyncio.Lock()
         self._asked_at = -math.inf
         self._seen_mode: str | None = None
@@ -98,26 +107,25 @@ class Pauses:
         patience = GRANT_TIMEOUT_S
         if mode == "wait":
             patience += body.timeout_s or 86400.0
-        if new_id is None:
-            return await self._take(call, patience)
         # the caller of a call that was made again may be noticed to be gone after that
-        taking = self._taking.setdefault(new_id, SharedCall())
+        taking = self._taking.setdefault(call.pause_id, SharedCall()) if new_id else SharedCall()
         try:
-            return await taking.join(lambda: self._take(call, patience))
+            return await taking.join(lambda: self._take(call, patience), lambda: self._undo(call))
         finally:
-            if taking.is_over:
+            if new_id is not None and taking.is_over:
                 self._taking.pop(new_id, None)
 
     async def _take(self, call: PauseCall, patience_s: float) -> Grant:
         self._tokenizer_manager.is_pause = True
+        self._taken.append(call)
         began = time.perf_counter()
         try:
             answers = await self._ranks.call(call, patience_s)
-        except BaseException:
+        except Exception:
             await asyncio.shield(self._undo(call))
             raise
-        # a status that was asked for before may have found generation running
-        self._tokenizer_manager.is_pause = True
+        finally:
+            self._taken.remove(call)
         granted_mode = answers[0].mode
         self._metrics.pause_grant.labels(granted_mode).observe(time.perf_counter() - began)
         return Grant(
@@ -138,7 +146,6 @@ class Pauses:
         call = ContinueCall(pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache)
         answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
         paused = any(answer.paused for answer in answers)
-        self._tokenizer_manager.is_pause = paused
         return Release(
             message="Generation continued successfully."
             if not paused
@@ -236,10 +243,25 @@ class Pauses:
 
     async def ask_status(self) -> list[Described]:
         """Each rank's own account of itself."""
-        ranks = await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
+        return await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
+
+    def hear(self, answer: RankAnswer) -> None:
+        """Also that of a call which was given up.
+
+        An update that waits for requests takes a pause too, and is none to upstream's readers.
+        """
+        match answer:
+            case Resumed(paused=paused) | Moved(paused=paused):
+                pass
+            case Described(pause=pause):
+                paused = pause.paused
+            case Paused() if any(call.call_id == answer.call_id for call in self._taken):
+                paused = True
+            case _:
+                return
+        self._paused[rank_of(answer)] = paused
         if not self.sglangs.is_the_servers:
-            self._tokenizer_manager.is_pause = any(rank.pause.paused for rank in ranks)
-        return ranks
+            self._tokenizer_manager.is_pause = any(self._paused.values())
 
 
 def _count(answer: Paused) -> RankGrant:

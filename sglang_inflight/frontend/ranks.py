@@ -36,7 +36,7 @@ class _Collector:
         self._expected = expected
 
     def add(self, answer: RankAnswer) -> None:
-        self.answers[(answer.dp_rank, answer.pp_rank, answer.tp_rank)] = answer
+        self.answers[rank_of(answer)] = answer
         if not self.missing() and not self.complete.done():
             self.complete.set_result(None)
 
@@ -190,6 +190,11 @@ def _as_answer_to(call: InflightCall[A], answer: RankAnswer) -> A | Failed:
 
 def _name(ranks: Iterable[Rank]) -> str:
     return ", ".join(name_rank(*rank) for rank in ranks)
+
+
+def rank_of(answer: RankAnswer) -> Rank:
+    """Whose answer it is."""
+    return answer.dp_rank, answer.pp_rank, answer.tp_rank
 
 
 def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:

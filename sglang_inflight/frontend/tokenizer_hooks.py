@@ -35,6 +35,7 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     JoinGroupBody,
     LeaveGroupBody,
+    NameBody,
     PauseBody,
     ReleaseMemoryBody,
     ResumeMemoryBody,
@@ -202,6 +203,13 @@ async def end_weight_update(
     tm: AdoptedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.calls.end(_convert(obj, EndBody)))
+
+
+async def update_weight_version(tm: AdoptedTokenizerManager, obj: Request) -> None:
+    """Its own route ends requests, where that is asked for, and its own method does not."""
+    await tm.inflight.calls.rename(
+        NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
+    )
 
 
 async def init_weights_update_group(
@@ -376,6 +384,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
             update_weights_from_ipc,
             begin_weight_update,
             end_weight_update,
+            update_weight_version,
             init_weights_update_group,
             destroy_weights_update_group,
         )

@@ -36,6 +36,7 @@ from sglang_inflight.messages import (
     OpenCall,
     PauseCall,
     ReleaseCall,
+    RenameCall,
     ResumeCall,
     RollbackCall,
     SealCall,
@@ -172,6 +173,7 @@ class Controller:
             DropCall: self._drop,
             MayRecomputeCall: self._may_recompute,
             CommitCall: self._commit,
+            RenameCall: self._rename,
             RollbackCall: self._roll_back,
             MayReleaseCall: self.occupation.may_release,
             ReleaseCall: self.occupation.release,
@@ -434,6 +436,10 @@ class Controller:
         self.occupation.require_weights("a rollback")
         self._answers.succeed(call, self.commits.roll_back(call))
 
+    def _rename(self, call: RenameCall) -> None:
+        self.versions.rename(call.weight_version)
+        self._describe(call)
+
     def _flush(self, call: FlushCall) -> None:
         self._boundary.drain()
         running = len(self._boundary.running_requests())
@@ -454,7 +460,7 @@ class Controller:
     def _move_requests(self, call: MoveRequestsCall) -> None:
         self._answers.succeed(call, self.adapters.move(call))
 
-    def _describe(self, call: StatusCall) -> None:
+    def _describe(self, call: StatusCall | RenameCall) -> None:
         self._answers.succeed(
             call,
             Described(

@@ -27,6 +27,7 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.quiet import Quiet
+from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import (
@@ -39,6 +40,7 @@ from sglang_inflight.messages import (
     InflightCall,
     OpenCall,
     Opened,
+    RankAnswer,
     RollbackCall,
     SealCall,
     StageCall,
@@ -47,10 +49,9 @@ from sglang_inflight.messages import (
     Voted,
 )
 from sglang_inflight.settings import Settings
+from tests.support.ticks import run, tick, until_idle
 
 SESSION = "s"
-# ticks of the loop in which all is done that waits for nothing
-TICKS = 8
 # more than there are updates in a play
 ROUNDS = 10
 WHOLE = {
@@ -59,10 +60,18 @@ WHOLE = {
     Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
     Voted: Voted(staged_s=1.0),
     TransferGivenUp: TransferGivenUp(broken=True),
-    Committed: Committed(
-        weight_version="v1", base_version="v0", epoch=1, stall_ms=1.0, retracted=0, digest="d"
-    ),
 }
+
+
+def committed(epoch: int) -> Committed:
+    return Committed(
+        weight_version=f"v{epoch}",
+        base_version=f"v{epoch - 1}",
+        epoch=epoch,
+        stall_ms=1.0,
+        retracted=0,
+        digest="d",
+    )
 
 
 class Patient(Ranks):
@@ -71,6 +80,8 @@ class Patient(Ranks):
     def __init__(self) -> None:
         self.called: list[Any] = []
         self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self.epoch = 0
+        self.heard_by: Callable[[RankAnswer], None]
         self.refuses_next = False
         self.refusable: tuple[type, ...] = (StageCall, SealCall)
 
@@ -86,10 +97,17 @@ class Patient(Ranks):
         for call, answered in waiting:
             refused = self.refuses_next and isinstance(call, self.refusable)
             self.refuses_next = self.refuses_next and not refused
+            answer = Failed(message="no", error="Refused") if refused else self._do(call)
+            self.heard_by(answer)
             if not answered.done():
-                no = Failed(message="no", error="Refused")
-                answered.set_result(no if refused else WHOLE[call.answer])
+                answered.set_result(answer)
         return bool(waiting)
+
+    def _do(self, call: Any) -> RankAnswer:
+        if call.answer is not Committed:
+            return WHOLE[call.answer]
+        self.epoch += 1
+        return committed(self.epoch)
 
 
 class Play:
@@ -107,7 +125,9 @@ class Play:
         )
         manager = self.manager
         self.ranks = Patient()
-        self.two_phase = TwoPhase(manager, self.ranks, METRICS)
+        served = Served(manager, (0, 0, 0))
+        self.ranks.heard_by = served.hear
+        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
         self.groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
         self.updates: Updates = Updates(manager, self.two_phase, self.groups, quiet, SETTINGS)
         self.background = manager.asyncio_tasks
@@ -137,8 +157,7 @@ class Play:
         self.ranks.refuses_next = True
 
     async def settle(self) -> None:
-        for _ in range(TICKS):
-            await asyncio.sleep(0)
+        await until_idle()
 
     async def finish(self) -> None:
         """The ranks answer whatever they are asked. A session that nobody ends lapses."""
@@ -240,7 +259,7 @@ def test_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:
                 error.add_note(f"in the order {events}")
                 raise
 
-    asyncio.run(all_orders())
+    run(all_orders())
 
 
 def test_the_end_is_asked_for_again_amid_its_commit() -> None:
@@ -261,21 +280,20 @@ def test_the_end_is_asked_for_again_amid_its_commit() -> None:
         expect_answers(play)
         expect_each_is_over_once(play)
 
-    asyncio.run(play_it())
+    run(play_it())
 
 
-@pytest.mark.parametrize("ticks", range(TICKS))
-def test_a_session_is_begun_again_while_it_is_given_up(ticks: int) -> None:
+def test_a_session_is_begun_again_while_it_is_given_up() -> None:
     """By the name that its caller chose, which no rank is left with when it was given up."""
 
-    async def play_it() -> None:
+    async def play_it(ticks: int) -> bool:
         play = Play()
         body = BeginBody(new_id=SESSION, non_blocking=True)
         play.make(play.updates.begin(body))
         await play.settle()
         play.leave()
-        for _ in range(ticks):
-            await asyncio.sleep(0)
+        await tick(ticks)
+        is_idle = not asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
         play.make(play.updates.begin(body))
         await play.settle()
         await play.finish()
@@ -287,5 +305,8 @@ def test_a_session_is_begun_again_while_it_is_given_up(ticks: int) -> None:
         again = play.made[1]
         # told that it was given up, or begun anew
         assert sent == ([OpenCall, DropCall] * (1 if again.exception() else 2)), again
+        return is_idle
 
-    asyncio.run(play_it())
+    for ticks in itertools.count():
+        if run(play_it(ticks)):
+            return

@@ -14,7 +14,8 @@ from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.http.vllm.bodies import PauseQuery, SleepQuery
 from sglang_inflight.frontend.http.vllm.routes import _Routes
 from sglang_inflight.grants import MemoryMoved
-from tests.unit.test_pauses_made_again import OneRank, no_server, pauses_of, settle
+from tests.support.ticks import run, until_idle
+from tests.unit.test_pauses_made_again import OneRank, no_server, pauses_of
 
 __all__ = ["no_server"]
 
@@ -59,14 +60,14 @@ class Played:
         while not self.amid.begun.is_set():
             assert not calling.done(), calling
             self.rank.step()
-            await settle()
+            await until_idle()
         assert self.rank.held
         return calling
 
     async def finish(self, call: asyncio.Future[Any]) -> None:
         while not call.done():
             self.rank.step()
-            await settle()
+            await until_idle()
 
 
 CALLS: dict[str, Callable[[_Routes], Awaitable[Any]]] = {
@@ -93,7 +94,7 @@ def test_a_caller_leaves_after_the_grant(path: str, monkeypatch: pytest.MonkeyPa
         assert call.cancelled()
         assert played.rank.held == []
 
-    asyncio.run(play())
+    run(play())
 
 
 @pytest.mark.parametrize("error", [OutcomeUnknown("a rank is silent"), Conflict("no"), OSError()])
@@ -109,4 +110,4 @@ def test_it_fails_after_the_grant(
         assert call.exception() is error
         assert played.rank.held == []
 
-    asyncio.run(play())
+    run(play())

@@ -25,8 +25,8 @@ from sglang_inflight.frontend.tasks import carry_through, keep
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event
-from sglang_inflight.frontend.updates.publish import publish
 from sglang_inflight.frontend.updates.receipt import write_receipt
+from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.wanted import Wanted
 from sglang_inflight.messages import (
     A,
@@ -36,6 +36,7 @@ from sglang_inflight.messages import (
     Failed,
     InflightCall,
     MayRecomputeCall,
+    RenameCall,
     RollbackCall,
     TensorSource,
 )
@@ -58,6 +59,8 @@ DROP_TIMEOUT_S = 10.0
 # Ranks keep the time limit themselves; one that hangs is given up this much later.
 GRACE_S = 5.0
 
+CALLER_HAS_LEFT = "its caller has left"
+
 
 class TwoPhase:
     """Takes one update after the other through its phases. Lives on the front end's event loop.
@@ -66,10 +69,17 @@ class TwoPhase:
     for it, across several calls in a session, and ``current`` is the update that has it.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        tokenizer_manager: TokenizerManager,
+        ranks: Ranks,
+        served: Served,
+        metrics: Metrics,
+    ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
+        self._served = served
         self._metrics = metrics
         self._turn = asyncio.Lock()
         self.current: OpenUpdate | None = None
@@ -188,6 +198,7 @@ class TwoPhase:
         if update.aborts_requests:
             # ranks take it in before the commit: both go through one socket
             self._tokenizer_manager.abort_request(abort_all=True)
+        self._served.expect(call, update)
         try:
             committed = await self._commit_everywhere(call, "commit")
         except BaseException:
@@ -197,7 +208,6 @@ class TwoPhase:
             self._leave(update, Event.END)
         receipt = write_receipt(committed, update)
         self._metrics.updates.labels("committed").inc()
-        publish(self._tokenizer_manager, receipt.weight_version, update)
         return receipt
 
     async def roll_back(self, call: RollbackCall, deadline: Deadline) -> Receipt:
@@ -212,7 +222,6 @@ class TwoPhase:
             self._turn.release()
         receipt = write_receipt(committed, None)
         self._metrics.updates.labels("rolled_back").inc()
-        publish(self._tokenizer_manager, receipt.weight_version, None)
         return receipt
 
     async def _commit_everywhere(
@@ -227,6 +236,10 @@ class TwoPhase:
         if failed and (len(failed) < len(answers) or not nothing_changed):
             raise HalfDone(f"The {what} is not whole: {say_which(failed)}")
         return require_success(answers)
+
+    async def rename(self, call: RenameCall) -> None:
+        """Beside whatever update goes on. Raises ``OutcomeUnknown`` where a rank is silent."""
+        await self._ranks.carry_out(call, COMMIT_TIMEOUT_S)
 
     # ---- drop ----------------------------------------------------------------------
 
@@ -255,7 +268,7 @@ class TwoPhase:
         try:
             yield
         except asyncio.CancelledError:
-            await asyncio.shield(self.drop(update, "its caller has left"))
+            await asyncio.shield(self.drop(update, CALLER_HAS_LEFT))
             raise
         except BaseException as error:
             await asyncio.shield(self.drop(update, f"{error}" or type(error).__name__))

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
     EndBody,
+    NameBody,
     RollbackBody,
     SealBody,
     UpdateBody,
@@ -26,9 +27,9 @@ from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event, Phase
 from sglang_inflight.frontend.updates.quiet import Quiet
-from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
-from sglang_inflight.messages import RollbackCall
+from sglang_inflight.messages import RenameCall, RollbackCall
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
 
@@ -105,6 +106,17 @@ class Updates:
         )
         return await self._two_phase.roll_back(call, self._deadline(None))
 
+    async def rename(self, body: NameBody) -> dict[str, Any]:
+        """Tokens that come from now on have the new name, and the epoch that they had."""
+        if body.abort_all_requests:
+            self._tokenizer_manager.abort_request(abort_all=True)
+        await self._two_phase.rename(RenameCall(weight_version=body.new_version))
+        return {
+            "success": True,
+            "message": f"Weight version updated to {body.new_version}",
+            "new_version": body.new_version,
+        }
+
     # ---- a session of many -------------------------------------------------------------
 
     async def begin(self, body: BeginBody) -> Begun:
@@ -129,7 +141,10 @@ class Updates:
 
     async def _open(self, session: OpenUpdate) -> Begun:
         deadline = self._deadline(None)
-        await session.being_opened.join(lambda: self._two_phase.open_session(session, deadline))
+        await session.being_opened.join(
+            lambda: self._two_phase.open_session(session, deadline),
+            lambda: self._two_phase.drop(session, CALLER_HAS_LEFT),
+        )
         session.renew_lease()
         return Begun(message="Success", session_id=session.id)
 

@@ -79,14 +79,6 @@ class Worker:
         # its HTTP server alone, which waits for the calls that it handed on.
         tokenizer_manager.auto_create_handle_loop()
 
-    async def mode(self) -> str | None:
-        """Of the pause that holds. What ranks said to a question that was asked before a pause
-        was taken says nothing of it, so the news keep the last word of whether there is one.
-        """
-        mode = await self._frontend.pauses.mode()
-        self._tokenizer_manager.is_pause = self._news.paused
-        return mode
-
     def end(self) -> None:
         """Its requests have ended. SGLang would end the schedulers now, and with them the
         requests of other workers.

@@ -55,7 +55,6 @@ from sglang_inflight.frontend.http.vllm.server_info import ServerInfo
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
-from sglang_inflight.frontend.updates.naming import name_version
 from sglang_inflight.grants import MemoryMoved
 from sglang_inflight.status import MEMORY
 from sglang_inflight.upstream.runtime_context import get_device, get_parallel
@@ -196,7 +195,7 @@ class _Routes:
         return {"message": "Weight update finished"}
 
     async def name_version(self, body: VersionBody) -> Content:
-        return await name_version(self._tokenizer_manager, body)
+        return await self._updates.rename(body)
 
     async def weight_info(self) -> Content:
         return {"weight_version": self._tokenizer_manager.config_value("weight_version")}

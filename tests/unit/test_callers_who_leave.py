@@ -1,0 +1,340 @@
+"""A caller leaves, at every tick of every call. What is held afterwards somebody can name.
+
+The objects are the front end's own. What a caller was answered it may let go of by name, and of a
+call that it left nothing is there. Then nothing is held at all: no pause and no session on the
+rank, no turn and no lock, no timer that will go off, no task that goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from sglang_inflight.errors import Conflict, Dropped, InflightError
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    NameBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+)
+from sglang_inflight.frontend.http.endpoints import while_connected
+from sglang_inflight.grants import Grant
+from sglang_inflight.messages import ReleaseCall
+from sglang_inflight.receipt import Begun
+from sglang_inflight.status import MEMORY
+from tests.support.front_end import FrontEnd
+from tests.support.front_end import no_server as no_server
+from tests.support.ticks import run, tick, timers, until_idle
+
+LEASE_S = 3600.0
+SESSION = "s"
+# ticks after which the rank does what it was told
+DELAYS = (0, 1, 4)
+# no call takes longer, and no clean-up
+MOST_TICKS, AGAIN = 500, 12
+
+pytestmark = pytest.mark.usefixtures("no_server")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``made`` is what a caller leaves, after ``first`` was done by one who stays."""
+
+    made: Callable[[FrontEnd], Awaitable[Any]]
+    first: tuple[Callable[[FrontEnd], Awaitable[Any]], ...] = ()
+
+
+def begin(**how: Any) -> Callable[[FrontEnd], Awaitable[Any]]:
+    body = BeginBody(lease_s=LEASE_S, **how)
+    return lambda front: front.calls.begin(body)
+
+
+def pause(**how: Any) -> Callable[[FrontEnd], Awaitable[Any]]:
+    body = PauseBody(**how)
+    return lambda front: front.calls.pause(body)
+
+
+def piece(**how: Any) -> Callable[[FrontEnd], Awaitable[Any]]:
+    return lambda front: front.calls.update(
+        TensorBody(serialized_named_tensors=[b""], weight_version="v1", **how)
+    )
+
+
+def broadcast(front: FrontEnd) -> Awaitable[Any]:
+    return front.calls.update(
+        DistributedBody(names=["a"], dtypes=["float32"], shapes=[[1]], non_blocking=True)
+    )
+
+
+def join(front: FrontEnd) -> Awaitable[Any]:
+    return front.groups.join(
+        JoinGroupBody(
+            master_address="a", master_port=1, rank_offset=1, world_size=2, group_name="g"
+        )
+    )
+
+
+def release(front: FrontEnd) -> Awaitable[Any]:
+    return front.calls.release_memory(ReleaseMemoryBody())
+
+
+SEAL = SealBody(session_id=SESSION)
+END = EndBody(session_id=SESSION, non_blocking=True, weight_version="v1")
+OPEN = begin(non_blocking=True, new_id=SESSION)
+STAGE = piece(session_id=SESSION, non_blocking=True)
+
+
+def seal(front: FrontEnd) -> Awaitable[Any]:
+    return front.calls.seal(SEAL)
+
+
+CASES = {
+    "pause": Case(pause(mode="in_place")),
+    "pause by a chosen name": Case(pause(mode="retract", new_id="p", lease_s=LEASE_S)),
+    "pause that waits": Case(pause(mode="wait", timeout_s=60.0)),
+    "pause that is renewed": Case(
+        pause(pause_id="p", lease_s=LEASE_S), (pause(mode="in_place", new_id="p"),)
+    ),
+    "pause beside another": Case(pause(mode="abort"), (pause(mode="in_place", new_id="p"),)),
+    "continue": Case(
+        lambda front: front.calls.resume(ContinueBody()), (pause(mode="in_place", new_id="p"),)
+    ),
+    "begin": Case(begin(non_blocking=True)),
+    "begin by a chosen name": Case(OPEN),
+    "begin as SGLang does": Case(lambda front: front.calls.begin(BeginBody())),
+    "begin in place of another": Case(begin(non_blocking=True, on_busy="replace"), (OPEN, STAGE)),
+    "renew": Case(begin(session_id=SESSION), (OPEN,)),
+    "piece": Case(STAGE, (OPEN,)),
+    "seal": Case(seal, (OPEN, STAGE)),
+    "end": Case(lambda front: front.calls.end(END), (OPEN, STAGE)),
+    "end of what is sealed": Case(lambda front: front.calls.end(END), (OPEN, STAGE, seal)),
+    "end that waits for requests": Case(
+        lambda front: front.calls.end(EndBody()), (lambda front: front.calls.begin(BeginBody()),)
+    ),
+    "abort": Case(
+        lambda front: front.calls.abort(AbortUpdateBody(session_id=SESSION)), (OPEN, STAGE)
+    ),
+    "update": Case(piece(non_blocking=True)),
+    "update that waits for requests": Case(piece()),
+    "update in place of another": Case(piece(non_blocking=True, on_busy="replace"), (OPEN, STAGE)),
+    "update from disk": Case(
+        lambda front: front.calls.update(DiskBody(model_path="/v1", non_blocking=True))
+    ),
+    "broadcast": Case(broadcast, (join,)),
+    "rollback": Case(lambda front: front.updates.roll_back(RollbackBody())),
+    "rename": Case(lambda front: front.calls.rename(NameBody(new_version="a name"))),
+    "release": Case(release),
+    "resume": Case(lambda front: front.calls.resume_memory(ResumeMemoryBody()), (release,)),
+    "join": Case(join),
+    "leave": Case(lambda front: front.groups.leave(LeaveGroupBody(group_name="g")), (join,)),
+}
+
+
+class Leaving:
+    """A request whose caller leaves when it is told to."""
+
+    url = type("URL", (), {"path": "/a_call"})
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+
+    async def receive(self) -> dict[str, str]:
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+
+async def goes_away(front: FrontEnd, made: Awaitable[Any], after: int) -> tuple[Any, bool]:
+    """A connection ends. Returns the answer, if any, and whether it came before that."""
+    request: Any = Leaving()
+    call = asyncio.ensure_future(front.ask(while_connected(request, made)))
+    await tick(after)
+    if call.done():
+        return call.result(), True
+    request.left.set()
+    try:
+        return await call, False
+    except Dropped:
+        return None, False
+
+
+async def is_cancelled(
+    front: FrontEnd, made: Awaitable[Any], after: int, again: int
+) -> tuple[Any, bool]:
+    """A task of the same process is ended, and once more while it cleans up."""
+    call = asyncio.ensure_future(made)
+    await tick(after)
+    is_done = call.done()
+    for _ in range(2):
+        call.cancel()
+        await tick(again)
+    try:
+        return await call, is_done
+    except asyncio.CancelledError:
+        return None, False
+
+
+Leave = Callable[[FrontEnd, Awaitable[Any]], Awaitable[tuple[Any, bool]]]
+
+
+async def play(case: Case, delay: int, leave: Leave) -> bool:
+    """Whether the call had its answer before its caller left."""
+    front = FrontEnd(delay=delay)
+    for first in case.first:
+        await front.ask(first(front))
+    holders, session = {*front.rank.holders, MEMORY}, front.two_phase.current
+    answer, is_done = await leave(front, case.made(front))
+    await until_idle()
+    assert front.manager.config_value("weight_version") == front.rank.version
+    current = front.two_phase.current
+    match answer:
+        case Grant(pause_id=pause_id):
+            await front.calls.resume(ContinueBody(pause_id=pause_id))
+        case Begun(session_id=session_id):
+            assert current is not None
+            assert len(timers()) == (current.lease_s is not None)
+            await front.calls.abort(AbortUpdateBody(session_id=session_id))
+        case None:
+            # nobody has heard a name, so nothing has one that was not there before
+            assert holders.issuperset(front.rank.holders)
+            assert current in (None, session)
+    await let_go(front)
+    await expect_nothing(front)
+    return is_done
+
+
+async def let_go(front: FrontEnd) -> None:
+    """Of what the caller who stayed, or anybody who reads the status, can name."""
+    if front.rank.is_released:
+        await front.calls.resume_memory(ResumeMemoryBody())
+    assert MEMORY not in front.rank.holders, "it cannot be taken again"
+    if front.rank.holders:
+        assert front.rank.holders == ["p"], "a pause that nobody was granted"
+        await front.calls.resume(ContinueBody(pause_id="p"))
+    if (session := front.two_phase.current) is not None:
+        await front.calls.abort(AbortUpdateBody(session_id=session.id))
+    await until_idle()
+
+
+async def expect_nothing(front: FrontEnd) -> None:
+    rank = front.rank
+    assert (rank.holders, rank.update_id, rank.is_released) == ([], None, False)
+    assert not front.manager.is_pause
+    assert front.two_phase.current is None
+    assert not front.two_phase._turn.locked()
+    assert not front.memory._moving.locked()
+    assert front.pauses._taking == {}
+    assert front.ranks._collectors == {}
+    assert front.lifetime._ends == set()
+    assert timers() == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    # and the next caller has its turn
+    await front.calls.update(
+        TensorBody(serialized_named_tensors=[b""], non_blocking=True, weight_version="last")
+    )
+    assert front.manager.config_value("weight_version") == rank.version == "last"
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_connection_that_ends_leaves_nothing_held(name: str, delay: int) -> None:
+    for after in range(MOST_TICKS):
+        if leave_at(CASES[name], delay, goes_away, after):
+            return
+    raise AssertionError("the call does not end")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_task_that_is_cancelled_twice_leaves_nothing_held(name: str) -> None:
+    for after in range(MOST_TICKS):
+        if any([leave_at(CASES[name], 1, is_cancelled, after, again) for again in range(AGAIN)]):
+            return
+    raise AssertionError("the call does not end")
+
+
+def leave_at(case: Case, delay: int, leave: Callable[..., Any], *ticks: int) -> bool:
+    try:
+        return run(play(case, delay, lambda front, made: leave(front, made, *ticks)))
+    except BaseException as error:
+        error.add_note(f"the caller left after {ticks} ticks")
+        raise
+
+
+@pytest.mark.parametrize("name", ["pause by a chosen name", "begin by a chosen name"])
+def test_two_who_ask_for_the_same_leave_nothing_held(name: str) -> None:
+    """The call is made again while the first one's caller is on its way out."""
+
+    async def both(front: FrontEnd, made: Awaitable[Any], first: int, then: int) -> Any:
+        one = asyncio.ensure_future(made)
+        two = asyncio.ensure_future(CASES[name].made(front))
+        await tick(first)
+        is_done = one.done()
+        one.cancel()
+        await tick(then)
+        two.cancel()
+        ended = await asyncio.gather(one, two, return_exceptions=True)
+        answers = [each for each in ended if not isinstance(each, BaseException)]
+        # one may be told that the other has given it up
+        assert all(
+            isinstance(each, asyncio.CancelledError | Dropped) or each in answers for each in ended
+        )
+        return (answers[0] if answers else None), is_done
+
+    for first in range(MOST_TICKS):
+        if any([leave_at(CASES[name], 1, both, first, then) for then in range(AGAIN)]):
+            return
+    raise AssertionError("the call does not end")
+
+
+def test_no_update_begins_beside_memory_that_moves() -> None:
+    """Also where nobody waits for the move any more."""
+
+    async def is_beside(after: int) -> bool:
+        front = FrontEnd(delay=5)
+        releasing = asyncio.ensure_future(release(front))
+        await tick(after)
+        releasing.cancel()
+        await tick(2)
+        moves = any(isinstance(call, ReleaseCall) for call in front.manager.sent)
+        moves = moves and not front.rank.is_released
+        if moves:
+            body = DiskBody(model_path="/v1", non_blocking=True, on_busy="refuse")
+            with pytest.raises(Conflict, match="another weight update is going on"):
+                await front.calls.update(body)
+        await until_idle()
+        return moves
+
+    assert any([run(is_beside(after)) for after in range(40)])
+
+
+def test_the_rank_is_silent_at_the_commit_and_answers_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caller hears that nobody knows. What is served is named once the rank has said it."""
+    monkeypatch.setattr("sglang_inflight.frontend.updates.two_phase.COMMIT_TIMEOUT_S", 0.0)
+
+    async def play_it() -> None:
+        front = FrontEnd(delay=50)
+        body = DiskBody(model_path="/v1", weight_version="v1", non_blocking=True)
+        with pytest.raises(InflightError, match="sent to all ranks"):
+            await front.ask(front.calls.update(body))
+        assert front.manager.config_value("weight_version") == front.rank.version == "v0"
+        await until_idle()
+        assert front.manager.config_value("weight_version") == front.rank.version == "v1"
+        assert front.manager.model_path == "/v1"
+
+    run(play_it())
