@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang_inflight.frontend.bodies import (
@@ -38,6 +39,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@dataclass
+class Arrival:
+    """Of a body. What fails after it is whole is seen to by whoever does what it asks for."""
+
+    is_whole: bool = False
+
+
 class Calls:
     """Each call does what it says. ``TransparentCalls`` is the other way to take them."""
 
@@ -69,9 +77,19 @@ class Calls:
         return await self._updates.update(body)
 
     @contextmanager
-    def piece(self) -> Iterator[None]:
-        """Around the arrival of an update's body: what fails there is missing later."""
-        yield
+    def piece(self) -> Iterator[Arrival]:
+        """Around a call that brings weights, from the first byte of its body on.
+
+        What is missing of a session that takes unnamed pieces ends it: its client may end it
+        whatever has become of its pieces.
+        """
+        arrival, session = Arrival(), self._updates.unnamed_session
+        try:
+            yield arrival
+        except BaseException:
+            if session is not None and not arrival.is_whole:
+                self._updates.lose(session, "a piece of it could not be read, or came in part")
+            raise
 
     async def begin(self, body: BeginBody) -> Begun | Deferred:
         return await self._updates.begin(body)

@@ -18,6 +18,11 @@ an id, is real from the beginning.
 
 A piece that fails drops the session. The caller hears it, and again as the answer of
 ``continue_generation``, because there are clients that read no other. Nothing has changed then.
+
+``continue_generation`` waits for the pieces that are on their way, and is carried through, whoever
+waits for it: its client asks again where the answer was lost, and hears the same until the next
+pause. A client that begins a session and dies leaves a real pause, after the time that an update
+may take: the status shows it, and ``continue_generation`` ends it.
 """
 
 from __future__ import annotations
@@ -25,7 +30,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -45,10 +51,11 @@ from sglang_inflight.frontend.bodies import (
     SealBody,
     UpdateBody,
 )
-from sglang_inflight.frontend.calls import Calls
+from sglang_inflight.frontend.calls import Arrival, Calls
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.shared_call import SharedCall
+from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.tiers import why_out_of_reach
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
@@ -79,6 +86,10 @@ _MEANINGS: dict[PauseMode, str] = {
 }
 
 
+# the window that was open when the body of a call began to arrive
+_sent_in: ContextVar[Window | None] = ContextVar("_sent_in")
+
+
 @dataclass
 class Window:
     """The time between a client's ``pause_generation`` and its ``continue_generation``."""
@@ -94,6 +105,13 @@ class Window:
     pause_id: str | None = None
     pausing: SharedCall[None] = field(default_factory=SharedCall)
     grace: asyncio.TimerHandle | None = None
+    # pieces that arrive, or are staged; the event says that one is answered
+    pieces: list[Arrival] = field(default_factory=list)
+    one_is_in: asyncio.Event = field(default_factory=asyncio.Event)
+    # from continue_generation on
+    ending: asyncio.Future[WindowRelease] | None = None
+    # of the window before, whose session may still be open
+    before: asyncio.Future[WindowRelease] | None = None
 
     @property
     def kv_policy(self) -> KVPolicy:
@@ -111,6 +129,44 @@ class Window:
         """What fails after the first failure fails because of it."""
         self.failure = self.failure or why
 
+    @contextmanager
+    def counted(self, piece: Arrival) -> Iterator[None]:
+        """Around a piece, which the end waits for."""
+        self.pieces.append(piece)
+        try:
+            yield
+        finally:
+            # two are equal, and each is one
+            self.pieces = [other for other in self.pieces if other is not piece]
+            self.one_is_in.set()
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Whatever ends the block early leaves the window without a piece."""
+        try:
+            yield
+        except InflightError as error:
+            self.fail(error)
+            raise
+        except asyncio.CancelledError:
+            self.fail(Dropped("a piece's caller has left before its answer"))
+            raise
+        except BaseException as error:
+            self.fail(Dropped(f"a piece of it failed: {error!r}"))
+            raise
+
+    async def until_all_are_in(self, timeout_s: float) -> None:
+        """Fails it where one takes longer, or has not arrived: its sender may be gone."""
+        if not all(piece.is_whole for piece in self.pieces):
+            self.fail(Dropped("a piece had not arrived whole when continue_generation came"))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.failure is None and self.pieces:
+                    self.one_is_in.clear()
+                    await self.one_is_in.wait()
+        except TimeoutError:
+            self.fail(Dropped(f"a piece was not staged after {timeout_s:g} s"))
+
     def end_grace(self) -> None:
         if self.grace is not None:
             self.grace.cancel()
@@ -119,8 +175,10 @@ class Window:
 class TransparentCalls(Calls):
     """At most one window is open. Lives on the front end's event loop.
 
-    What changes the window does so between two awaits: ``resume`` takes it away before it ends
-    the session, so a second call of it, or a piece that comes late, finds none.
+    What changes the window does so between two awaits. ``resume`` closes it before it ends the
+    session, and ends it in a task that belongs to no caller. A piece belongs to the window that
+    was open when its body began to arrive, and is counted there until it is answered, so a
+    window is ended with all of its pieces, whatever comes meanwhile.
     """
 
     def __init__(
@@ -139,19 +197,23 @@ class TransparentCalls(Calls):
         self._groups = groups
         self._settings = settings
         self._in_background = in_background
+        self._tasks = tokenizer_manager.asyncio_tasks
         self._window: Window | None = None
+        # until the next pause
+        self._ended: Window | None = None
 
     async def pause(self, body: PauseBody) -> Grant | NamelessGrant | WindowGrant:
+        before, self._ended = self._ended, None
         mode = body.mode or "abort"
         if mode not in _MEANINGS or body != PauseBody(mode=body.mode):
             return await super().pause(body)
         window = self._window
-        if window is not None and window.session_id is not None:
+        if window is not None and (window.session_id is not None or window.pieces):
             await self._forget(window)
             window = None
         if window is None:
-            window = self._window = Window(mode)
-            self._start_grace(window)
+            window = self._window = Window(mode, before=before.ending if before else None)
+            self._start_grace(window, self._settings.transparent_grace_s)
         else:
             window.mode = mode
         return WindowGrant(
@@ -165,16 +227,27 @@ class TransparentCalls(Calls):
         )
 
     async def resume(self, body: ContinueBody) -> Release | WindowRelease:
-        window = self._window
+        window = self._window or self._ended
         if window is None or body.pause_id is not None:
             return await super().resume(body)
-        self._window = None
-        window.end_grace()
+        if window.ending is None:
+            self._window, self._ended = None, window
+            window.end_grace()
+            window.ending = keep(self._tasks, self._end(window, body))
+        elif window.ending.done():
+            # a pause of another caller may have been taken since
+            resumed = await self._go_on(body, window)
+            release = window.ending.result()
+            return msgspec.structs.replace(release, message=resumed.message, paused=resumed.paused)
+        return await asyncio.shield(window.ending)
+
+    async def _end(self, window: Window, body: ContinueBody) -> WindowRelease:
         try:
+            await window.until_all_are_in(self._settings.update_timeout_s)
             receipt = await self._end_window(window)
         finally:
             # whatever became of the update, generation goes on
-            resumed = await asyncio.shield(asyncio.ensure_future(self._go_on(body, window)))
+            resumed = await self._go_on(body, window)
         return WindowRelease(message=resumed.message, paused=resumed.paused, receipt=receipt)
 
     async def is_paused(self) -> bool:
@@ -182,10 +255,10 @@ class TransparentCalls(Calls):
         return self._window is not None or await super().is_paused()
 
     async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
-        window = self._window
+        window = _sent_in.get(self._window)
         if window is None or body.session_id not in (None, window.session_id):
             return await super().update(body)
-        try:
+        with window.counted(Arrival(is_whole=True)), window.failing():
             session_id = await self._join(window, body)
             piece = msgspec.structs.replace(
                 body,
@@ -199,31 +272,31 @@ class TransparentCalls(Calls):
                 expected_version=None,
             )
             return await super().update(piece)
-        except InflightError as error:
-            window.fail(error)
-            raise
-        except asyncio.CancelledError:
-            window.fail(Dropped("a piece's caller has left before its answer"))
-            raise
 
     @contextmanager
-    def piece(self) -> Iterator[None]:
-        # the one that it was sent in: by the time that it fails another one may be open
+    def piece(self) -> Iterator[Arrival]:
         window = self._window
+        token = _sent_in.set(window)
         try:
-            yield
-        except BaseException as error:
-            if window is not None:
-                why = error if isinstance(error, InflightError) else None
-                window.fail(why or Dropped("a piece has not arrived whole"))
-            raise
+            with super().piece() as arrival:
+                try:
+                    with window.counted(arrival) if window is not None else nullcontext():
+                        yield arrival
+                except BaseException as error:
+                    if window is not None and not arrival.is_whole:
+                        why = error if isinstance(error, InflightError) else None
+                        window.fail(why or Dropped("a piece has not arrived whole"))
+                    raise
+        finally:
+            _sent_in.reset(token)
 
     async def begin(self, body: BeginBody) -> Begun | Deferred:
         window = self._window
         if window is None or body.session_id is not None or body.non_blocking:
             return await super().begin(body)
         window.require_whole()
-        window.end_grace()
+        # it may take its time until it sends
+        self._start_grace(window, self._settings.update_timeout_s)
         return Deferred(message="The pieces go live at continue_generation.")
 
     async def seal(self, body: SealBody) -> StagedSoFar:
@@ -278,6 +351,8 @@ class TransparentCalls(Calls):
 
     async def _begin(self, window: Window, first: UpdateBody) -> str:
         window.end_grace()
+        if window.before is not None:
+            await asyncio.wait({window.before})
         begun = await super().begin(
             BeginBody(
                 selector=first.selector if isinstance(first, DiskBody) else "all",
@@ -289,6 +364,10 @@ class TransparentCalls(Calls):
         )
         assert isinstance(begun, Begun)
         window.session_id = begun.session_id
+        if window.failure is not None:
+            # nobody ends it: a piece beside this one was lost meanwhile, or another trainer came
+            await self._drop_session(window)
+            window.require_whole()
         return begun.session_id
 
     async def _go_on(self, body: ContinueBody, window: Window) -> Release:
@@ -332,6 +411,7 @@ class TransparentCalls(Calls):
         logger.warning("A pause came while another one's weights were staged: they are dropped.")
         self._window = None
         window.end_grace()
+        window.fail(Dropped("another pause_generation came before its continue_generation"))
         await self._drop_session(window)
 
     async def _drop_session(self, window: Window) -> None:
@@ -340,12 +420,14 @@ class TransparentCalls(Calls):
             with suppress(Refused):
                 await super().abort(AbortUpdateBody(session_id=window.session_id))
 
-    def _start_grace(self, window: Window) -> None:
+    def _start_grace(self, window: Window, seconds: float) -> None:
+        window.end_grace()
+
         def pause() -> None:
             self._in_background(self._pause_really(window))
 
         loop = asyncio.get_running_loop()
-        window.grace = loop.call_later(self._settings.transparent_grace_s, pause)
+        window.grace = loop.call_later(seconds, pause)
 
     async def _pause_really(self, window: Window) -> None:
         await window.pausing.join(lambda: self._take_pause(window))
@@ -362,4 +444,7 @@ class TransparentCalls(Calls):
 
 
 def _dropped(why: InflightError) -> Dropped:
-    return Dropped(f"the update was dropped, and nothing has changed: {why}")
+    return Dropped(
+        f"the update was dropped, and nothing has changed: {why}. continue_generation ends it, and "
+        "pause_generation begins anew"
+    )

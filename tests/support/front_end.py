@@ -315,7 +315,7 @@ class FrontEnd:
 
 
 @pytest.fixture
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none, whose arguments these are."""
     front = "sglang_inflight.frontend"
     for name, modules in {

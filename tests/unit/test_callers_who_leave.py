@@ -38,7 +38,7 @@ from sglang_inflight.messages import ReleaseCall
 from sglang_inflight.receipt import Begun
 from sglang_inflight.status import MEMORY
 from tests.support.front_end import FrontEnd
-from tests.support.front_end import no_server as no_server
+from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
 
 LEASE_S = 3600.0
@@ -48,7 +48,7 @@ DELAYS = (0, 1, 4)
 # no call takes longer, and no clean-up
 MOST_TICKS, AGAIN = 500, 12
 
-pytestmark = pytest.mark.usefixtures("no_server")
+pytestmark = pytest.mark.usefixtures("no_arguments")
 
 
 @dataclass(frozen=True)

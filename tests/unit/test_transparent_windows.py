@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.errors import Dropped, Refused
-from sglang_inflight.frontend.bodies import ContinueBody, DistributedBody, IPCBody, PauseBody
+from sglang_inflight.errors import Dropped, InflightError, Refused
+from sglang_inflight.frontend.bodies import (
+    BeginBody,
+    ContinueBody,
+    DistributedBody,
+    IPCBody,
+    PauseBody,
+    TensorBody,
+)
 from sglang_inflight.frontend.http import endpoints
 from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
@@ -19,7 +28,9 @@ from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.grants import Release
 from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
-from tests.support.ticks import run
+from tests.support.front_end import FrontEnd
+from tests.support.front_end import no_arguments as no_arguments
+from tests.support.ticks import run, tick, timers, until_idle
 from tests.unit.test_update_orders import SETTINGS, Play
 
 
@@ -230,3 +241,167 @@ async def expect_the_next_to_work(play: TransparentPlay) -> None:
     await play.settle()
     await play.finish()
     assert play.made[-1].result().receipt.weight_version == f"v{play.ranks.epoch}"
+
+
+# ---- at every tick ---------------------------------------------------------------------
+
+# no call takes longer
+MOST_TICKS = 300
+RETRACT = PauseBody(mode="retract")
+PIECE = TensorBody(serialized_named_tensors=[b""], weight_version="v1")
+
+
+async def continued(front: FrontEnd) -> Any:
+    """What ``continue_generation`` answers to a caller who stays."""
+    try:
+        return await front.ask(front.calls.resume(ContinueBody()))
+    except InflightError as error:
+        return error
+
+
+async def expect_nothing_held(front: FrontEnd) -> None:
+    await until_idle()
+    assert front.two_phase.current is None
+    assert front.rank.update_id is None
+    assert front.rank.holders == []
+    assert not await front.calls.is_paused()
+    assert timers() == []
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+def at_each_tick(play_it: Callable[[int], Coroutine[Any, Any, bool]]) -> None:
+    """Until it says that the tick comes after all."""
+    for ticks in range(MOST_TICKS):
+        try:
+            if run(play_it(ticks)):
+                return
+        except BaseException as error:
+            error.add_note(f"after {ticks} ticks")
+            raise
+    raise AssertionError("it does not end")
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize("staged", [0, 1])
+def test_a_piece_whose_caller_leaves_is_missing(staged: int) -> None:
+    """Whenever it does: all has gone live then, or nothing, and ``continue_generation`` says."""
+
+    async def play_it(ticks: int) -> bool:
+        front = FrontEnd(delay=1, transparent=True)
+        await front.calls.pause(RETRACT)
+        for _ in range(staged):
+            await front.calls.update(PIECE)
+        piece = asyncio.ensure_future(front.calls.update(PIECE))
+        # before that it is not sent
+        await tick(1 + ticks)
+        is_done = piece.done()
+        piece.cancel()
+        await asyncio.wait({piece})
+        answer = await continued(front)
+        if piece.cancelled():
+            assert isinstance(answer, Dropped)
+            assert front.rank.version == "v0"
+        else:
+            assert front.rank.version == answer.receipt.weight_version == "v1"
+        assert front.manager.config_value("weight_version") == front.rank.version
+        await expect_nothing_held(front)
+        return is_done
+
+    at_each_tick(play_it)
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize("staged", [0, 1])
+def test_a_window_that_is_continued_amid_a_piece_ends_with_it(staged: int) -> None:
+    """Also while the session that the piece begins is not open yet."""
+
+    async def play_it(ticks: int) -> bool:
+        front = FrontEnd(delay=3, transparent=True)
+        await front.calls.pause(RETRACT)
+        for _ in range(staged):
+            await front.calls.update(PIECE)
+        piece = asyncio.ensure_future(front.calls.update(PIECE))
+        await tick(1 + ticks)
+        is_done = piece.done()
+        answer = await continued(front)
+        await piece
+        assert front.rank.version == answer.receipt.weight_version == "v1"
+        await expect_nothing_held(front)
+        return is_done
+
+    at_each_tick(play_it)
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize("refused", [False, True])
+def test_continue_asked_again_says_what_became_of_the_update(refused: bool) -> None:
+    """Its first caller left, whenever that was."""
+
+    async def play_it(ticks: int) -> bool:
+        front = FrontEnd(delay=1, transparent=True)
+        await front.calls.pause(RETRACT)
+        await front.calls.update(PIECE)
+        if refused:
+            with pytest.raises(Refused), front.calls.piece():
+                raise Refused("bad request body")
+        first = asyncio.ensure_future(front.calls.resume(ContinueBody()))
+        await tick(1 + ticks)
+        is_done = first.done()
+        first.cancel()
+        await asyncio.wait({first})
+        for _ in range(2):
+            answer = await continued(front)
+            if refused:
+                assert "bad request body" in str(answer)
+                assert front.rank.version == "v0"
+            else:
+                assert front.rank.version == answer.receipt.weight_version == "v1"
+        assert front.rank.epoch == (not refused)
+        await expect_nothing_held(front)
+        # the next window has an outcome of its own
+        await front.calls.pause(RETRACT)
+        assert (await continued(front)).receipt is None
+        return is_done
+
+    at_each_tick(play_it)
+
+
+@pytest.mark.usefixtures("no_arguments")
+def test_a_trainer_begins_anew_while_another_ones_end_goes_on() -> None:
+    async def play_it(ticks: int) -> bool:
+        front = FrontEnd(delay=4, transparent=True)
+        await front.calls.pause(RETRACT)
+        await front.calls.update(PIECE)
+        first = asyncio.ensure_future(front.calls.resume(ContinueBody()))
+        await tick(1 + ticks)
+        is_done = first.done()
+        first.cancel()
+        await front.calls.pause(RETRACT)
+        await front.calls.update(msgspec.structs.replace(PIECE, weight_version="v2"))
+        assert (await continued(front)).receipt.weight_version == "v2"
+        assert front.rank.epoch == 2
+        await expect_nothing_held(front)
+        return is_done
+
+    at_each_tick(play_it)
+
+
+@pytest.mark.usefixtures("no_arguments")
+def test_a_client_that_begins_and_dies_leaves_a_pause_that_the_status_shows() -> None:
+    async def play_it() -> None:
+        front = FrontEnd(transparent=True)
+        await front.calls.pause(RETRACT)
+        await front.calls.begin(BeginBody())
+        (timer,) = timers()
+        left_s = timer.when() - asyncio.get_running_loop().time()
+        assert SETTINGS.transparent_grace_s < left_s <= SETTINGS.update_timeout_s
+        timer._run()
+        timer.cancel()
+        await until_idle()
+        assert len(front.rank.holders) == 1
+        # whoever is alive all the same goes on from there
+        await front.calls.update(PIECE)
+        assert (await continued(front)).receipt.weight_version == "v1"
+        await expect_nothing_held(front)
+
+    run(play_it())

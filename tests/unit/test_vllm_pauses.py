@@ -49,6 +49,7 @@ class Played:
             caches=Caches(pauses._tokenizer_manager, self.rank),
             updates=None,
             groups=None,
+            aborts=None,
             memory=SimpleNamespace(release=wait, released=released),
             settings=SimpleNamespace(update_timeout_s=1.0),
         )

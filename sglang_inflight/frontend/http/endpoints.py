@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_inflight.answer import Answer
 from sglang_inflight.errors import Dropped, InflightError
 from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
+from sglang_inflight.frontend.calls import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
 from sglang_inflight.upstream.runtime_context import get_parallel
 
@@ -29,17 +30,23 @@ T = TypeVar("T")
 Endpoint = Callable[..., Awaitable[Response]]
 
 
+@contextmanager
+def no_piece() -> Iterator[Arrival]:
+    yield Arrival()
+
+
 def with_body(
     shape: type[B],
     handler: Callable[[B], Awaitable[Content]],
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+    piece: Callable[[], AbstractContextManager[Arrival]] = no_piece,
 ) -> Endpoint:
-    """An endpoint whose JSON body has the ``shape``. ``reading`` is around its arrival."""
+    """An endpoint whose JSON body has the ``shape``. ``piece`` is around all of the call."""
 
     async def read_and_answer(request: Request) -> Content:
-        with reading():
+        with piece() as arrival:
             body = decode(await request.body(), shape)
-        return await while_connected(request, handler(body))
+            arrival.is_whole = True
+            return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
@@ -75,18 +82,18 @@ async def _until_gone(request: Request) -> None:
 
 def with_payloads(
     handler: Callable[[TensorBody], Awaitable[Content]],
-    reading: Callable[[], AbstractContextManager[None]],
+    piece: Callable[[], AbstractContextManager[Arrival]],
 ) -> Endpoint:
     """An endpoint whose JSON body may hold whole tensors."""
 
     async def read_and_answer(request: Request) -> Content:
-        with large_body() as large:
-            with reading():
-                body = decode(await large.read(request), TensorBody)
-                payloads = body.serialized_named_tensors
-                on_one_machine = get_parallel().nnodes == 1
-                # its type is what JSON may hold, which is no file
-                body.serialized_named_tensors = large.put_back(payloads, as_files=on_one_machine)  # type: ignore[assignment]
+        with large_body() as large, piece() as arrival:
+            body = decode(await large.read(request), TensorBody)
+            payloads = body.serialized_named_tensors
+            on_one_machine = get_parallel().nnodes == 1
+            # its type is what JSON may hold, which is no file
+            body.serialized_named_tensors = large.put_back(payloads, as_files=on_one_machine)  # type: ignore[assignment]
+            arrival.is_whole = True
             return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)

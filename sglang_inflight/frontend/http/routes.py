@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -42,6 +41,7 @@ from sglang_inflight.frontend.http.attended import attended_by
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     guarded,
+    no_piece,
     refusal,
     while_connected,
     with_body,
@@ -67,10 +67,10 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     router = APIRouter(tags=[TAG], route_class=attended_by(frontend.lifetime))
 
     def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> None:
-        reading = frontend.calls.piece if issubclass(shape, UpdateBody) else nullcontext
+        piece = frontend.calls.piece if issubclass(shape, UpdateBody) else no_piece
         router.add_api_route(
             path,
-            with_body(shape, handler, reading),
+            with_body(shape, handler, piece),
             methods=["POST"],
             openapi_extra=_describe(shape),
         )
@@ -178,13 +178,13 @@ class _Routes:
         return {**await self._calls.update(body), "num_paused_requests": 0}
 
     async def update_from_distributed(self, request: Request) -> Content:
-        with self._calls.piece():
+        with self._calls.piece() as arrival:
             content = await request.body()
-        # where it cannot be read, its trainer may have begun to broadcast all the same
-        async with self._frontend.groups.in_step_by_name(group_named_in(content)):
-            with self._calls.piece():
+            # where it cannot be read, its trainer may have begun to broadcast all the same
+            async with self._frontend.groups.in_step_by_name(group_named_in(content)):
                 body = decode(content, DistributedBody)
-        return await while_connected(request, self.update(body))
+            arrival.is_whole = True
+            return await while_connected(request, self.update(body))
 
     async def begin(self, body: BeginBody) -> Content:
         return await self._calls.begin(body)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -48,6 +49,8 @@ class OpenUpdate:
     is_named: bool | None = None
     lease_s: float | None = None
     why_dropped: str | None = None
+    # of time.monotonic()
+    dropped_at: float = 0.0
     over: asyncio.Event = field(default_factory=asyncio.Event)
     # each is done once, however many ask for it
     being_opened: SharedCall[None] = field(default_factory=SharedCall)
@@ -80,6 +83,8 @@ class OpenUpdate:
         phase = follow(self.phase, event)
         assert phase is not None, f"{event} in {self.phase}"
         self.phase = phase
+        if phase is Phase.DROPPED:
+            self.dropped_at = time.monotonic()
         if phase in (Phase.ENDED, Phase.DROPPED):
             self.over.set()
             self._end_lease()
@@ -100,8 +105,12 @@ class OpenUpdate:
         """
         if wanted.session_id is not None:
             return False
-        takes_unnamed = self.opening.takes_unnamed and self.is_named is not True
-        return not takes_unnamed or wanted.on_busy != "wait"
+        return not self.takes_unnamed or wanted.on_busy != "wait"
+
+    @property
+    def takes_unnamed(self) -> bool:
+        """Whether a call that names no session may be a piece of it."""
+        return self.opening.takes_unnamed and self.is_named is not True
 
     def claim(self, wanted: Wanted) -> None:
         """Raises ``Conflict`` where a call names the session, and one before it did not."""

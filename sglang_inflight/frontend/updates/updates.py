@@ -8,10 +8,12 @@ commit that was sent is carried through whoever waits for it.
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import Conflict, Refused
+from sglang_inflight.errors import Conflict, Dropped, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -22,6 +24,7 @@ from sglang_inflight.frontend.bodies import (
     UpdateBody,
 )
 from sglang_inflight.frontend.deadline import Deadline
+from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
@@ -53,11 +56,23 @@ class Updates:
         self._groups = groups
         self._quiet = quiet
         self._settings = settings
+        # the session that was begun last, whatever became of it, until a caller has ended it
+        self._last: OpenUpdate | None = None
 
     @property
     def has_session(self) -> bool:
         """Whether a session is open."""
         return self._session is not None
+
+    @property
+    def unnamed_session(self) -> OpenUpdate | None:
+        """The open session, where its pieces need not name it."""
+        session = self._session
+        return session if session is not None and session.takes_unnamed else None
+
+    def lose(self, session: OpenUpdate, why: str) -> None:
+        """Drop ``session``, of which something is missing, and wait for nothing."""
+        keep(self._tokenizer_manager.asyncio_tasks, self._two_phase.drop(session, why))
 
     @property
     def _session(self) -> OpenUpdate | None:
@@ -137,6 +152,7 @@ class Updates:
                 )
         session = OpenUpdate(Opening.of_session(body), self._two_phase.expire)
         await self._two_phase.begin(session, body.on_busy, self._deadline(None))
+        self._last = session
         return await self._open(session)
 
     async def _open(self, session: OpenUpdate) -> Begun:
@@ -180,11 +196,13 @@ class Updates:
 
         Who asks for the end of one that is being ended hears how that ends.
         """
-        session = self._require_named(body.session_id)
-        ending = Ending.of(body)
-        if ending.exceeds_sglang:
-            require_supported(ending.kv_policy or session.kv_policy, retracts=ending.non_blocking)
-        return await session.being_ended.join(lambda: self._end(session, ending))
+        with self._no_more_pieces(body.session_id):
+            session = self._require_named(body.session_id)
+            ending = Ending.of(body)
+            if ending.exceeds_sglang:
+                policy = ending.kv_policy or session.kv_policy
+                require_supported(policy, retracts=ending.non_blocking)
+            return await session.being_ended.join(lambda: self._end(session, ending))
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:
         if session.committing is not None:
@@ -203,9 +221,10 @@ class Updates:
 
     async def abort(self, body: AbortUpdateBody) -> None:
         """Drop the session, and the tensors staged in it. Anybody may, by its name or without."""
-        session = self._require_session(body.session_id)
-        self._require_uncommitted(session)
-        await self._two_phase.drop(session, "it was aborted by a caller")
+        with self._no_more_pieces(body.session_id):
+            session = self._require_session(body.session_id)
+            self._require_uncommitted(session)
+            await self._two_phase.drop(session, "it was aborted by a caller")
 
     async def let_go(self, why: str) -> None:
         """Drop the session where it holds requests, none of which could end before it does."""
@@ -227,17 +246,58 @@ class Updates:
                 "the weight-update session that is open takes calls that name it: pass the "
                 "session_id that begin_weight_update answered with"
             )
+        if (lost := self._lost) is not None and lost.takes_unnamed and wanted.is_upstreams_piece:
+            raise Dropped(
+                f"the weight-update session that this is a piece of was dropped: "
+                f"{lost.why_dropped}. end_weight_update or abort_weight_update ends it, and "
+                "begin_weight_update begins anew"
+            )
         return None
+
+    @property
+    def _lost(self) -> OpenUpdate | None:
+        """A session that was dropped, where its client may still send pieces of it.
+
+        Alone each of them would be an update of its own, and part of the weights would go live.
+        A client that died neither ends its session nor begins another one, so its session is
+        forgotten after the time that an update may take.
+        """
+        last = self._last
+        if last is None or last.phase is not Phase.DROPPED:
+            return None
+        if time.monotonic() > last.dropped_at + self._settings.update_timeout_s:
+            return None
+        return last
+
+    @contextmanager
+    def _no_more_pieces(self, session_id: str | None) -> Iterator[None]:
+        """Around a call by which a client ends its session: it sends no more pieces of one that
+        was dropped.
+        """
+        try:
+            yield
+        finally:
+            if (lost := self._lost) is not None and session_id in (None, lost.id):
+                self._last = None
 
     def _require_session(self, session_id: str | None) -> OpenUpdate:
         """The open session; ``Conflict`` where it is another one than ``session_id``."""
-        session = self._session
+        session, lost = self._session, self._lost
         if session_id is not None and (session is None or session.id != session_id):
+            if lost is not None and lost.id == session_id:
+                raise Conflict(
+                    f"session_id {session_id!r} is not open: it was dropped: {lost.why_dropped}"
+                )
             raise Conflict(
                 f"session_id {session_id!r} is not open: it was ended or dropped (by a failed "
                 "call, or because its lease ran out)"
             )
         if session is None:
+            if lost is not None:
+                raise Dropped(
+                    "the weight-update session was dropped, and nothing has changed: "
+                    f"{lost.why_dropped}. Call begin_weight_update and send all of it again"
+                )
             raise Refused(
                 "no weight-update session is open; call begin_weight_update first (a failed "
                 "call or a lease that ran out drops a session)"

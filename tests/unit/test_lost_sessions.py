@@ -1,0 +1,181 @@
+"""A session in SGLang's own way, of which a piece is lost.
+
+Its client may send the rest, and end it, whatever it was told: NeMo-RL ends its session in
+``finally``. Nothing of it goes live, neither at the end nor piece by piece.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from sglang_inflight.errors import Conflict, Dropped, Refused
+from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    DiskBody,
+    EndBody,
+    IPCBody,
+    TensorBody,
+)
+from sglang_inflight.frontend.http import endpoints
+from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
+from sglang_inflight.frontend.http.routes import _Routes
+from tests.support.front_end import SETTINGS, FrontEnd
+from tests.support.front_end import no_arguments as no_arguments
+from tests.support.ticks import run, tick, until_idle
+
+PIECE = TensorBody(serialized_named_tensors=[b""], weight_version="v1")
+
+pytestmark = pytest.mark.usefixtures("no_arguments")
+
+
+def arriving(content: bytes, *, is_whole: bool) -> Request:
+    messages = [{"type": "http.request", "body": content, "more_body": not is_whole}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    return Request({"type": "http", "headers": [], "path": "/"}, receive)
+
+
+async def cut_off_tensors(front: FrontEnd) -> None:
+    with pytest.raises(ClientDisconnect):
+        await with_payloads(front.calls.update, front.calls.piece)(arriving(b"{", is_whole=False))
+
+
+async def cut_off_broadcast(front: FrontEnd) -> None:
+    frontend: Any = SimpleNamespace(calls=front.calls, groups=front.groups)
+    routes = _Routes(frontend, front.manager)
+    with pytest.raises(ClientDisconnect):
+        await routes.update_from_distributed(arriving(b"{", is_whole=False))
+
+
+async def unreadable(front: FrontEnd) -> None:
+    endpoint = with_body(IPCBody, front.calls.update, front.calls.piece)
+    answer = await endpoint(arriving(b'{"zmq_handles": 1}', is_whole=True))
+    assert answer.status_code == 400
+
+
+async def left(front: FrontEnd) -> None:
+    piece = asyncio.ensure_future(front.calls.update(PIECE))
+    await tick(3)
+    piece.cancel()
+    await asyncio.wait({piece})
+
+
+async def lapsed(front: FrontEnd) -> None:
+    assert front.two_phase.current is not None
+    front.two_phase.expire(front.two_phase.current)
+
+
+LOSSES: dict[str, Callable[[FrontEnd], Awaitable[None]]] = {
+    each.__name__: each for each in (cut_off_tensors, cut_off_broadcast, unreadable, left, lapsed)
+}
+
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoints, "get_parallel", lambda: SimpleNamespace(nnodes=1))
+
+
+async def with_a_lost_piece(loss: str) -> FrontEnd:
+    front = FrontEnd(delay=1)
+    await front.calls.begin(BeginBody())
+    await front.calls.update(PIECE)
+    await LOSSES[loss](front)
+    await until_idle()
+    return front
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nothing_of_it_goes_live(loss: str) -> None:
+    async def play() -> None:
+        front = await with_a_lost_piece(loss)
+        for _ in range(2):
+            with pytest.raises(Dropped, match="session that this is a piece of was dropped"):
+                await front.calls.update(PIECE)
+        with pytest.raises(Dropped, match="nothing has changed"):
+            await front.calls.end(EndBody())
+        assert (front.rank.epoch, front.rank.update_id) == (0, None)
+        # whoever is told that has lost nothing more
+        await front.calls.update(PIECE)
+        assert front.rank.version == "v1"
+
+    run(play())
+
+
+@pytest.mark.parametrize("ends", ["begin", "abort"])
+def test_it_is_over_when_its_client_says_so(ends: str) -> None:
+    async def play() -> None:
+        front = await with_a_lost_piece("left")
+        if ends == "begin":
+            await front.calls.begin(BeginBody())
+            await front.calls.update(PIECE)
+            receipt = await front.calls.end(EndBody())
+            assert receipt["weight_version"] == "v1"
+        else:
+            with pytest.raises(Refused):
+                await front.calls.abort(AbortUpdateBody())
+            await front.calls.update(PIECE)
+        assert front.rank.version == "v1"
+
+    run(play())
+
+
+def test_a_client_that_died_keeps_nobody_out_for_ever() -> None:
+    async def play() -> None:
+        front = await with_a_lost_piece("left")
+        session = front.updates._last
+        assert session is not None
+        session.dropped_at -= SETTINGS.update_timeout_s
+        await front.calls.update(PIECE)
+        assert front.rank.version == "v1"
+
+    run(play())
+
+
+def test_what_is_no_piece_of_it_is_done() -> None:
+    async def play() -> None:
+        front = await with_a_lost_piece("left")
+        disk = DiskBody(model_path="/v2", weight_version="v2")
+        assert (await front.calls.update(disk))["weight_version"] == "v2"
+
+    run(play())
+
+
+def test_what_fails_beside_a_session_leaves_it_open() -> None:
+    """A call that names another session, or would not wait for this one."""
+
+    async def play() -> None:
+        front = FrontEnd(delay=1)
+        await front.calls.begin(BeginBody())
+        await front.calls.update(PIECE)
+        for other in (
+            DiskBody(model_path="/v2", session_id="another"),
+            DiskBody(model_path="/v2", on_busy="refuse"),
+        ):
+            with pytest.raises(Conflict):
+                await front.calls.update(other)
+        receipt = await front.calls.end(EndBody())
+        assert receipt["weight_version"] == "v1"
+
+    run(play())
+
+
+def test_a_session_that_is_named_is_not_lost_with_a_body_that_names_nothing() -> None:
+    async def play() -> None:
+        front = FrontEnd(delay=1)
+        begun = await front.calls.begin(BeginBody(non_blocking=True))
+        await unreadable(front)
+        await until_idle()
+        assert front.two_phase.current is not None
+        await front.calls.end(EndBody(session_id=begun["session_id"], non_blocking=True))
+
+    run(play())
