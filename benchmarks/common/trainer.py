@@ -8,9 +8,11 @@ update costs does not depend on the values, and the streams stay the same throug
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import multiprocessing
 import os
+import pickle
 import socket
 import struct
 import threading
@@ -29,10 +31,14 @@ from sglang_inflight.client.buckets import Bucket, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
+# many small tensors, of the names that a checkpoint has small ones of, over and over
+Small = Literal["value", "broadcast"]
 
 GROUP = "benchmark"
 BUCKET_BYTES = 16 << 20
+SMALL_BYTES = 4 << 10
 JOIN_S = 120.0
+SMALL_POLL_S = 0.0001
 _SO_MAX_PACING_RATE = 47  # of Linux; Python has no name for it
 Named = list[tuple[str, torch.Tensor]]
 
@@ -58,7 +64,18 @@ class Trainer:
 
     def update(self, transport: Transport) -> Update:
         """Send the checkpoint, and wait until it is live."""
-        self._connection.send(transport)
+        return self._order(transport)
+
+    def send_small(self, transport: Small, count: int) -> Update:
+        """Send ``count`` tensors of at most ``SMALL_BYTES`` each, and wait until they are live.
+
+        By ``value`` they are pickled one by one in one payload; by ``broadcast`` each is a
+        broadcast of one call.
+        """
+        return self._order((transport, count))
+
+    def _order(self, order: object) -> Update:
+        self._connection.send(order)
         answer = self._connection.recv()
         if isinstance(answer, BaseException):
             raise answer
@@ -94,7 +111,11 @@ def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: flo
         sender = _Sender(client, model, is_ours=kind == "ours", bytes_per_s=bytes_per_s)
         while True:
             try:
-                orders.send(sender.update(orders.recv()))
+                order = orders.recv()
+                if isinstance(order, tuple):
+                    orders.send(sender.send_small(*order))
+                else:
+                    orders.send(sender.update(order))
             except EOFError:
                 return
             except Exception as error:
@@ -125,23 +146,57 @@ class _Sender:
         answered = time.perf_counter()
         return Update(sent, self._last_byte, answered, receipt.get("stall_ms"))
 
+    def send_small(self, transport: Small, count: int) -> Update:
+        self._count += 1
+        small = [(n, t) for n, t in self._load() if t.nbytes <= SMALL_BYTES]
+        pairs = [small[i % len(small)] for i in range(count)]
+        body = {**self._label(), **self._how, "partial": True}
+        if transport == "value":
+            # each with memory of its own, as a trainer's have
+            content = pickle.dumps([(name, tensor.clone()) for name, tensor in pairs])
+            body["serialized_named_tensors"] = [base64.b64encode(content).decode()]
+            sent = last_byte = time.perf_counter()
+            receipt = self._post("/update_weights_from_tensor", body)
+        else:
+            group = self._group = self._group or self._join_group()
+            body |= {
+                "names": [name for name, _ in pairs],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in pairs],
+                "shapes": [list(tensor.shape) for _, tensor in pairs],
+                "group_name": GROUP,
+            }
+            sent = time.perf_counter()
+            with self._while_posting("/update_weights_from_distributed", body) as answers:
+                for _, tensor in pairs:
+                    is_sent = group.broadcast(tensor)
+                    while not is_sent():
+                        time.sleep(SMALL_POLL_S)
+                last_byte = time.perf_counter()
+            (receipt,) = answers
+        return Update(sent, last_byte, time.perf_counter(), receipt.get("stall_ms"))
+
     # ---- what there is to send, made ready beforehand --------------------------------
 
     def _prepare(self, transport: Transport) -> list[Any]:
         if transport == "disk":
             return []
+        weights = self._load()
+        if not self._buckets:
+            self._buckets = list(fill_buckets(weights, BUCKET_BYTES, "cpu"))
+        if transport == "tensor":
+            from sglang.srt.utils import MultiprocessingSerializer
+
+            return [MultiprocessingSerializer.serialize(weights, output_str=True)]
+        if self._group is None:
+            self._group = self._join_group()
+        return self._buckets
+
+    def _load(self) -> Named:
         if self._weights is None:
             from safetensors.torch import load_file
 
             self._weights = list(load_file(self._model / "model.safetensors").items())
-            self._buckets = list(fill_buckets(self._weights, BUCKET_BYTES, "cpu"))
-        if transport == "tensor":
-            from sglang.srt.utils import MultiprocessingSerializer
-
-            return [MultiprocessingSerializer.serialize(self._weights, output_str=True)]
-        if self._group is None:
-            self._group = self._join_group()
-        return self._buckets
+        return self._weights
 
     def _join_group(self) -> TrainerGroup:
         group = TrainerGroup(GROUP, 1, backend="gloo", timeout_s=JOIN_S)
@@ -210,19 +265,20 @@ class _Sender:
         return answer
 
     @contextlib.contextmanager
-    def _while_posting(self, path: str, body: dict[str, Any]) -> Iterator[None]:
+    def _while_posting(self, path: str, body: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
         """A collective: the server answers when both have taken part."""
         failures: list[Exception] = []
+        answers: list[dict[str, Any]] = []
 
         def post() -> None:
             try:
-                self._post(path, body)
+                answers.append(self._post(path, body))
             except Exception as error:
                 failures.append(error)
 
         thread = threading.Thread(target=post)
         thread.start()
-        yield
+        yield answers
         thread.join()
         if failures:
             raise failures[0]

@@ -70,6 +70,7 @@ class OneRank:
             refusal=None,
             why_not_staged=None,
             expect_no_step=lambda: None,
+            post_ahead=lambda source: None,
         )
 
     def join(self, call_id: str, port: int) -> None:

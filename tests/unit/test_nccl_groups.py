@@ -61,6 +61,14 @@ def test_no_watchdog_ends_a_broadcast_or_the_process(
     made = form(monkeypatch, backend)
     assert made["set to"] == NEVER
     assert made["handling"] == "2"
+    # it leaves a device to the forwards that it waits beside
+    options = made["pg_options"]
+    if backend == "nccl":
+        assert options.config.max_ctas == process_group.MAX_CTAS <= 2
+        assert options._timeout == RENDEZVOUS
+    else:
+        # torch would hand them to gloo, too
+        assert options is None
     # whoever meets nobody gives up in time
     assert made["timeout"] == made["store"].timeout == RENDEZVOUS
 

@@ -103,6 +103,7 @@ class OneRank:
             refusal=None,
             why_not_staged=None,
             expect_no_step=lambda: None,
+            post_ahead=lambda source: None,
         )
 
     def do(self, step: Step, update_id: str = "u") -> None:

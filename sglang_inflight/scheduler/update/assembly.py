@@ -16,13 +16,13 @@ from sglang_inflight.scheduler.update.reservation import Reservation, what_a_sha
 from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.broadcast import post_ahead
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit, choose_rate
 from sglang_inflight.scheduler.update.worker import (
     InlineWorker,
     StagingWorker,
-    Worker,
     streams_of,
 )
 from sglang_inflight.settings import Settings
@@ -66,7 +66,7 @@ def make_staging(
             device,
             why_not=why_not_staged,
         )
-    worker: Worker
+    worker: InlineWorker | StagingWorker
     # in place nothing decodes meanwhile
     if in_place := mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.stand_still)
@@ -98,6 +98,7 @@ def make_staging(
         answers,
         mode=mode,
         expect_no_step=boundary.expect_no_step,
+        post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
         refusal=_why_refused(models, in_place=in_place),
         why_not_staged=why_not_staged,
     )

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
     A,
+    DistributedSource,
     Done,
     DropCall,
     GiveUpTransferCall,
@@ -67,6 +68,7 @@ class Staging:
         refusal: str | None,
         why_not_staged: str | None,
         expect_no_step: Callable[[], None],
+        post_ahead: Callable[[DistributedSource], None],
     ) -> None:
         """``refusal`` is why no update can be taken in, or None where it can, and
         ``why_not_staged`` why it can be taken in place alone.
@@ -77,6 +79,7 @@ class Staging:
         self._live = live
         self._answers = answers
         self._expect_no_step = expect_no_step
+        self._post_ahead = post_ahead
         # while a custom weight loader runs; the staging thread reads it
         self.holds_the_loop = False
         self.mode = mode
@@ -123,7 +126,9 @@ class Staging:
             def job() -> Staged:
                 return self._jobs.fill(update, call.source, call.selector)
 
-            if isinstance(call.source, TensorSource) and call.source.has_custom_loader:
+            if isinstance(call.source, DistributedSource):
+                self._submit_receiving(update, call, call.source, job)
+            elif isinstance(call.source, TensorSource) and call.source.has_custom_loader:
                 self._submit_and_wait(update, call, job)
             else:
                 self._submit(update, call, job)
@@ -241,6 +246,21 @@ class Staging:
                 raise
 
         return one_failure_fails_the_update
+
+    def _submit_receiving(
+        self, update: Update, call: StageCall, source: DistributedSource, job: Job[Staged]
+    ) -> None:
+        """Let the loop post the first broadcasts at this boundary, and ``job`` receive them."""
+        of_update = self._of_update(update, call, job)
+
+        def receive() -> Staged:
+            try:
+                return of_update()
+            finally:
+                self._groups.end_transfer(source)
+
+        self._post_ahead(source)
+        self._worker.submit(call, receive)
 
     def _submit_and_wait(self, update: Update, call: TimedCall[A], job: Job[A]) -> None:
         """Let ``job`` be done while this rank makes no step.

@@ -40,6 +40,9 @@ class InlineWorker:
     A job is answered when the device has done it, so the caller's buffers are free then.
     """
 
+    # its jobs' work is on the loop's own
+    stream: Any = None
+
     def __init__(
         self, answers: AnswerChannel, device: torch.device, stand_still: Callable[[], None]
     ) -> None:
@@ -82,9 +85,9 @@ class StagingWorker:
         self._answers = answers
         self._device = device
         self._niceness = niceness
-        self._streams_in_use = streams_in_use
-        # the thread's alone
-        self._stream: Any = None
+        self.streams_in_use = streams_in_use
+        # made by the thread; the loop may put work on it
+        self.stream: Any = None
         self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
 
@@ -115,13 +118,13 @@ class StagingWorker:
             self._answers.succeed(call, answer)
 
     def _do(self, job: Job[A]) -> A:
-        if self._device.type != "cpu" and self._stream is None:
+        if self._device.type != "cpu" and self.stream is None:
             # not before: the loop may choose its own anew when it begins
-            self._stream = own_stream(self._device, self._streams_in_use())
-        with torch.no_grad(), self._stream or nullcontext():
+            self.stream = own_stream(self._device, self.streams_in_use())
+        with torch.no_grad(), self.stream or nullcontext():
             answer = job()
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         return answer
 
 

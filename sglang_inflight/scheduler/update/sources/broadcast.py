@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
+from typing import Any
 
 import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
@@ -15,18 +17,16 @@ from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layout
 from sglang_inflight.scheduler.update.sources.weights import Weights
 
 # what is broadcast at once, and the tensors that are in it then
-_Received = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]
+Received = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]
 
 
 def receive(
     source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
 ) -> Weights:
     """Tensors as the trainer broadcasts them: in buckets, or one by one."""
-    layouts = read_layouts(source.names, source.dtypes, source.shapes)
-    if source.load_format not in (None, FLATTENED_BUCKET):
-        raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
+    expected = expect(source, device)
     group = groups.get(source.group_name)
-    received = group.receive_each(_broadcasts(source, layouts, device), check)
+    received = group.receive_each(expected, check, source.transfer_id)
     try:
         for tensors in received:
             yield from tensors
@@ -40,10 +40,35 @@ def receive(
     group.mark_taken(source.transfer_id)
 
 
+def expect(source: DistributedSource, device: torch.device) -> Iterator[Received]:
+    """What to receive into, one after the other, and the tensors that are in it then.
+
+    Raises ``Refused`` where ``source`` describes no tensors.
+    """
+    layouts = read_layouts(source.names, source.dtypes, source.shapes)
+    if source.load_format not in (None, FLATTENED_BUCKET):
+        raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
+    return _broadcasts(source, layouts, device)
+
+
+def post_ahead(
+    source: DistributedSource, groups: Groups, device: torch.device, stream: Any
+) -> None:
+    """On the loop's thread, when it takes the call in: see ``Group``.
+
+    ``stream`` is the staging thread's, or None before it has one. What is received into is that
+    stream's memory, and NCCL writes it after what that stream has done by now.
+    """
+    if stream is None:
+        groups.begin_transfer(source, None)
+        return
+    with torch.get_device_module(device).stream(stream), torch.no_grad():
+        groups.begin_transfer(source, partial(expect, source, device))
+
+
 def _broadcasts(
     source: DistributedSource, layouts: list[Layout], device: torch.device
-) -> Iterator[_Received]:
-    """What to receive into, one after the other, and the tensors that are in it then."""
+) -> Iterator[Received]:
     if source.load_format != FLATTENED_BUCKET:
         for layout in layouts:
             tensor = torch.empty(layout.shape, dtype=layout.dtype, device=device)
@@ -57,7 +82,7 @@ def _broadcasts(
         yield received
 
 
-def _empty_bucket(part: list[Layout], device: torch.device) -> _Received:
+def _empty_bucket(part: list[Layout], device: torch.device) -> Received:
     """One to receive into. Raises ``ValueError`` where tensors cannot lie so."""
     metadata = []
     offset = 0

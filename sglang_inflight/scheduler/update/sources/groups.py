@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -15,7 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import Done, GiveUpTransferCall, JoinGroupCall
+from sglang_inflight.messages import (
+    DistributedSource,
+    Done,
+    GiveUpTransferCall,
+    JoinGroupCall,
+)
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
@@ -36,6 +41,9 @@ LAST_POLL_S = 0.005
 # takes before the next one blocks.
 WINDOW_BYTES = 128 << 20
 WINDOW_COUNT = 64
+
+# Names of a call whose first broadcasts the loop posts: it reads all of them, in a few ms.
+MOST_NAMES = 2048
 
 T = TypeVar("T")
 
@@ -90,6 +98,12 @@ class Group:
     ranks must come, and that can neither be asked how far it is nor be ended. So it is begun
     aside. If it is given up then the group is lost, and nothing touches it any more.
 
+    NCCL's should be launched in one order on all ranks, relative to the collectives of their
+    forwards: two communicators may wait for each other otherwise. So the first window of a call
+    is posted by the loop (``post_ahead``), at the boundary at which all ranks take the call in,
+    and the staging thread only awaits it. What goes beyond a window, the first broadcast of a
+    group, and calls that come while another one is received, are posted by the staging thread.
+
     Broadcasts carry no name: the next one received is the next one sent. So a group is out
     of step with its trainer after a broadcast that did not end, and after a call that was
     refused before all of its broadcasts were taken in, because what is left of them would
@@ -115,6 +129,8 @@ class Group:
         self._taken: str | None = None
         # broadcasts that are awaited, or were given up, and what they may still write
         self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        # what the loop has posted, of which call, and what went wrong; guarded by ``_in_use``
+        self._ahead: tuple[str, _Transfer[Any] | None, Exception | None] | None = None
         # destroyed, ended or lost: not to be touched
         self._is_gone = False
 
@@ -142,20 +158,72 @@ class Group:
         for _ in self.receive_each(iter([(tensor, None)]), check):
             pass
 
+    def post_ahead(
+        self, transfer_id: str, expected: Callable[[], Iterator[tuple[torch.Tensor, Any]]]
+    ) -> None:
+        """Post the first window of a call, on the loop's thread. Waits for nothing.
+
+        Only while no other call of this group is received, or waits to be: the order of posts is
+        the trainer's. What fails here is raised by ``receive_each``.
+        """
+        if not self._in_use.acquire(blocking=False):
+            return
+        try:
+            if self._broken is not None or self._is_retired or not self._has_met:
+                return
+            if self._unfinished or not is_nccl(dist.get_backend(self._group)):
+                return
+            transfer: _Transfer[Any] | None = None
+            failure = None
+            try:
+                transfer = _Transfer(expected())
+                while (buffer := transfer.find_next(WINDOW_BYTES)) is not None:
+                    self._post(buffer)
+                    transfer.note_posted()
+            except Exception as error:
+                failure = error
+            self._ahead = transfer_id, transfer, failure
+        finally:
+            self._in_use.release()
+
+    def forget_ahead(self, transfer_id: str) -> None:
+        """The call is over; what was posted for it, and not received, is left to nobody."""
+        with self._in_use:
+            if self._ahead is None or self._ahead[0] != transfer_id:
+                return
+            (_, transfer, _), self._ahead = self._ahead, None
+        if transfer is not None and transfer.awaits_one:
+            self._break("broadcasts were posted for a call that was given up before it")
+
+    def _take_ahead(self, transfer_id: str | None) -> _Transfer[Any] | None:
+        with self._in_use:
+            ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        posted_for, transfer, failure = ahead
+        if posted_for != transfer_id:
+            raise Refused("broadcasts were posted for another call")
+        if failure is not None:
+            raise failure
+        return transfer
+
     def receive_each(
-        self, expected: Iterator[tuple[torch.Tensor, T]], check: Callable[[], None]
+        self,
+        expected: Iterator[tuple[torch.Tensor, T]],
+        check: Callable[[], None],
+        transfer_id: str | None = None,
     ) -> Iterator[T]:
         """Fill each of the ``expected`` tensors with the trainer's next broadcast.
 
+        Where the loop has posted the first of them for ``transfer_id``, its tensors are filled.
         Yields what belongs to a tensor when it is filled. Raises whatever ``check`` raises while
         nothing comes (dropped, out of time), and ``Refused`` where the trainer is gone.
         """
-        transfer = _Transfer(expected)
+        self._refuse_if_broken()
+        with self._broken_by_failure():
+            transfer = self._take_ahead(transfer_id) or _Transfer(expected)
         while True:
-            if self._broken is not None:
-                raise Refused(
-                    f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
-                )
+            self._refuse_if_broken()
             with self._broken_by_failure():
                 self._post_window(transfer, check)
                 if not transfer.awaits_one:
@@ -163,6 +231,12 @@ class Group:
                 with self._in_use:
                     self._await_first(check)
             yield transfer.take_first()
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise Refused(
+                f"group {self._name!r} is broken ({self._broken}): destroy it and join anew"
+            )
 
     @contextmanager
     def _broken_by_failure(self) -> Iterator[None]:
@@ -313,6 +387,8 @@ class Groups:
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._joining: dict[str, Rendezvous] = {}
+        # by name, calls that are received or wait to be
+        self._transfers: Counter[str] = Counter()
         # left while they waited: with their threads and sockets until their trainer dies
         self._left: list[Group] = []
 
@@ -325,6 +401,31 @@ class Groups:
             f"group_name {name!r} is not known (there is {known}): call "
             "/init_weights_update_group first"
         )
+
+    def begin_transfer(
+        self,
+        source: DistributedSource,
+        expected: Callable[[], Iterator[tuple[torch.Tensor, Any]]] | None,
+    ) -> None:
+        """A call is taken in, on the loop's thread; ``end_transfer`` follows, on the staging
+        thread. ``expected`` is what its broadcasts are received into, or None where the loop is
+        to post none of them.
+        """
+        with self._lock:
+            self._transfers[source.group_name] += 1
+            is_alone = self._transfers[source.group_name] == 1
+            group = self._groups.get(source.group_name)
+        if group is None or expected is None or not is_alone or len(source.names) > MOST_NAMES:
+            return
+        group.post_ahead(source.transfer_id, expected)
+
+    def end_transfer(self, source: DistributedSource) -> None:
+        with self._lock:
+            group = self._groups.get(source.group_name)
+        if group is not None:
+            group.forget_ahead(source.transfer_id)
+        with self._lock:
+            self._transfers[source.group_name] -= 1
 
     def join(self, call: JoinGroupCall, answers: AnswerChannel) -> None:
         """Begin to meet the trainer. Replicas and stages count on, so every rank has its own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from sglang.srt.utils import init_custom_process_group
@@ -13,6 +13,15 @@ from torch.distributed.distributed_c10d import _world
 from torch.distributed.rendezvous import rendezvous
 
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
+
+# What a broadcast that waits for its trainer takes of a device. NCCL would take 8 to 32, and a
+# forward's kernels that need the whole device at once would wait for the trainer: their own
+# all-reduce with them, on a rank whose broadcast may wait for that one. NCCL takes the fewest that
+# any rank of a group asks for.
+#
+# NCCL_LAUNCH_ORDER_IMPLICIT is the user's to set: each collective of a forward would pay for it,
+# and NCCL takes launches from two threads for an error then.
+MAX_CTAS = 2
 
 
 class Formed(NamedTuple):
@@ -76,7 +85,16 @@ def construct(
             world_size=world_size,
             rank=rank,
             group_name=name,
+            pg_options=_nccl_options(timeout) if backend == "nccl" else None,
         )
+
+
+def _nccl_options(timeout: datetime.timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    # torch warns where it differs from the group's
+    options._timeout = timeout
+    options.config.max_ctas = MAX_CTAS
+    return options
 
 
 def last_for_ever(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,221 @@
+"""NCCL's broadcasts are launched in one order on all ranks, relative to their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from sglang_inflight.errors import InflightError, Refused
+from sglang_inflight.messages import DistributedSource, OpenCall, StageCall, Staged
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.sources import broadcast, groups
+from sglang_inflight.scheduler.update.sources.groups import Group, Groups
+from sglang_inflight.scheduler.update.sources.process_group import Formed
+from sglang_inflight.scheduler.update.staging import Staging
+from sglang_inflight.scheduler.update.update import Update
+from sglang_inflight.scheduler.update.worker import Job
+
+CPU = torch.device("cpu")
+NAME = "g"
+
+
+class Device:
+    """One with streams, which are told apart by nothing here."""
+
+    @contextmanager
+    def stream(self, stream: object) -> Iterator[None]:
+        yield
+
+
+class Rank:
+    """Its launches, and a staging thread that gets to its jobs when the test says so."""
+
+    stream = "staging"
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.received: list[int] = []
+        self.failed: list[str] = []
+        self._jobs: list[Job[Any]] = []
+        self.groups = Groups(60.0, CPU)
+        pg: Any = self
+        self.group = self.groups._groups[NAME] = Group(NAME, Formed(pg, HashStore()))
+        none: Any = None
+        jobs: Any = self
+        scheduler: Any = SimpleNamespace(device="cpu")
+        self.staging = Staging(
+            jobs,
+            self,
+            self.groups,
+            LiveWeights(scheduler),
+            none,
+            mode=StagingMode.DEVICE,
+            refusal=None,
+            why_not_staged=None,
+            expect_no_step=lambda: None,
+            post_ahead=lambda source: broadcast.post_ahead(source, self.groups, CPU, self.stream),
+        )
+        # the communicator is made in the first one
+        self.group.receive(torch.zeros(1), check=lambda: None)
+        self.launched.clear()
+        self.staging.open(
+            OpenCall(call_id="", update_id="u", timeout_s=60, partial=True), current_version=""
+        )
+        self.work()
+
+    # ---- jobs
+
+    def prepare(self, update: Update, selector: None, *, after: Any) -> None:
+        pass
+
+    def fill(self, update: Update, source: DistributedSource, selector: None) -> Staged:
+        for _, tensor in broadcast.receive(source, self.groups, CPU, update.check):
+            self.received.append(int(tensor[0]))
+        return Staged(staged_s=0.0, tensors=1, bytes=1)
+
+    # ---- the staging thread
+
+    def submit(self, call: Any, job: Job[Any]) -> None:
+        self._jobs.append(job)
+
+    def work(self) -> None:
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            try:
+                job()
+            except InflightError as error:
+                self.failed.append(str(error))
+
+    # ---- the loop
+
+    def forward(self) -> None:
+        self.launched.append("forward")
+
+    def stage(self, tensors: int = 1, numel: int = 1) -> None:
+        self.staging.stage(
+            StageCall(
+                call_id="",
+                update_id="u",
+                timeout_s=60,
+                source=DistributedSource(
+                    names=[f"w{n}" for n in range(tensors)],
+                    dtypes=["uint8"] * tensors,
+                    shapes=[[numel]] * tensors,
+                    group_name=NAME,
+                ),
+            )
+        )
+
+
+@pytest.fixture(autouse=True)
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer has sent all that is asked for, each by its number."""
+
+    def begin(tensor: torch.Tensor, src: int, group: Rank, async_op: bool) -> Any:
+        group.launched.append("broadcast")
+        number = group.launched.count("broadcast")
+        return SimpleNamespace(
+            is_completed=lambda: True,
+            exception=lambda: None,
+            wait=lambda: tensor.fill_(number),
+        )
+
+    monkeypatch.setattr(dist, "broadcast", begin)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(groups, "_abort_process_group", lambda group: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
+
+
+def test_a_rank_whose_staging_thread_is_late_launches_in_the_same_order() -> None:
+    early, late = Rank(), Rank()
+    for rank in (early, late):
+        rank.forward()
+        rank.stage(tensors=3)
+    early.work()
+    early.forward()
+    late.forward()
+    late.work()
+    assert early.launched == late.launched
+    assert early.launched == ["forward", *["broadcast"] * 3, "forward"]
+    assert early.received == late.received == [1, 2, 3]
+
+
+def test_calls_that_follow_each_other_keep_the_trainers_order() -> None:
+    """The second comes while the first, of which a part is not posted yet, waits."""
+    rank = Rank()
+    first = groups.WINDOW_COUNT + 5
+    rank.stage(tensors=first)
+    rank.stage(tensors=3)
+    assert rank.launched == ["broadcast"] * groups.WINDOW_COUNT
+    rank.work()
+    assert rank.received == list(range(1, first + 4))
+    # and the next one is alone again
+    rank.stage()
+    assert rank.launched == ["broadcast"] * (first + 4)
+
+
+def test_a_window_is_bounded_by_its_bytes() -> None:
+    rank = Rank()
+    rank.stage(tensors=10, numel=groups.WINDOW_BYTES // 2)
+    assert rank.launched == ["broadcast"] * 2
+    rank.work()
+    assert rank.received == list(range(1, 11))
+
+
+def test_a_call_that_is_given_up_leaves_nothing_for_the_next() -> None:
+    rank = Rank()
+    rank.stage(tensors=3)
+    update = rank.staging._update
+    assert update is not None
+    update.dropped = "by hand"
+    rank.work()
+    assert (rank.received, rank.failed) == ([], ["the update was dropped: by hand"])
+    with pytest.raises(Refused, match="is broken"):
+        rank.group.receive(torch.zeros(1), check=lambda: None)
+
+
+def bad_memory(*args: Any, **kwargs: Any) -> Any:
+    raise torch.cuda.OutOfMemoryError("out of memory")
+
+
+def test_what_fails_at_the_boundary_fails_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    monkeypatch.setattr(dist, "broadcast", bad_memory)
+    rank.stage()
+    rank.work()
+    assert rank.failed == [f"the trainer's broadcast in group {NAME!r} failed: out of memory"]
+
+
+@pytest.mark.parametrize(
+    "prevent",
+    [
+        pytest.param(lambda rank: setattr(rank, "stream", None), id="before the first job"),
+        pytest.param(lambda rank: setattr(rank.group, "_has_met", False), id="before they met"),
+    ],
+)
+def test_the_staging_thread_posts_what_the_loop_could_not(
+    prevent: Callable[[Rank], None],
+) -> None:
+    rank = Rank()
+    prevent(rank)
+    rank.stage(tensors=2)
+    assert rank.launched == []
+    rank.work()
+    assert rank.received == [1, 2]
+
+
+def test_gloo_is_posted_when_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    rank = Rank()
+    rank.stage(tensors=2)
+    assert rank.launched == []
+    rank.work()
+    assert rank.received == [1, 2]
