@@ -85,5 +85,5 @@ def _show_receipt(receipt: Receipt | StagedSoFar, *, as_json: bool) -> None:
     typer.echo(
         f"{receipt.base_version} → {receipt.weight_version} on {ranks} ranks: "
         f"{megabytes:.1f} MB staged in {receipt.staged_s:.1f} s, "
-        f"the loop held for {receipt.stall_ms:.2f} ms"
+        f"steps held up for {receipt.stall_ms:.2f} ms"
     )

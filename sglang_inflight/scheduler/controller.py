@@ -68,6 +68,7 @@ from sglang_inflight.scheduler.provenance.staleness import Staleness
 from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
+from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.scheduler.update.throttle.rate import switch_often
@@ -155,6 +156,7 @@ class Controller:
             self.staleness,
             metrics,
         )
+        self._commit_answers = CommitAnswers(self._answers, self.live, metrics)
         self.occupation = Occupation(
             scheduler,
             boundary,
@@ -223,6 +225,7 @@ class Controller:
         """At every step boundary, after the messages: is the engine paused?"""
         self._background.answer_for_those_done()
         why_not = self.live.why_not_served
+        self._commit_answers.give_due(wait=self.is_frozen or why_not is not None)
         if why_not is None or self.is_frozen:
             self._weights_let_go()
         # those that a pause holds wait with it, for an update that is to come or goes on
@@ -430,11 +433,11 @@ class Controller:
             if was_hollow:
                 self.occupation.after_filling()
         committed.hollow = self.live.hollow
-        self._answers.succeed(call, committed)
+        self._commit_answers.give(call, committed)
 
     def _roll_back(self, call: RollbackCall) -> None:
         self.occupation.require_weights("a rollback")
-        self._answers.succeed(call, self.commits.roll_back(call))
+        self._commit_answers.give(call, self.commits.roll_back(call))
 
     def _rename(self, call: RenameCall) -> None:
         self.versions.rename(call.weight_version)

@@ -87,7 +87,7 @@ class Metrics:
 
         self.commit_stall = histogram(
             "sglang:inflight_commit_stall_seconds",
-            "How long a commit held the scheduler's loop.",
+            "How long a commit held up steps: the scheduler's loop, or the device.",
             _STALL_S,
         )
         self.version_lag = histogram(

@@ -12,8 +12,28 @@ Work = frozenset[str]
 class Event:
     """All that was certain to be done at one point of a stream."""
 
-    def __init__(self, done: Work) -> None:
+    def __init__(self, done: Work = frozenset(), *, enable_timing: bool = False) -> None:
         self.done = done
+        self._has_time = enable_timing
+        # a test says when the device comes to it, in ms
+        self.at: float | None = None
+        self.was_waited_for = False
+
+    def record(self, stream: Stream) -> None:
+        self.done = stream.certain
+
+    def query(self) -> bool:
+        return self.at is not None
+
+    def synchronize(self) -> None:
+        self.was_waited_for = True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self._has_time
+        assert end._has_time
+        assert self.at is not None
+        assert end.at is not None
+        return end.at - self.at
 
 
 class Stream:
@@ -50,6 +70,8 @@ class Device:
         self._drawn = 0
         self._current = _Stream(-1)
         self._before: dict[str, Work] = {}
+
+    Event = Event
 
     def Stream(self, priority: int = 0) -> _Stream:
         self._drawn += 1

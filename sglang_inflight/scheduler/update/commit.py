@@ -59,7 +59,10 @@ class Commits:
         self._metrics = metrics
 
     def commit(self, call: CommitCall) -> Committed:
-        """Swap in a sealed update. Returns the rank's part of the receipt."""
+        """Swap in a sealed update. Returns the rank's part of the receipt.
+
+        Its ``stall_ms`` is how long this took here: a device may not have made the swap yet.
+        """
         sealed = self._staging.take(call.update_id)
         if call.kv_cache == "recompute":
             # all ranks were asked before; somebody may have continued generation since
@@ -137,21 +140,18 @@ class Commits:
                 f"the new weights are in place as {self._versions.current!r}, but {error}"
             ) from error
         stall_s = time.perf_counter() - started
-        self._metrics.commit_stall.observe(stall_s)
         self._metrics.epoch.set(self._versions.epoch)
-        stall_ms = 1000 * stall_s
         logger.info(
-            "Committed weights %r as epoch %d: %d bytes, loop held for %.2f ms.",
+            "Committed weights %r as epoch %d: %d bytes.",
             self._versions.current,
             self._versions.epoch,
             swapped,
-            stall_ms,
         )
         return Committed(
             weight_version=self._versions.current,
             base_version=base,
             epoch=self._versions.epoch,
-            stall_ms=stall_ms,
+            stall_ms=1000 * stall_s,
             retracted=retracted,
             digest=digest,
         )

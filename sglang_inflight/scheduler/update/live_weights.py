@@ -22,6 +22,29 @@ class Previous:
     swap: PreparedSwap
 
 
+class DeviceSwap:
+    """When a swap began and ended on the device: behind the forwards before it, ahead of those
+    after it.
+    """
+
+    def __init__(self, began: Any, ended: Any) -> None:
+        """Events that measure time."""
+        self._began = began
+        self.ended = ended
+
+    def is_done(self) -> bool:
+        done: bool = self.ended.query()
+        return done
+
+    def wait(self) -> None:
+        self.ended.synchronize()
+
+    def milliseconds(self) -> float:
+        """Once it is done."""
+        took: float = self._began.elapsed_time(self.ended)
+        return took
+
+
 class LiveWeights:
     """What is known of the live weights of one rank. Only the scheduler's thread touches it."""
 
@@ -42,8 +65,13 @@ class LiveWeights:
         self.previous: Previous | None = None
         # whether the shadow still has what ``previous`` says
         self.holds_previous = False
-        # on a device: its event after the last swap. The shadow is not written before.
-        self.swapped: Any = None
+        # on a device
+        self.last_swap: DeviceSwap | None = None
+
+    @property
+    def swapped(self) -> Any:
+        """On a device: its event after the last swap. The shadow is not written before."""
+        return None if self.last_swap is None else self.last_swap.ended
 
     @property
     def why_not_served(self) -> str | None:
@@ -116,10 +144,14 @@ class LiveWeights:
         scheduler = self._scheduler
         if scheduler.device == "cpu":
             return swap.make()
-        loop, forward = scheduler.device_module.current_stream(), scheduler.forward_stream
+        device = scheduler.device_module
+        loop, forward = device.current_stream(), scheduler.forward_stream
+        began, ended = device.Event(enable_timing=True), device.Event(enable_timing=True)
         forward.wait_stream(loop)
-        with scheduler.device_module.stream(forward):
+        began.record(forward)
+        with device.stream(forward):
             swapped = swap.make()
-        self.swapped = forward.record_event()
-        loop.wait_event(self.swapped)
+        ended.record(forward)
+        loop.wait_event(ended)
+        self.last_swap = DeviceSwap(began, ended)
         return swapped

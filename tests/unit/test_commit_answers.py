@@ -1,0 +1,105 @@
+"""What a commit held up is what its swap took on the device. The loop does not wait for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.messages import CommitCall, Committed
+from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.swap import PreparedSwap
+from tests.support.device import Device
+
+HOST_MS = 0.5
+
+
+class Rank:
+    def __init__(self, device: str) -> None:
+        self.module = Device()
+        scheduler: Any = SimpleNamespace(
+            device=device, device_module=self.module, forward_stream=self.module.Stream()
+        )
+        self.live = LiveWeights(scheduler)
+        self.live.digest = "old"
+        self.said: list[tuple[str, float]] = []
+        self.observed: list[float] = []
+        answers: Any = SimpleNamespace(
+            succeed=lambda call, answer: self.said.append((call.update_id, answer.stall_ms))
+        )
+        stall = SimpleNamespace(observe=self.observed.append)
+        metrics: Any = SimpleNamespace(commit_stall=stall)
+        self.answers = CommitAnswers(answers, self.live, metrics)
+
+    def commit(self, update_id: str) -> None:
+        self.live.swap_in("new", PreparedSwap(), base_version="v0")
+        call = CommitCall(call_id="", update_id=update_id, weight_version="v1", kv_cache="fence")
+        committed = Committed(
+            weight_version="v1",
+            base_version="v0",
+            epoch=1,
+            stall_ms=HOST_MS,
+            retracted=0,
+            digest="new",
+        )
+        self.answers.give(call, committed)
+
+    def finish(self, began: float, ended: float) -> None:
+        """The device has made the last swap."""
+        swap = self.live.last_swap
+        assert swap is not None
+        swap._began.at, swap.ended.at = began, ended
+
+
+def test_a_swap_on_a_device_is_answered_when_it_is_done() -> None:
+    rank = Rank("cuda")
+    rank.commit("u")
+    rank.answers.give_due()
+    assert (rank.said, rank.observed) == ([], [])
+    assert rank.live.swapped is not None
+    assert not rank.live.swapped.was_waited_for
+    rank.finish(100.0, 133.0)
+    rank.answers.give_due()
+    rank.answers.give_due()
+    assert rank.said == [("u", 33.0)]
+    assert rank.observed == [pytest.approx(0.033)]
+
+
+def test_what_the_loop_took_counts_where_it_is_more() -> None:
+    rank = Rank("cuda")
+    rank.commit("u")
+    rank.finish(100.0, 100.1)
+    rank.answers.give_due()
+    assert rank.said == [("u", HOST_MS)]
+
+
+def test_without_a_device_it_is_answered_at_once() -> None:
+    rank = Rank("cpu")
+    rank.commit("u")
+    assert rank.said == [("u", HOST_MS)]
+
+
+def test_a_loop_that_is_about_to_sleep_waits_for_the_swap() -> None:
+    rank = Rank("cuda")
+    rank.commit("u")
+    rank.finish(0.0, 7.0)
+    rank.answers.give_due(wait=True)
+    assert rank.live.swapped.was_waited_for
+    assert rank.said == [("u", 7.0)]
+
+
+def test_each_commit_is_told_its_own() -> None:
+    rank = Rank("cuda")
+    rank.commit("first")
+    first = rank.live.last_swap
+    rank.commit("second")
+    rank.finish(50.0, 52.0)
+    rank.answers.give_due()
+    # the device makes them in order
+    assert rank.said == []
+    assert first is not None
+    first._began.at, first.ended.at = 0.0, 9.0
+    rank.answers.give_due()
+    assert rank.said == [("first", 9.0), ("second", 2.0)]
