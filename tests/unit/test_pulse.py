@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.sources import pulse
+from sglang_inflight.scheduler.update.sources import groups, pulse
 from sglang_inflight.scheduler.update.sources.groups import Group
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
@@ -40,6 +40,7 @@ def is_dead() -> None:
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "ASK_EVERY_S", 0.0)
     monkeypatch.setattr(pulse, "SILENT_S", 0.05)
+    monkeypatch.setattr(pulse, "GRACE_S", 0.05)
 
 
 def until_gone(own: Pulse) -> str:
@@ -125,3 +126,46 @@ def test_a_trainer_that_is_there_has_all_the_time_it_wants(monkeypatch: pytest.M
     group = Group("g", Formed(pg, store))
     group.receive(torch.empty(1), never)
     assert group.describe() == IN_STEP
+
+
+def test_a_store_that_was_not_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with a launcher, and the trainer goes on: it is believed, and not asked again."""
+    store: Any = Trainer(is_dead)
+    has_ended = threading.Event()
+    monkeypatch.setattr(pulse, "GRACE_S", 3600.0)
+
+    class SentLate(Unsent):
+        def is_completed(self) -> bool:
+            return bool(store.questions) and has_ended.is_set()
+
+        def exception(self) -> None:
+            pass
+
+        def wait(self) -> None:
+            pass
+
+    monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: SentLate())
+    monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
+    pg: Any = object()
+    group = Group("g", Formed(pg, store))
+    own: list[Pulse] = []
+
+    class Noted(Pulse):
+        def __init__(self, store: Any) -> None:
+            super().__init__(store)
+            own.append(self)
+
+    monkeypatch.setattr(groups, "Pulse", Noted)
+
+    def check() -> None:
+        if own[-1].was_missed:
+            has_ended.set()
+
+    group.receive(torch.empty(1), check)
+    monkeypatch.setattr(pulse, "GRACE_S", 0.0)
+    questions = store.questions
+    has_ended.clear()
+    looked = iter(range(1000))
+    monkeypatch.setattr(SentLate, "is_completed", lambda self: next(looked) > 100)
+    group.receive(torch.empty(1), never)
+    assert (store.questions, group.describe()) == (questions, IN_STEP)

@@ -115,6 +115,8 @@ class Group:
         self._name = name
         self.join_id = join_id
         self._group, self._store = formed
+        # whether the store ends with the trainer, as far as is known; the staging thread's alone
+        self._store_is_trainers = True
         self._broken: str | None = None
         self._is_retired = False
         # held while a broadcast is awaited, and while it is left, but not in the first call of it
@@ -317,13 +319,14 @@ class Group:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_POLL_S)
         self._unfinished.popleft()
+        self._store_is_trainers &= not pulse.was_missed
         # NCCL's wait says nothing of what its watchdog saw
         if (failure := work.exception()) is not None:
             raise RuntimeError(f"{failure}")
         work.wait()
 
     def _refuse_if_gone(self, pulse: Pulse) -> None:
-        if (why := pulse.why_gone()) is not None:
+        if self._store_is_trainers and (why := pulse.why_gone()) is not None:
             raise Refused(f"the broadcast in group {self._name!r} will not come: {why}")
 
     def _refuse_if_left(self) -> None:

@@ -15,6 +15,8 @@ ANSWERS_S = 2.0
 # that is stopped for a moment, or far away, loses nothing
 ASK_EVERY_S = 2.0
 SILENT_S = 20.0
+# how long a broadcast may still come when the store has ended: another process may have kept it
+GRACE_S = 10.0
 
 
 class Pulse:
@@ -31,6 +33,15 @@ class Pulse:
         # of the question that is open, or of the next one
         self._asked = 0.0
         self._ask_at = time.monotonic() + ASK_EVERY_S
+        # since when the store has ended, as far as is known
+        self._ended: float | None = None
+
+    @property
+    def was_missed(self) -> bool:
+        """Whether the store had ended. If the broadcast comes all the same, the store says nothing
+        of its trainer.
+        """
+        return self._ended is not None
 
     def answers(self) -> bool:
         """Wait for an answer, ``ANSWERS_S`` at most."""
@@ -42,6 +53,8 @@ class Pulse:
     def why_gone(self) -> str | None:
         """Why nothing more will come, or None. Waits for nothing; to be asked often."""
         now = time.monotonic()
+        if self._ended is not None:
+            return "its trainer has ended" if now - self._ended > GRACE_S else None
         if self._answer is None:
             if now >= self._ask_at:
                 self._answer, self._asked = self._ask(), now
@@ -52,7 +65,8 @@ class Pulse:
             silent = now - self._asked
             return f"its trainer was silent for {silent:.0f} s" if silent > SILENT_S else None
         self._answer, self._ask_at = None, now + ASK_EVERY_S
-        return None if is_there else "its trainer has ended"
+        self._ended = None if is_there else now
+        return None
 
     def _ask(self) -> queue.SimpleQueue[bool]:
         answer: queue.SimpleQueue[bool] = queue.SimpleQueue()
