@@ -16,6 +16,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
@@ -394,6 +395,47 @@ def test_a_direct_write_reaches_what_is_derived(mode: StagingMode) -> None:
         {"norm.weight": torch.full((4,), 2.0)}, partial=True, load_format=DIRECT
     )
     assert model.norm.gemma_weight.tolist() == [3.0] * 4
+
+
+class Finished(nn.Module):
+    """SGLang computes ``product`` after loading, as MLA's halves of ``kv_b_proj``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = parameter(4)
+        self.product = torch.zeros(4)
+
+    def load_weights(self, weights: Weights) -> None:
+        for name, tensor in weights:
+            write(dict(self.named_parameters())[name], tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.product = self.plain.data * 2
+
+
+def test_a_direct_write_to_a_model_that_sglang_finishes_is_finished() -> None:
+    model = Finished()
+    rank = Rank(StagingMode.OFF, model, served=())
+    rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
+    assert model.product.tolist() == [6.0] * 4
+
+
+def test_a_direct_write_to_weights_that_are_laid_out_anew_is_refused() -> None:
+    class Transposes(QuantizeMethodBase):
+        def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError
+
+        def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            raise NotImplementedError
+
+    model: Any = Finished()
+    model.quant_method = Transposes()
+    rank = Rank(StagingMode.OFF, model, served=())
+    with pytest.raises(Refused, match=r"load_format 'direct' .* is quantized by Transposes"):
+        rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
+    assert rank.writes == 0
+    assert model.plain.tolist() == [0.0] * 4
 
 
 @BOTH_MODES

@@ -10,9 +10,10 @@ reads, and which it writes.
 from __future__ import annotations
 
 import enum
+import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -113,11 +114,9 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # both by ``memory_key``
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
-        self._is_following = True
         # received, and the last of them until the loader asks for more than there is
         self._names: set[str] = set()
         self._current: str | None = None
-        self._writes: dict[Any, frozenset[int | str]] = {}
         self.reached: set[str] = set()
 
     def aim_at(self, targets: Targets) -> None:
@@ -138,22 +137,19 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The loader has taken the last tensor."""
         self._current = None
 
-    @contextmanager
-    def standing_by(self) -> Iterator[None]:
-        """Around operations that are not the loader's."""
-        self._is_following = False
-        try:
-            yield
-        finally:
-            self._is_following = True
+    @staticmethod
+    def standing_by() -> AbstractContextManager[None]:
+        """Around operations that are not the loader's, on the loader's thread."""
+        return torch._C._DisableTorchDispatch()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._is_following:
+        if func.is_view:
+            # of the same storage, which is what is followed
             return func(*args, **kwargs)
-        written = self._written_arguments(func)
+        written = _written_arguments(func)
         read: list[torch.Tensor] = []
         written_tensors: list[torch.Tensor] = []
         for at, value in (*enumerate(args), *kwargs.items()):
@@ -174,16 +170,6 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         self._follow(result, written_tensors, read, names)
         return result
-
-    def _written_arguments(self, func: Any) -> frozenset[int | str]:
-        known = self._writes.get(func)
-        if known is None:
-            found: set[int | str] = set()
-            for at, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    found |= {at, argument.name}
-            known = self._writes[func] = frozenset(found)
-        return known
 
     def _origin(self, tensors: list[torch.Tensor]) -> tuple[frozenset[str], bool]:
         """The received tensors that ``tensors`` were made of, and whether all are accounted for."""
@@ -238,6 +224,16 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._computed[key] = names
 
 
+@functools.cache
+def _written_arguments(func: Any) -> frozenset[int | str]:
+    """Positions and names of the arguments that an operation of torch writes."""
+    found: set[int | str] = set()
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found |= {at, argument.name}
+    return frozenset(found)
+
+
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
@@ -250,7 +246,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The bytes of its storage that a tensor spans."""
     start = int(tensor.storage_offset()) * tensor.itemsize
-    if not tensor.numel():
-        return start, start
+    if tensor.is_contiguous() or not tensor.numel():
+        return start, start + tensor.nbytes
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.itemsize

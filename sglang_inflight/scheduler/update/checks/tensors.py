@@ -128,8 +128,7 @@ class TensorChecks:
         self._last_in[key] = weakref.ref(tensor)
         yield name, tensor
         self._current = None
-        with self._dataflow.standing_by():
-            self._look_back(name, tensor)
+        self._look_back(name, tensor)
         self._current = name, tensor
 
     def _look_back(self, name: str, tensor: torch.Tensor) -> None:
