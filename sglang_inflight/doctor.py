@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
 from typing import Any
 
@@ -98,6 +98,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     problems += others.problems
     # where nothing is installed nothing is hooked
     looked_for = [] if inactive else problems
+    _left_out(problems, inactive)
     found = Report(
         versions=_versions(),
         supported=supported_versions(),
@@ -125,6 +126,27 @@ def report(server_flags: Sequence[str] = ()) -> Report:
             stops = why_refused(why, off=unsupported is inactive, in_fork=already_applied)
             (problems if stops else inactive).append(stops or why)
     return found
+
+
+def _left_out(problems: list[str], inactive: list[str]) -> None:
+    """Why SGLang would not load our plugin, of which its log says no more than that."""
+    from sglang.srt.environ import envs
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, _get_excluded_dists
+
+    ours = distribution("sglang-inflight")
+    (plugin,) = ours.entry_points.select(group=GENERAL_PLUGINS_GROUP)
+    if ours.name in _get_excluded_dists():
+        problems.append(
+            f"SGLANG_PLATFORM={envs.SGLANG_PLATFORM.get()}: SGLang loads no plugin of a "
+            "distribution that has another platform than the one that is named, and ours has one "
+            "for CPUs. A server runs as SGLang ships it. Unset SGLANG_PLATFORM: our platform steps "
+            "aside where there is an accelerator"
+        )
+    allowed = envs.SGLANG_PLUGINS.get()
+    if allowed and plugin.name not in {name.strip() for name in allowed.split(",")}:
+        inactive.append(
+            f"SGLANG_PLUGINS={allowed} leaves out {plugin.name}: a server runs as SGLang ships it"
+        )
 
 
 def _hooks(problems: list[str]) -> list[HookedFunction]:
@@ -185,11 +207,11 @@ def _look_at_names() -> tuple[Finding, ...]:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for distribution in ("sglang-inflight", "sglang", "torch"):
+    for package in ("sglang-inflight", "sglang", "torch"):
         try:
-            found[distribution] = version(distribution)
+            found[package] = version(package)
         except PackageNotFoundError:
-            found[distribution] = "not installed"
+            found[package] = "not installed"
     return found
 
 

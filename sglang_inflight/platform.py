@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ from sglang_inflight.upstream.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
+# of our entry point
+NAME = "inflight_reference"
+DEVICES = Path("/dev")
 THREADS = "OMP_NUM_THREADS"
 # how threads wait for the next matrix; those of torch's wheels are GNU's
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
@@ -39,16 +43,33 @@ KERNELS = 64
 def activate() -> str | None:
     """Name the platform class, or None where an accelerator or a user's choice decides.
 
-    ``SGLANG_USE_CPU_ENGINE=1`` is the user's choice of SGLang's own CPU engine.
-    ``SGLANG_PLATFORM`` needs no check: SGLang then activates only the platform named.
+    ``SGLANG_USE_CPU_ENGINE=1`` is the user's choice of SGLang's own CPU engine. SGLang activates
+    only the platform that ``SGLANG_PLATFORM`` names, so where it names another one this is not
+    called.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or _has_accelerator():
+        return None
+    if (gpus := _unusable_gpus()) and envs.SGLANG_PLATFORM.get() != NAME:
+        logger.critical(
+            "%s is on this machine, and torch cannot use it (does nvidia-smi work? do torch and "
+            "the driver fit?). Nothing is served on the CPU in its place: set SGLANG_PLATFORM=%s, "
+            "or CUDA_VISIBLE_DEVICES to nothing, where that is wanted.",
+            gpus[0],
+            NAME,
+        )
         return None
     return f"{__name__}:ReferencePlatform"
 
 
 def _has_accelerator() -> bool:
     return torch.accelerator.is_available()
+
+
+def _unusable_gpus() -> list[Path]:
+    """NVIDIA's devices, unless the user has hidden them. ``torch`` sees none of them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return []
+    return sorted(DEVICES.glob("nvidia[0-9]*"))
 
 
 class ReferencePlatform(CpuDeviceMixin, SRTPlatform):

@@ -139,6 +139,25 @@ def test_a_version_without_patches_where_that_is_allowed(monkeypatch: pytest.Mon
     assert (report.problems, "sglang 0.1" in sentence) == ([], True)
 
 
+def test_another_platform_leaves_the_plugin_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLATFORM", "another")
+    (problem,) = doctor.report().problems
+    assert "SGLANG_PLATFORM=another" in problem
+    assert "runs as SGLang ships it" in problem
+    monkeypatch.setenv("SGLANG_PLATFORM", "inflight_reference")
+    assert doctor.report().healthy
+
+
+def test_plugins_that_are_chosen_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "another, inflight_reference")
+    report = doctor.report()
+    assert report.inactive == [
+        "SGLANG_PLUGINS=another, inflight_reference leaves out inflight: a server runs as SGLang "
+        "ships it"
+    ]
+    assert report.healthy
+
+
 def test_server_flags_that_would_be_taken(model: Path) -> None:
     """To ask leaves this process as it was."""
     before = dict(os.environ)

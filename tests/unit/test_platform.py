@@ -10,12 +10,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import distribution
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.marker import CONFIG
+from sglang_inflight import platform
 from sglang_inflight.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
 from sglang_inflight.platform import ReferencePlatform
 
@@ -145,3 +148,48 @@ def test_no_bfloat16_where_its_instructions_are_forbidden(isa: str) -> None:
     assert "dtype='float32'" in said
     if fast_dtype().dtype == "bfloat16":
         assert f"ONEDNN_MAX_CPU_ISA={isa}" in said
+
+
+@pytest.fixture
+def gpu_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with a GPU that torch cannot use."""
+    monkeypatch.setattr(platform, "DEVICES", tmp_path)
+    monkeypatch.setattr(platform, "_has_accelerator", lambda: False)
+    for name in ("CUDA_VISIBLE_DEVICES", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("nvidia0", "nvidiactl"):
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(
+    gpu_without_driver: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert platform.activate() is None
+    assert f"{gpu_without_driver}/nvidia0 is on this machine" in caplog.text
+    assert "SGLANG_PLATFORM=inflight_reference" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SGLANG_PLATFORM", "inflight_reference"),
+        ("CUDA_VISIBLE_DEVICES", ""),
+        ("CUDA_VISIBLE_DEVICES", "-1"),
+    ],
+)
+def test_the_cpu_can_be_chosen_on_a_machine_with_a_gpu(
+    gpu_without_driver: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert platform.activate() == "sglang_inflight.platform:ReferencePlatform"
+
+
+def test_a_machine_without_a_gpu_is_served_on_the_cpu(gpu_without_driver: Path) -> None:
+    (gpu_without_driver / "nvidia0").unlink()
+    assert platform.activate() == "sglang_inflight.platform:ReferencePlatform"
+
+
+def test_our_entry_point_has_the_name_that_is_told() -> None:
+    (ours,) = distribution("sglang-inflight").entry_points.select(group="sglang.srt.platforms")
+    assert ours.name == platform.NAME
