@@ -15,6 +15,7 @@ from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GPUMemorySource
+from sglang_inflight.scheduler.update.sources import gpu_sharing
 from sglang_inflight.scheduler.update.sources.gpu_handles import GPUHandle
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
     GPUMemory,
@@ -22,7 +23,7 @@ from sglang_inflight.scheduler.update.sources.gpu_memory import (
     own_handle,
     own_handles,
 )
-from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
+from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, require_open
 from sglang_inflight.scheduler.update.sources.layouts import Layout
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
@@ -117,6 +118,55 @@ def test_without_a_gpu() -> None:
         list(GPUMemory(CPU).read(source, check, UNLIMITED))
 
 
+class Driver:
+    """What is open of others' memory, in allocations: where each begins, and its bytes."""
+
+    def __init__(self, *allocations: tuple[int, int]) -> None:
+        self._allocations = allocations
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        for begin, size in self._allocations:
+            if begin <= address < begin + size:
+                return begin, size
+        raise ValueError("it is larger than what was shared (CUDA_ERROR_NOT_FOUND)")
+
+
+@pytest.mark.parametrize(
+    ("address", "nbytes"),
+    [(1000, 64), (1036, 28), (1063, 1), (1064, 0), (1000, 100), (1060, 20), (5000, 0)],
+)
+def test_memory_that_is_open(monkeypatch: pytest.MonkeyPatch, address: int, nbytes: int) -> None:
+    driver = Driver((1000, 64), (1064, 40))
+    monkeypatch.setattr(gpu_sharing, "address_range", driver.address_range)
+    require_open(address, nbytes)
+
+
+@pytest.mark.parametrize(("address", "nbytes"), [(1000, 105), (1064, 41), (999, 2), (2000, 1)])
+def test_memory_that_is_larger_than_what_is_open(
+    monkeypatch: pytest.MonkeyPatch, address: int, nbytes: int
+) -> None:
+    driver = Driver((1000, 64), (1064, 40))
+    monkeypatch.setattr(gpu_sharing, "address_range", driver.address_range)
+    with pytest.raises(ValueError, match="larger than what was shared"):
+        require_open(address, nbytes)
+
+
+def test_a_driver_that_answers_beside_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sharing, "address_range", lambda address: (0, 0))
+    with pytest.raises(ValueError, match="knows of no memory there"):
+        require_open(1000, 1)
+
+
+def test_a_handle_that_says_more_than_was_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it may be read, not even once."""
+    shared = torch.zeros(63, dtype=torch.uint8)
+    driver = Driver((shared.data_ptr(), 63))
+    monkeypatch.setattr(gpu_sharing, "address_range", driver.address_range)
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: shared)
+    with pytest.raises(Refused, match="cannot be opened: it is larger than what was shared"):
+        GPUMemory(CPU)._open_again(handle(1), keep=False)
+
+
 def test_what_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """One use is counted of memory that is shared once, however many calls name it."""
     opened: list[tuple[bytes, Any]] = []
@@ -127,6 +177,7 @@ def test_what_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
         return tensor
 
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(gpu_sharing, "address_range", lambda address: (address, 64))
     there = GPUMemory(CPU)
     for _ in range(3):
         there._open_again(handle(1), keep=True)

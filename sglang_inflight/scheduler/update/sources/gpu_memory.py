@@ -19,7 +19,7 @@ from sglang_inflight.scheduler.update.sources.gpu_handles import (
     HandleOfEach,
     read_handles,
 )
-from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
+from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, require_open
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.weights import Weights
@@ -107,6 +107,7 @@ class GPUMemory:
                 memory.event,
                 memory.waits_for_event,
             )
+            require_open(tensor.untyped_storage().data_ptr(), memory.nbytes)
         except Exception as error:
             raise Refused(
                 f"a trainer's memory cannot be opened: {describe(error)}. {NEEDS_ONE_GPU}"

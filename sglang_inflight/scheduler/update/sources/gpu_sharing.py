@@ -83,6 +83,32 @@ def read_memory(
     return SharedMemory(handle, nbytes, offset, counter_file, counter, event, waits_for_event)
 
 
+def require_open(address: int, nbytes: int) -> None:
+    """Raise where a byte from ``address`` on is no memory that this process has opened.
+
+    A kernel that reads one ends every use of the GPU by this process. What is opened is the
+    driver's word; how large it is, until here, that of whoever shared it. Memory of torch's
+    expandable segments is open in pieces, one after the other.
+    """
+    end = address + nbytes
+    while address < end:
+        begin, size = address_range(address)
+        if not begin <= address < begin + size:
+            raise ValueError("the driver knows of no memory there")
+        address = begin + size
+
+
+def address_range(address: int) -> tuple[int, int]:
+    """Where the allocation around ``address`` begins, and its bytes. Raises where there is none."""
+    # there is a driver by now: it has opened the memory
+    from cuda.bindings import driver
+
+    error, begin, size = driver.cuMemGetAddressRange(address)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise ValueError(f"it is larger than what was shared ({error.name})")
+    return int(begin), int(size)
+
+
 def _require_counts(*values: Any) -> None:
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 63:
