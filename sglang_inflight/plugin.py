@@ -66,7 +66,9 @@ def _install() -> None:
     hooks = [*every_hook()]
     from sglang_inflight import messages
     from sglang_inflight.frontend.engine import hooks as engine_hooks
+    from sglang_inflight.nccl_errors import name_error_handling
 
+    name_error_handling()
     messages.make_known()
     apply_series()
     engine_hooks.add_methods()

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 
 from sglang_inflight.client.trainer_group import TrainerGroup
 from sglang_inflight.errors import Dropped, Refused
-from sglang_inflight.nccl_errors import NEVER
+from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only, name_error_handling
 from sglang_inflight.scheduler.update.sources import groups, process_group
 from sglang_inflight.scheduler.update.sources.groups import Group
 from sglang_inflight.scheduler.update.sources.process_group import (
@@ -92,7 +92,11 @@ def test_no_watchdog_ends_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     group.form().result()
     group.leave()
     assert made == {"rank": 0, "size": 3, "timeout": NEVER, "handling": "2", "aborted": True}
-    assert os.environ.get(HANDLING) == before
+    assert os.environ.get(HANDLING) == as_torch_takes(before)
+
+
+def as_torch_takes(handling: str | None) -> str:
+    return "3" if handling is None else handling
 
 
 def test_gloo_keeps_its_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +113,28 @@ def test_other_groups_keep_their_watchdogs(
     if before is not None:
         monkeypatch.setenv(HANDLING, before)
     form(monkeypatch, "nccl")
-    assert os.environ.get(HANDLING) == before
+    assert os.environ.get(HANDLING) == as_torch_takes(before)
+
+
+@pytest.mark.parametrize(("older", "meant"), [(None, "3"), ("1", "1")])
+def test_the_environment_keeps_its_places_when_groups_are_made(
+    monkeypatch: pytest.MonkeyPatch, older: str | None, meant: str
+) -> None:
+    """C++ of another thread may read it meanwhile."""
+    monkeypatch.delenv(HANDLING, raising=False)
+    monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
+    if older is not None:
+        monkeypatch.setenv("NCCL_ASYNC_ERROR_HANDLING", older)
+    name_error_handling()
+    assert os.environ[HANDLING] == meant
+    places = [*os.environ]
+    removed: list[str] = []
+    monkeypatch.setattr(os, "unsetenv", removed.append)
+    with errors_cost_the_group_only():
+        assert [*os.environ] == places
+    assert [*os.environ] == places
+    assert removed == []
+    assert os.environ[HANDLING] == meant
 
 
 def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
