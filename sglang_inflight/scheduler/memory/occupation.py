@@ -364,7 +364,7 @@ class Occupation:
         """Something else than an update has written the live weights, on all ranks of the replica.
 
         Generation is refused until updates have written each element; where that cannot be
-        counted (``FinishedModel``), until one whole update has. A server that cannot hold
+        counted (``InPlaceModel``), until one whole update has. A server that cannot hold
         requests back serves them on. No way leads back: a rollback would be to what is live now.
         """
         logger.warning("Nobody knows what is in the weights: %s.", why)

@@ -1,10 +1,9 @@
-"""Models in which something is made out of the weights that no loader writes.
+"""Models whose weights cannot be staged, or cannot be loaded a second time.
 
-A shadow holds what a loader writes. What is made of it afterwards, another layout, a product
-of two weights, a copy in another precision, it would lack, and the commit would leave the live
-one as it was: old, or wrong. Such models are not staged. SGLang can load most of them anew where
-they are, because it finishes after loading (``finished_model.py``); what nobody would finish is
-refused.
+A shadow holds what a loader writes. SGLang may finish a model after loading: it makes another
+layout, a product of two weights, or a copy in another precision. A commit would leave those as they
+were. Such a model is loaded anew where it is, and finished again (``in_place.py``). A model that
+serving has made copies in, or whose finishing cannot be done twice, is refused.
 """
 
 from __future__ import annotations
