@@ -73,6 +73,12 @@ class Settings:
         _one_of("auto", "device", "host", "off"),
         "where new weights wait for their commit; off writes in place",
     )
+    staging_kv_share: float = _setting(
+        0.15,
+        _share,
+        "of what the KV cache would get on a device, how much staging=auto may set aside for "
+        "a second copy of the weights",
+    )
     update_timeout_s: float = _setting(
         600.0, _positive, "longest time one update call may take, in seconds"
     )

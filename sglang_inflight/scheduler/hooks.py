@@ -26,7 +26,7 @@ from sglang_inflight.scheduler.provenance.token_versions import write_spans
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import refuse_what_was_not_asked
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.upstream.runtime_context import get_parallel, get_schedule
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +61,8 @@ def meet_other_nodes(scheduler: ReservingScheduler, *args: Any, **kwargs: Any) -
 
 
 def reserve_shadow(scheduler: ReservingScheduler) -> None:
-    scheduler.inflight_reservation = reserve(scheduler, Settings.from_environment().staging)
+    settings = Settings.from_environment()
+    scheduler.inflight_reservation = reserve(scheduler, settings.staging, settings.staging_kv_share)
 
 
 def create_controller(
@@ -69,6 +70,10 @@ def create_controller(
 ) -> None:
     refuse_what_was_not_asked(server_args)
     controller = scheduler.inflight = Controller(scheduler, port_args)
+    reservation = scheduler.inflight_reservation
+    takes_what_is_left = get_schedule().max_total_tokens is None
+    if reservation is not None and takes_what_is_left and get_parallel().tp_rank == 0:
+        reservation.warn_of_its_cost(scheduler.max_total_num_tokens)
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller
     if (engine := engine_of(scheduler.tree_cache)) is not None:

@@ -189,6 +189,9 @@ class Schedule(Protocol):
     # not None any more, when it is read
     @property
     def mem_fraction_static(self) -> float: ...
+    # None where the KV cache takes what is left
+    @property
+    def max_total_tokens(self) -> int | None: ...
     @property
     def chunked_prefill_size(self) -> int: ...
 

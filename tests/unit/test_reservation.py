@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import logging
 import textwrap
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,15 @@ from sglang.srt.managers.scheduler import Scheduler
 from torch import nn
 
 from sglang_inflight.errors import BadSetting
+from sglang_inflight.scheduler.memory import host as host_memory
 from sglang_inflight.scheduler.update import mode, reservation
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.reservation import reserve
+from sglang_inflight.settings import Settings
 
 GB = 1 << 30
+# of the KV cache's room
+HALF = 0.5
 CPU = torch.device("cpu")
 # holds nothing, and is no CPU
 DEVICE = torch.device("meta")
@@ -31,7 +36,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     memory = SimpleNamespace(available=80 * GB)
     parallel = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1, attn_dp_enabled=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(mode, "get_parallel", lambda: parallel)
+    monkeypatch.setattr(host_memory, "get_parallel", lambda: parallel)
     monkeypatch.setattr(mode, "smallest", lambda here: here)
     monkeypatch.setattr(reservation, "smallest", lambda here: here)
     monkeypatch.setattr(reservation, "is_true_of_any", lambda here: here)
@@ -39,10 +44,40 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return parallel
 
 
-def test_the_kv_cache_keeps_half_of_its_room(host: Any) -> None:
-    assert choose_mode("auto", 16 * GB, DEVICE, room=40 * GB) is StagingMode.DEVICE
-    assert choose_mode("auto", 16 * GB, DEVICE, room=32 * GB) is StagingMode.HOST
-    assert choose_mode("device", 16 * GB, DEVICE, room=1 * GB) is StagingMode.DEVICE
+@pytest.mark.parametrize(
+    ("share", "enough", "too_little"), [(HALF, 40, 32), (Settings.staging_kv_share, 113, 110)]
+)
+def test_the_kv_cache_keeps_most_of_its_room(
+    host: Any, share: float, enough: int, too_little: int
+) -> None:
+    def chosen(wanted: str, room: int) -> StagingMode:
+        return choose_mode(wanted, 16 * GB, DEVICE, room=room * GB, share_of_room=share)
+
+    assert chosen("auto", enough) is StagingMode.DEVICE
+    assert chosen("auto", too_little) is StagingMode.HOST
+    assert chosen("device", 1) is StagingMode.DEVICE
+
+
+def test_what_is_set_aside_is_told_in_tokens(
+    monkeypatch: pytest.MonkeyPatch, host: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of 60 GiB free SGLang leaves 8 alone, 17 are set aside, and 35 hold 1,000 tokens."""
+    reserved = reserve(server(monkeypatch, free_gb=60), "auto", HALF)
+    assert reserved is not None
+    reserved.warn_of_its_cost(1000)
+    [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert f"{17 << 10} MiB" in record.getMessage()
+    assert "485 tokens" in record.getMessage()
+    assert "SGLANG_INFLIGHT_STAGING=host" in record.getMessage()
+
+
+def test_what_costs_nothing_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, host: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    reserved = reserve(server(monkeypatch, free_gb=60), "host", HALF)
+    assert reserved is not None
+    reserved.warn_of_its_cost(1000)
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(
@@ -88,7 +123,7 @@ def test_pinned_memory_is_counted_as_torch_takes_it(
         monkeypatch.setattr(
             psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free)
         )
-        reserved = reserve(scheduler, "auto")
+        reserved = reserve(scheduler, "auto", HALF)
         assert reserved is not None
         assert reserved.mode is expected
 
@@ -119,7 +154,7 @@ def server(monkeypatch: pytest.MonkeyPatch, *, free_gb: float) -> Any:
 
 def test_each_weight_has_storage_once(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
     scheduler = server(monkeypatch, free_gb=60)
-    reserved = reserve(scheduler, "auto")
+    reserved = reserve(scheduler, "auto", HALF)
     assert reserved is not None
     assert reserved.mode is StagingMode.DEVICE
     sizes = sorted(kept.storage.nbytes for kept in reserved.storage.values())
@@ -130,14 +165,14 @@ def test_what_the_kv_cache_may_not_touch_is_no_room(
     monkeypatch: pytest.MonkeyPatch, host: Any
 ) -> None:
     """Of 40 GiB free, SGLang leaves 8 alone: half of the rest is less than 17."""
-    reserved = reserve(server(monkeypatch, free_gb=40), "auto")
+    reserved = reserve(server(monkeypatch, free_gb=40), "auto", HALF)
     assert reserved is not None
     assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
 
 
 @pytest.mark.parametrize("wanted", ["host", "off"])
 def test_nothing_is_taken_unasked(monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str) -> None:
-    reserved = reserve(server(monkeypatch, free_gb=60), wanted)
+    reserved = reserve(server(monkeypatch, free_gb=60), wanted, HALF)
     assert reserved is not None
     assert (reserved.mode.name.lower(), reserved.storage) == (wanted, {})
 
@@ -147,7 +182,7 @@ def test_nothing_is_taken_where_every_update_is_refused(
     monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
 ) -> None:
     monkeypatch.setattr(reservation, "why_no_update", lambda in_place: "weights are shared")
-    reserved = reserve(server(monkeypatch, free_gb=60), wanted)
+    reserved = reserve(server(monkeypatch, free_gb=60), wanted, HALF)
     assert reserved is not None
     assert reserved.storage == {}
 
@@ -158,7 +193,7 @@ def test_nothing_is_taken_for_a_model_that_is_not_staged(
 ) -> None:
     scheduler = server(monkeypatch, free_gb=60)
     scheduler.draft_worker.model_runner.model[1].use_intel_amx_backend = True
-    reserved = reserve(scheduler, wanted)
+    reserved = reserve(scheduler, wanted, HALF)
     assert reserved is not None
     assert reserved.storage == {}
 
@@ -167,7 +202,7 @@ def test_nothing_is_taken_where_another_rank_can_stage_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Any
 ) -> None:
     monkeypatch.setattr(reservation, "is_true_of_any", lambda here: True)
-    reserved = reserve(server(monkeypatch, free_gb=60), "device")
+    reserved = reserve(server(monkeypatch, free_gb=60), "device", HALF)
     assert reserved is not None
     assert reserved.storage == {}
 
@@ -175,18 +210,18 @@ def test_nothing_is_taken_where_another_rank_can_stage_nothing(
 def test_no_memory_after_all(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
     monkeypatch.setattr(reservation, "set_aside", lambda weights, device: None)
     scheduler = server(monkeypatch, free_gb=60)
-    reserved = reserve(scheduler, "auto")
+    reserved = reserve(scheduler, "auto", HALF)
     assert reserved is not None
     assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
     with pytest.raises(BadSetting, match="SGLANG_INFLIGHT_STAGING=device: there are no 17408 MiB"):
-        reserve(scheduler, "device")
+        reserve(scheduler, "device", HALF)
 
 
 def test_on_a_cpu_nothing_is_taken_at_the_start() -> None:
     scheduler: Any = SimpleNamespace(
         tp_worker=Worker("target", nn.Sequential(nn.Linear(2, 2))), draft_worker=None
     )
-    assert reserve(scheduler, "auto") is None
+    assert reserve(scheduler, "auto", HALF) is None
 
 
 def test_upstream_loads_all_models_before_it_sizes_the_cache() -> None:

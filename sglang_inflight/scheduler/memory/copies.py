@@ -7,12 +7,15 @@ the copy drops the way back.
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
 
+from sglang_inflight.errors import Conflict
+from sglang_inflight.scheduler.memory.host import available_to_this_rank, pinned_bytes
 from sglang_inflight.storages import distinct_storages
 
 
@@ -25,8 +28,11 @@ class HostCopy:
     """Of a device's memory, in pinned memory of the host: both ways at the speed of the bus."""
 
     def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
+        """Raises ``Conflict`` where the host has no room for it."""
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for original in memory:
+        originals = list(memory)
+        _require(sum(map(pinned_bytes, originals)), available_to_this_rank(), "the host's memory")
+        for original in originals:
             check()
             copy = torch.empty_like(original, device="cpu", pin_memory=True)
             copy.copy_(original, non_blocking=True)
@@ -50,7 +56,11 @@ class FileCopy:
     """
 
     def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
+        """Raises ``Conflict`` where the directory has no room for it."""
         self._memory = list(memory)
+        folder = tempfile.gettempdir()
+        needed = sum(original.nbytes for original in self._memory)
+        _require(needed, shutil.disk_usage(folder).free, f"{folder} (TMPDIR)")
         # closed with the last that holds it
         self._file = tempfile.TemporaryFile(prefix="sglang-inflight-")  # noqa: SIM115
         for original in self._memory:
@@ -69,6 +79,14 @@ class FileCopy:
             if not read:
                 raise OSError("the copy of the weights is shorter than the weights")
             memory = memory[read:]
+
+
+def _require(needed: int, free: int, where: str) -> None:
+    if needed > free:
+        raise Conflict(
+            f"a copy of the weights takes {needed >> 20} MiB of {where}, and {free >> 20} MiB are "
+            'free for this rank. keep_weights="discard" keeps none: an update must bring them'
+        )
 
 
 def copy_of(

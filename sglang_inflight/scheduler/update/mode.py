@@ -5,18 +5,15 @@ from __future__ import annotations
 import enum
 import logging
 
-import psutil
 import torch
 
 from sglang_inflight.scheduler.collectives import smallest
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.scheduler.memory.host import available_to_this_rank
 
 logger = logging.getLogger(__name__)
 
 # What must stay free beside the shadow, as a share of it.
 MARGIN = 0.05
-# Of the room that the KV cache would have, how much the shadow may take unasked.
-SHARE_OF_ROOM = 0.5
 
 
 class StagingMode(enum.IntEnum):
@@ -34,13 +31,15 @@ def choose_mode(
     room: int | None = None,
     pinned: int | None = None,
     *,
+    share_of_room: float = 1.0,
     why_not: str | None = None,
 ) -> StagingMode:
     """The mode asked for, or under ``auto`` the best for which there is memory.
 
     ``nbytes`` is the size of this rank's weights. ``room`` is what the KV cache would get on
     ``device``, where it takes all that is left. ``pinned`` is what they take of the host's memory
-    (``pinned_bytes``), where that is more. ``why_not`` is why they cannot be staged, or None where
+    (``pinned_bytes``), where that is more. ``share_of_room`` is how much of ``room`` they may take
+    unasked. ``why_not`` is why they cannot be staged, or None where
     they can. Logs the choice and its reason.
     """
     if wanted != "auto":
@@ -48,22 +47,23 @@ def choose_mode(
     elif why_not is not None:
         mode, reason = StagingMode.OFF, why_not
     else:
-        mode, reason = _best(nbytes, device, room, pinned or nbytes)
+        mode, reason = _best(nbytes, device, room, pinned or nbytes, share_of_room)
     mode = StagingMode(smallest(mode))
     logger.info("Weight staging: %s (%s).", mode.name.lower(), reason)
     return mode
 
 
 def _best(
-    nbytes: int, device: torch.device, room: int | None, pinned: int
+    nbytes: int, device: torch.device, room: int | None, pinned: int, share_of_room: float
 ) -> tuple[StagingMode, str]:
     needed = int(nbytes * (1 + MARGIN))
-    # every rank here comes with the same wish
-    host_share = psutil.virtual_memory().available // _ranks_on_this_host()
+    host_share = available_to_this_rank()
     reason = f"{needed >> 20} MiB needed"
     if room is not None:
         reason += f", the KV cache would have {room >> 20} MiB on {device}"
-        fits = needed <= room * SHARE_OF_ROOM
+        fits = needed <= room * share_of_room
+        if not fits:
+            reason += f", of which {share_of_room:.0%} is less (SGLANG_INFLIGHT_STAGING_KV_SHARE)"
     else:
         on_host = device.type == "cpu"
         free = host_share if on_host else torch.get_device_module(device).mem_get_info()[0]
@@ -77,16 +77,3 @@ def _best(
         if host_share >= pinned:
             return StagingMode.HOST, reason
     return StagingMode.OFF, reason
-
-
-def pinned_bytes(tensor: torch.Tensor) -> int:
-    """What a pinned copy of ``tensor`` takes: torch makes each as large as a power of two."""
-    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
-
-
-def _ranks_on_this_host() -> int:
-    """All nodes have as many."""
-    parallel = get_parallel()
-    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
-    ranks: int = parallel.tp_size * parallel.pp_size * replicas
-    return max(1, ranks // parallel.nnodes)

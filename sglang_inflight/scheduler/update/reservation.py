@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -12,9 +13,10 @@ from torch import nn
 
 from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.collectives import is_true_of_any, smallest
+from sglang_inflight.scheduler.memory.host import pinned_bytes
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
-from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode, pinned_bytes
+from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import Kept, weights_of
 from sglang_inflight.storages import memory_of
 from sglang_inflight.unsupported import why_no_update
@@ -24,17 +26,41 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
     from sglang_inflight.scheduler.upstream.scheduler import Scheduler
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Reservation:
-    """``storage`` is by the id of the tensor that it is for; one made later has none."""
+    """``storage`` is by the id of the tensor that it is for; one made later has none.
+
+    ``room`` is what the KV cache would have without it, in bytes.
+    """
 
     mode: StagingMode
     storage: dict[int, Kept] = field(default_factory=dict)
+    room: int = 0
+
+    def warn_of_its_cost(self, tokens: int) -> None:
+        """``tokens`` is how many the KV cache has room for, beside what is set aside here."""
+        nbytes = sum(kept.storage.nbytes for kept in self.storage.values())
+        left = self.room - nbytes
+        if not nbytes or left <= 0:
+            return
+        logger.warning(
+            "Staging of weight updates sets aside %d MiB of the device, which would be %d tokens "
+            "of KV cache beside the %d that there are (%.0f%%). SGLANG_INFLIGHT_STAGING=host takes "
+            "the host's memory instead, off takes none and writes updates in place.",
+            nbytes >> 20,
+            tokens * nbytes // left,
+            tokens,
+            100 * nbytes / self.room,
+        )
 
 
-def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
+def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservation | None:
     """Choose the mode, and take the device's memory that it needs. None on a CPU.
+
+    ``share_of_room`` is how much of the KV cache's memory may be taken where nobody asked for it.
 
     A server that stages no update, whatever is sent to it, keeps that memory for the KV cache.
 
@@ -58,7 +84,10 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     why_not = why_no_update(in_place=False) or next(
         filter(None, map(why_not_shadowed, models)), None
     )
-    mode = choose_mode(wanted, nbytes, device, _room(runners[0]), pinned, why_not=why_not)
+    room = _room(runners[0])
+    mode = choose_mode(
+        wanted, nbytes, device, room, pinned, share_of_room=share_of_room, why_not=why_not
+    )
     # a rank that can stage nothing votes against every update, and no rank needs a shadow
     if mode is not StagingMode.DEVICE or is_true_of_any(why_not is not None):
         return Reservation(mode)
@@ -69,7 +98,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
             "for a second copy of the weights"
         )
     mode = StagingMode(smallest(StagingMode.HOST if storage is None else StagingMode.DEVICE))
-    return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {})
+    return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {}, room)
 
 
 def set_aside(weights: Iterable[torch.Tensor], device: torch.device) -> dict[int, Kept] | None:

@@ -84,6 +84,7 @@ class Scheduler(Protocol):
 
     # ---- KV ------------------------------------------------------------------------
     page_size: int
+    max_total_num_tokens: int
     is_mixed_chunk: bool
     spec_algorithm: SpeculativeAlgorithm
     req_to_token_pool: ReqToTokenPool

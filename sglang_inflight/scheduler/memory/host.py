@@ -1,0 +1,90 @@
+"""How much of the host's memory a rank may still take, as the machine and its containers see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+from sglang_inflight.upstream.runtime_context import get_parallel
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+
+
+class _Version(NamedTuple):
+    """How a version of Linux' control groups names what it says of memory."""
+
+    limit: str
+    usage: str
+    # pages of files, which the kernel takes back before it ends a process
+    reclaimable: str
+
+
+_V1 = _Version("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Version("memory.max", "memory.current", "inactive_file")
+
+
+def available_to_this_rank() -> int:
+    """Bytes: every rank of the host has the same wish."""
+    return available() // _ranks_on_this_host()
+
+
+def available(cgroups: Path = _CGROUPS, own_groups: Path = _OWN_GROUPS) -> int:
+    """Bytes that the machine has, or that the control groups of this process let it have.
+
+    A process beyond its group's limit is killed, however much the machine has.
+    """
+    free: int = psutil.virtual_memory().available
+    return max(0, min([free, *_left_by_groups(cgroups, own_groups)]))
+
+
+def pinned_bytes(tensor: torch.Tensor) -> int:
+    """What a pinned copy of ``tensor`` takes: torch makes each as large as a power of two."""
+    return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
+
+
+def _ranks_on_this_host() -> int:
+    """All nodes have as many."""
+    parallel = get_parallel()
+    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
+    ranks: int = parallel.tp_size * parallel.pp_size * replicas
+    return max(1, ranks // parallel.nnodes)
+
+
+def _left_by_groups(cgroups: Path, own_groups: Path) -> Iterator[int]:
+    """What each group that this process is in leaves it, from its own up to the mount's root."""
+    try:
+        lines = own_groups.read_text().splitlines()
+    except OSError:
+        # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, version = cgroups, _V2
+        elif "memory" in controllers.split(","):
+            root, version = cgroups / "memory", _V1
+        else:
+            continue
+        group = root / path.lstrip("/")
+        # a container sees its own group as the root, and perhaps the path that its host has
+        for each in (group, *group.parents):
+            if each.is_relative_to(root) and (left := _left_by(each, version)) is not None:
+                yield left
+
+
+def _left_by(group: Path, version: _Version) -> int | None:
+    """None where the group is not seen from here, or has no limit."""
+    try:
+        limit = (group / version.limit).read_text().strip()
+        if limit == "max":
+            return None
+        used = int((group / version.usage).read_text())
+        said = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    return int(limit) - used + int(said.get(version.reclaimable, 0))

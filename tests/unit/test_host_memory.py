@@ -1,0 +1,106 @@
+"""What the host has left for a rank, and that no copy is begun for which that is too little."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch
+
+from sglang_inflight.errors import Conflict
+from sglang_inflight.scheduler.memory import copies
+from sglang_inflight.scheduler.memory.copies import FileCopy, HostCopy
+from sglang_inflight.scheduler.memory.host import available
+
+GB = 1 << 30
+MACHINE = 100 * GB
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = SimpleNamespace(available=MACHINE)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+
+
+def write(group: Path, **files: str) -> None:
+    group.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (group / name.replace("__", ".")).write_text(f"{text}\n")
+
+
+def left(tmp_path: Path, own: str) -> int:
+    (tmp_path / "own").write_text(own)
+    return available(tmp_path / "groups", tmp_path / "own")
+
+
+def limited(group: Path, limit: int | str, used: int, files: int = 0) -> None:
+    stat = f"anon 7\ninactive_file {files}"
+    write(group, memory__max=f"{limit}", memory__current=f"{used}", memory__stat=stat)
+
+
+def test_a_container_s_limit(tmp_path: Path) -> None:
+    """Pages of files are counted as used, and are no loss."""
+    limited(tmp_path / "groups", 32 * GB, 30 * GB, files=4 * GB)
+    assert left(tmp_path, "0::/\n") == 6 * GB
+
+
+def test_the_tightest_group_of_all_above(tmp_path: Path) -> None:
+    groups = tmp_path / "groups"
+    limited(groups / "pod" / "container", "max", 3 * GB)
+    limited(groups / "pod", 20 * GB, 8 * GB)
+    limited(groups, 90 * GB, 10 * GB)
+    assert left(tmp_path, "0::/pod/container\n") == 12 * GB
+
+
+def test_groups_of_the_first_version(tmp_path: Path) -> None:
+    own = tmp_path / "groups" / "memory" / "docker" / "abc"
+    write(
+        own,
+        memory__limit_in_bytes=f"{16 * GB}",
+        memory__usage_in_bytes=f"{10 * GB}",
+        memory__stat=f"inactive_file 1\ntotal_inactive_file {GB}",
+    )
+    write(
+        own.parent.parent,
+        memory__limit_in_bytes="9223372036854771712",
+        memory__usage_in_bytes=f"{50 * GB}",
+        memory__stat="total_inactive_file 0",
+    )
+    assert left(tmp_path, "9:cpu,memory:/docker/abc\n8:pids:/\n0::/\n") == 7 * GB
+
+
+@pytest.mark.parametrize(
+    "own", ["0::/\n", "4:memory:/a/path/of/the/host\n", "1:cpu:/\n", ""], ids=repr
+)
+def test_without_a_limit_the_machine_s(tmp_path: Path, own: str) -> None:
+    assert left(tmp_path, own) == MACHINE
+
+
+def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
+    limited(tmp_path / "groups", 8 * GB, 9 * GB)
+    assert left(tmp_path, "0::/\n") == 0
+
+
+def test_of_this_machine() -> None:
+    assert 0 < available() <= MACHINE
+
+
+def never() -> None:
+    raise AssertionError("a copy was begun")
+
+
+def test_no_pinned_copy_beyond_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "available_to_this_rank", lambda: 7 * GB)
+    # which torch pins as 8 GiB
+    weights = torch.empty(5 * GB, dtype=torch.uint8, device="meta")
+    with pytest.raises(Conflict, match="8192 MiB of the host's memory, and 7168 MiB are free"):
+        HostCopy([weights], never)
+
+
+def test_no_file_beyond_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(Conflict, match=r"TMPDIR.*discard"):
+        FileCopy([torch.zeros(1001, dtype=torch.uint8)], never)
