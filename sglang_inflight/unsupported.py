@@ -47,8 +47,19 @@ NO_FIRST_UPDATE = (
     "SGLANG_INFLIGHT_REQUIRE_UPDATE needs --pp-size 1, no --disaggregation-mode and no "
     "--enable-pdmux: other loops cannot hold requests back"
 )
+NO_ROLE_SWITCH = (
+    "SGLang Inflight needs a server without --enable-pd-role-switch: what it offers is decided at "
+    "the start, by whether the server prefills or decodes"
+)
 # for whoever asks before a start
-AT_START = (ONE_TOKENIZER, NO_RUST_SERVER, NO_RAY, NO_LOCAL_BROADCAST, NO_FIRST_UPDATE)
+AT_START = (
+    ONE_TOKENIZER,
+    NO_RUST_SERVER,
+    NO_RAY,
+    NO_LOCAL_BROADCAST,
+    NO_FIRST_UPDATE,
+    NO_ROLE_SWITCH,
+)
 
 # where SGLang's own launchers in Ray's actors are
 _RAY = "sglang.srt.ray."
@@ -128,6 +139,8 @@ def why_not(
     resolved: ServerArgs = resolved_view(server_args)
     if resolved.use_ray or is_ray:
         return NO_RAY
+    if resolved.enable_pd_role_switch:
+        return NO_ROLE_SWITCH
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
     if Settings.from_environment().require_update and (resolved.pp_size > 1 or other_loop):
         return NO_FIRST_UPDATE

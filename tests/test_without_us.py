@@ -28,6 +28,7 @@ REFUSED = {
         "--tp-size", "2", "--attn-dp-size", "2", "--enable-dp-attention-local-control-broadcast",
         "--pp-size", "2",
     ),
+    unsupported.NO_ROLE_SWITCH: ("--disaggregation-mode", "decode", "--enable-pd-role-switch"),
 }  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
     return "-m", "the_launcher"
 
 
-@pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast"])
+@pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast", "role switch"])
 def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
     is_refused(IN_A_FORK, checkpoints, tmp_path, why)
 

@@ -39,6 +39,7 @@ class ServerArgs(Protocol):
     tokenizer_worker_num: int
     use_ray: bool
     disaggregation_mode: str
+    enable_pd_role_switch: bool
     enable_pdmux: bool
 
     def resolve_once(self) -> None: ...
