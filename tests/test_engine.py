@@ -66,6 +66,13 @@ def test_pause_and_continue(answers: dict[str, Any]) -> None:
     assert answers["continue"]["paused"] is False
 
 
+def test_sglangs_http_app_that_is_imported_later_has_our_routes(answers: dict[str, Any]) -> None:
+    served = answers["served"]
+    (holder,) = served["status"]["holders"]
+    assert served["paused"]["pause_id"] == holder["pause_id"]
+    assert served["continued"]["paused"] is False
+
+
 def test_a_refused_update_raises(answers: dict[str, Any]) -> None:
     assert "'/nowhere' is not a directory" in answers["refused"]
 

@@ -6,7 +6,6 @@ of these takes such a call, and answers in upstream's form.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,6 +44,7 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.farewell import end_pauses, end_schedulers, go_when_answered
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.bearer import decide_request_auth
+from sglang_inflight.frontend.http.late_import import when_imported
 from sglang_inflight.frontend.http.vllm.openai_fields import (
     build_chat_logprobs,
     write_completion_logprobs,
@@ -91,13 +91,8 @@ def create_frontend(
     why = tokenizer_manager.why_inactive = why_inactive()
     # a launch that nothing of ours stands around starts it last
     children_have_started()
-    # the offline Engine has no HTTP server, and importing one for it would be a waste
-    http_server = sys.modules.get(HTTP_SERVER)
     if why is not None:
-        if http_server is not None:
-            from sglang_inflight.frontend.http import inactive
-
-            inactive.mount(http_server.app, why)
+        when_imported(HTTP_SERVER, lambda http_server: _mount_inactive(http_server.app, why))
         return
     frontend = tokenizer_manager.inflight = Frontend(tokenizer_manager)
     if frontend.settings.require_update:
@@ -109,12 +104,20 @@ def create_frontend(
         from sglang_inflight.frontend.workers.forward import Forward
 
         forward = Forward(invitation.calls)
-    if http_server is not None:
-        _mount(http_server.app, frontend, tokenizer_manager, forward)
+    when_imported(
+        HTTP_SERVER,
+        lambda http_server: _mount(http_server.app, frontend, tokenizer_manager, forward),
+    )
     if invitation is not None and forward is not None:
         from sglang_inflight.frontend.workers.worker import Worker
 
         frontend.worker = Worker(invitation, forward, frontend, tokenizer_manager)
+
+
+def _mount_inactive(app: FastAPI, why: str) -> None:
+    from sglang_inflight.frontend.http import inactive
+
+    inactive.mount(app, why)
 
 
 def _mount(

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import sglang
 
 from harness import marker
@@ -321,6 +322,34 @@ def update_from_trainer(engine: Any, version: int) -> Any:
     return receipt
 
 
+def serve(engine: Any) -> dict[str, Any]:
+    """As Ray Serve does: SGLang's HTTP app is imported when there is an engine."""
+    from sglang.srt.entrypoints import http_server
+
+    http_server.set_global_state(
+        http_server._GlobalState(
+            tokenizer_manager=engine.tokenizer_manager,
+            template_manager=engine.template_manager,
+            scheduler_info={},
+        )
+    )
+
+    async def ask() -> dict[str, Any]:
+        transport = httpx.ASGITransport(app=http_server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+            paused = await client.post("/pause_generation", json={"mode": "in_place"})
+            status = await client.get("/inflight/status")
+            continued = await client.post("/continue_generation", json={})
+        return {
+            "paused": paused.json(),
+            "status": status.json(),
+            "continued": continued.json(),
+        }
+
+    answers: dict[str, Any] = engine.loop.run_until_complete(ask())
+    return answers
+
+
 def main() -> None:
     checkpoints, answers = Path(sys.argv[1]), Path(sys.argv[2])
     engine = sglang.Engine(
@@ -331,6 +360,7 @@ def main() -> None:
     )
     try:
         played = play(engine, checkpoints)
+        played["served"] = serve(engine)
         # the last, because its end takes the ranks of every engine in the process
         played["beside"] = asyncio.run(use_beside(engine, checkpoints / "v0"))
         answers.write_text(json.dumps(played))

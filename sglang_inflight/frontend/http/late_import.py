@@ -1,0 +1,68 @@
+"""A module is seen to when it is imported, be that before or after it is wanted.
+
+A server imports SGLang's HTTP app before it makes a manager. An ``Engine`` needs none, and to
+import one for it would be a waste; whoever serves the app with an engine, as Ray Serve does,
+imports it after the engine was made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+
+
+class _Waiting(MetaPathFinder, Loader):
+    """Finds the module as Python does, and lets ``then`` see to it once it has run.
+
+    Any thread may import it. Python's lock of the module lets one of them run it, and the others
+    wait until it is seen to.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._loader: Loader | None = None
+        self.then: Callable[[ModuleType], None] | None = None
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name or self.then is None:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        assert self._loader is not None
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert self._loader is not None
+        if module.__spec__ is not None:
+            module.__spec__.loader = module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        then, self.then = self.then, None
+        if then is not None:
+            then(module)
+
+
+_waiting: dict[str, _Waiting] = {}
+
+
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+    """``then`` sees the module ``name`` now, or right after its import.
+
+    Of several that wait for one module the last is called: what SGLang publishes in a process
+    belongs to the engine that was made last.
+    """
+    if (module := sys.modules.get(name)) is not None:
+        then(module)
+        return
+    if name not in _waiting:
+        _waiting[name] = _Waiting(name)
+        sys.meta_path.insert(0, _waiting[name])
+    _waiting[name].then = then

@@ -1,0 +1,48 @@
+"""A module is seen to once, in either order of its import and of who wants it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sglang_inflight.frontend.http.late_import import when_imported
+
+
+@pytest.fixture
+def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Of a module in a package that nobody has imported."""
+    package = f"late_{tmp_path.name}"
+    folder = tmp_path / package
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "app.py").write_text("import time\n\nrun_at = time.monotonic()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return f"{package}.app"
+
+
+def test_it_is_imported_first(name: str) -> None:
+    seen: list[ModuleType] = []
+    module = importlib.import_module(name)
+    when_imported(name, seen.append)
+    assert seen == [module]
+
+
+def test_it_is_imported_later(name: str) -> None:
+    seen: list[tuple[str, ModuleType, float]] = []
+    for who in ("first", "last"):
+        when_imported(name, lambda module, who=who: seen.append((who, module, module.run_at)))
+    assert seen == []
+    module = importlib.import_module(name)
+    assert seen == [("last", module, module.run_at)]
+    # to all others it is as any module
+    assert module.__spec__ is not None
+    assert module.__loader__ is module.__spec__.loader
+    assert "run_at" in inspect.getsource(module)
+    importlib.reload(module)
+    assert len(seen) == 1
+    assert sys.modules[name] is module
