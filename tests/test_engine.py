@@ -174,7 +174,10 @@ def test_upstreams_forms(answers: dict[str, Any]) -> None:
 def test_named_session(answers: dict[str, Any]) -> None:
     session = answers["named session"]
     assert session["renewed"]["session_id"] == session["begun"]["session_id"]
-    assert session["stranger"] == "another weight update is going on"
+    assert session["stranger"] == (
+        f"another weight update is going on: session {session['begun']['session_id']!r} is open. "
+        'end_weight_update or abort_weight_update ends it, and on_busy="replace" takes its turn'
+    )
     assert (session["end"]["weight_version"], session["end"]["tensors"]) == (
         "named",
         len(marker.tensors(0)),

@@ -399,6 +399,10 @@ def test_vllms_wake_before_the_weights(server: Server, versions: Path) -> None:
     woken = server.post("/wake_up")
     assert (woken["status"], woken["paused"]) == ("awake", True)
     settle(server, [frozen])
+    refused = server.post("/resume")
+    assert refused["status_code"] == 409
+    assert "Updates that bring all of them let it go on" in refused["message"]
+    assert "resume_memory_occupation" not in refused["message"]
     update(server, versions, 1, **LIVE)
     assert versions_of(expect_whole(frozen)) == ["v0", "v1"]
     until("it is ready", lambda: server.get("/ready")["status_code"] == 200)

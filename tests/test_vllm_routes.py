@@ -81,7 +81,10 @@ def test_order_of_calls(vllm_server: Server, vllm: VLLMClient, trainer: Trainer)
     vllm.init_weight_transfer_engine(trainer, packed=False)
     vllm.refuse("/finish_weight_update", "no weight update")
     vllm.post("/start_weight_update")
-    vllm.refuse("/start_weight_update", "already open")
+    vllm.refuse("/start_weight_update", "already open", "init_weight_transfer_engine")
+    # of a trainer that may be dead: nobody waits for its time to run out
+    weight_dir = {"weight_dir": "/anywhere"}
+    vllm.refuse("/update_weights", "finish_weight_update commits", status=409, json=weight_dir)
     vllm.refuse("/shutdown_weight_transfer_engine", "going on", status=409)
     vllm.refuse("/finish_weight_update", "no tensor")
     vllm.refuse("/finish_weight_update", "no weight update")

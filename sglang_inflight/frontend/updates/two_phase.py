@@ -107,14 +107,27 @@ class TwoPhase:
     async def _take_turn(self, on_busy: OnBusy, deadline: Deadline) -> None:
         if self._turn.locked():
             if on_busy == "refuse":
-                raise Conflict("another weight update is going on")
+                raise Conflict(f"another weight update is going on{self._way_out}")
             if on_busy == "replace" and self.current is not None:
                 await self.drop(self.current, "a newer update replaced it")
         try:
             async with asyncio.timeout(deadline.seconds_left):
                 await self._turn.acquire()
         except TimeoutError:
-            raise Conflict("another weight update went on until this one's time was over") from None
+            raise Conflict(
+                f"another weight update went on until this one's time was over{self._way_out}"
+            ) from None
+
+    @property
+    def _way_out(self) -> str:
+        """What to do about the update that has the turn: the client of a session may be dead."""
+        update = self.current
+        if update is None or not update.opening.is_session:
+            return ""
+        return (
+            f": session {update.id!r} is open. end_weight_update or abort_weight_update ends it, "
+            'and on_busy="replace" takes its turn'
+        )
 
     # ---- stage and vote ------------------------------------------------------------
 

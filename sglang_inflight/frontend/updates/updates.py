@@ -222,6 +222,9 @@ class Updates:
     async def abort(self, body: AbortUpdateBody) -> None:
         """Drop the session, and the tensors staged in it. Anybody may, by its name or without."""
         with self._no_more_pieces(body.session_id):
+            if body.session_id is None and self._session is None and self._lost is not None:
+                # it was dropped before, and its pieces are not waited for any more
+                return
             session = self._require_session(body.session_id)
             self._require_uncommitted(session)
             await self._two_phase.drop(session, "it was aborted by a caller")
@@ -295,8 +298,9 @@ class Updates:
         if session is None:
             if lost is not None:
                 raise Dropped(
-                    "the weight-update session was dropped, and nothing has changed: "
-                    f"{lost.why_dropped}. Call begin_weight_update and send all of it again"
+                    "no weight-update session is open: the last one was dropped, and nothing of "
+                    f"it is served: {lost.why_dropped}. Call begin_weight_update and send all of "
+                    "it again"
                 )
             raise Refused(
                 "no weight-update session is open; call begin_weight_update first (a failed "

@@ -81,6 +81,9 @@ class _Prepared:
             raise Dropped("the release was given up")
 
 
+BRINGS_BACK = "resume_memory_occupation brings it back"
+
+
 class Occupation:
     """The memory of one rank. Only the scheduler's thread calls it."""
 
@@ -133,7 +136,7 @@ class Occupation:
         refusal = self._why_not(call, after)
         if is_true_of_any(refusal is not None) or after is None:
             raise Conflict(refusal or "memory is not released: another rank refuses it")
-        self._pause.hold_for_memory(f"{_list(call.tags)} are being released")
+        self._pause.hold_for_memory(f"{_list(call.tags)} are being released. {BRINGS_BACK}")
         # a commit since the loop froze may still be swapping, on a stream that copying is not on
         self._boundary.drain()
         prepared = self._prepared = _Prepared(events, after)
@@ -397,10 +400,7 @@ class Occupation:
     def require_weights(self, who: str) -> None:
         """Raises ``Conflict`` where the weights' memory is not here, for ``who`` would touch it."""
         if WEIGHTS in self._scheduler.weight_updater.offload_tags:
-            raise Conflict(
-                f"{who} needs the weights, whose memory is released: "
-                "resume_memory_occupation brings it back"
-            )
+            raise Conflict(f"{who} needs the weights, whose memory is released: {BRINGS_BACK}")
 
     def describe(self) -> MemoryStatus:
         where = {kind: self._memory[kind].value for kind in KINDS}
@@ -409,9 +409,12 @@ class Occupation:
     def _settle(self) -> None:
         """Generation is held back for as long as something is missing, and no longer."""
         if away := released(self._memory):
-            self._pause.hold_for_memory(f"{_list(away)} are released")
+            self._pause.hold_for_memory(f"{_list(away)} are released. {BRINGS_BACK}")
         elif self._live.hollow is not None and self._until_filled:
-            self._pause.hold_for_memory(f"the weights are hollow, {self._live.hollow}")
+            self._pause.hold_for_memory(
+                f"the weights are hollow, {self._live.hollow}. Updates that bring all of them let "
+                "it go on"
+            )
         else:
             self._pause.memory_is_back()
 

@@ -325,7 +325,7 @@ def _continue(pauses: HeldPauses, call: ContinueCall) -> Transition:
     if memory is not None and call.pause_id in (None, MEMORY):
         if call.pause_id is None and pauses.taken_since_memory_went:
             return Transition(replace(pauses, holders=(memory,)), sayings=(LetGo(call),))
-        why = f"generation cannot go on: {memory.why}. resume_memory_occupation brings it back"
+        why = f"generation cannot go on: {memory.why}"
         return Transition(pauses, sayings=(Refuse(call, why),))
     if call.pause_id is None:
         _, refusals = _withdraw(pauses, "generation was continued before it was granted")

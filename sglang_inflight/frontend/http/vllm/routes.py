@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
@@ -175,10 +176,11 @@ class _Routes:
         return {"message": "Draft weight update started"}
 
     async def update(self, request: Request) -> Content:
-        content = await request.body()
+        content = await self._whole_body(request)
 
         async def receive() -> Content:
             if names_weight_dir(content):
+                self._transfer.require_no_session()
                 receipt = await update_from_weight_dir(self._updates, content)
                 return {**receipt.as_json(), "status": "ok"}
             await self._transfer.receive(content)
@@ -186,8 +188,16 @@ class _Routes:
 
         return await while_connected(request, receive())
 
+    async def _whole_body(self, request: Request) -> bytes:
+        """Of a call that may be a part of the session."""
+        try:
+            return await request.body()
+        except ClientDisconnect:
+            await self._transfer.lose()
+            raise
+
     async def collective_rpc(self, request: Request) -> Content:
-        content = await request.body()
+        content = await self._whole_body(request)
         return await while_connected(request, self._collective_rpc.call(content))
 
     async def finish(self, body: FinishBody) -> Content:

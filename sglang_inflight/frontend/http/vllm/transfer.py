@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ from sglang_inflight.frontend.http.vllm.bodies import (
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, Selector
+
+# what a client of vLLM's can do about a session
+ENDS_IT = (
+    "finish_weight_update commits it, and init_weight_transfer_engine or abort_weight_update drops "
+    "it where its trainer is gone"
+)
 
 
 @dataclass(frozen=True)
@@ -116,12 +122,18 @@ class Transfer:
 
     async def disconnect(self) -> None:
         """Leave the group, if there is one. Raises ``Conflict`` in a session."""
-        if self._updates.has_session:
-            raise Conflict("a weight update is going on: finish_weight_update comes first")
+        self.require_no_session()
         await self._leave()
+
+    def require_no_session(self) -> None:
+        """Raises ``Conflict`` where one is open."""
+        if self._updates.has_session:
+            raise Conflict(f"a weight update is going on: {ENDS_IT}")
 
     async def start(self, selector: Selector) -> None:
         self._require_link()
+        if self._updates.has_session:
+            raise Refused(f"a weight update is already open: {ENDS_IT}")
         begun = await self._updates.begin(
             BeginBody(selector=selector, non_blocking=True, lease_s=self._session_lease_s)
         )
@@ -143,6 +155,14 @@ class Transfer:
                     await self._updates.abort(AbortUpdateBody())
                 raise
         await self._updates.update(body)
+
+    async def lose(self) -> None:
+        """Drop the session, of which a call has not arrived whole: its trainer may finish it all
+        the same.
+        """
+        if self._updates.has_session and self._session_id is not None:
+            with suppress(Refused):
+                await self._updates.abort(AbortUpdateBody(session_id=self._session_id))
 
     async def finish(self, weight_version: str | None) -> None:
         """Commit. vLLM keeps the KV of its running requests here, and so do we."""
