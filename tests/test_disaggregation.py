@@ -214,6 +214,25 @@ def test_what_waits_for_its_grammar_can_end(server: Server) -> None:
     expect_whole(running)
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_an_abort_spares_a_name_that_begins_alike(server: Server, mode: str) -> None:
+    """Those that run or were retracted, and those that wait for their prompt's KV."""
+    running = [*start(server, 1, 240, rid="run1"), *start(server, 1, 240, rid="run10")]
+    for generation in running:
+        generation.wait_for_tokens(3)
+    pause(server, mode)
+    waiting = [*start(server, 1, 10, rid="wait1"), *start(server, 1, 10, rid="wait10")]
+    until("they wait", lambda: status(server)["waiting"] >= len(waiting))
+    for ended, _ in (running, waiting):
+        ended.abort()
+    resume(server)
+    for ended, goes_on in (running, waiting):
+        ended.wait_for_end()
+        assert ended.heard().finish_reason == "abort"
+        output = goes_on.output()
+        assert (output.finish_reason, len(output.tokens)) == ("length", goes_on.max_new_tokens)
+
+
 def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) -> None:
     """A request that is retracted here has to be sent to the prefill server again."""
     (running,) = start(server, 1, tokens=240)
