@@ -33,6 +33,8 @@ SERVERS: dict[str, dict[str, str]] = {
         "SGLANG_INFLIGHT_SWITCH_INTERVAL_S": "0",
     },
 }
+# of a request: the pool of KV has room for all of them at once
+TOKENS = 1024
 WARM_UP = 100  # tensors, which make the shadow and join the group
 
 
@@ -134,7 +136,7 @@ async def _run(
     peer: Peer, client: httpx.AsyncClient, streams: int, what: Coroutine[Any, Any, Any]
 ) -> tuple[Steps, float]:
     """The steps of fresh streams during ``what``, and its seconds."""
-    async with load(peer, client, streams, prompt_tokens=32, max_tokens=4096) as running:
+    async with load(peer, client, streams, prompt_tokens=32, max_tokens=TOKENS) as running:
         await running.wait_for(arrivals=10)
         began = time.perf_counter()
         done = await what
