@@ -26,11 +26,9 @@ import copy
 import logging
 import socket
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping
 from http import HTTPStatus
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -43,6 +41,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sglang_inflight.frontend.farewell import let_go
 from sglang_inflight.frontend.workers import aborting, reloading
 from sglang_inflight.frontend.workers.board import Board
+from sglang_inflight.frontend.workers.folder import OwnersFolder
 from sglang_inflight.frontend.workers.forward import FLUSH
 from sglang_inflight.frontend.workers.invitation import Invitation
 from sglang_inflight.frontend.workers.news import LONGEST_LINE, Adapter, News
@@ -111,9 +110,8 @@ class Owner:
     """
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
-        # nobody else may look into it
-        self._folder = tempfile.TemporaryDirectory(prefix="sglang-inflight-")
-        self.invitation = Invitation(Path(self._folder.name))
+        self._folder = OwnersFolder()
+        self.invitation = Invitation(self._folder.path)
         self._server_args = server_args
         self._port_args = copy.copy(port_args)
         self._port_args.tokenizer_ipc_name = f"ipc://{self.invitation.folder / 'answers'}"
