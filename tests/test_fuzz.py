@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -29,7 +32,7 @@ from tests.support.load import (
 )
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.routes import Route, routes
-from tests.support.updates import by_value
+from tests.support.updates import by_value, serving
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))
 EXAMPLES = int(os.environ.get("INFLIGHT_TEST_FUZZ_EXAMPLES", "150"))
@@ -244,6 +247,159 @@ def send_bodies(client: httpx.Client, route: Route, checkpoint: Path) -> Counter
 
     send()
     return statuses
+
+
+# What proxies, scripts and mistakes put around a body.
+METHODS = ["POST"] * 8 + ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "MOVE"]
+HEADERS = st.dictionaries(
+    st.sampled_from(
+        [
+            *("Accept", "Accept-Encoding", "Authorization", "Content-Encoding", "Content-Type"),
+            *("Cookie", "Forwarded", "Host", "If-Match", "Origin", "Range", "Referer", "TE"),
+            *("Upgrade", "User-Agent", "X-Forwarded-For", "X-Forwarded-Proto", "X-Request-Id"),
+        ]
+    ).map(str.encode),
+    st.sampled_from(
+        [
+            *(b"", b"gzip", b"identity, br;q=0", b"application/json; charset=utf-16", b"websocket"),
+            *(b"multipart/form-data; boundary=x", b"text/event-stream", b"bytes=0-0,5-", b"*/*"),
+            *(
+                b"Bearer",
+                b"Bearer \xff\xfe",
+                b"Basic Og==",
+                b"::1",
+                b"a" * 4000,
+                b"\xf0\x9f\x92\xa5",
+            ),
+        ]
+    ),
+    max_size=4,
+)
+QUERIES = st.sampled_from(
+    ["", "?", "?mode=abort", "?lease_s=nan&lease_s=1", "?%00=%ff", "?" + "a&" * 2000, "?a[b]=c;d"]
+)
+
+
+def send_around(client: httpx.Client, route: Route, checkpoint: Path) -> Counter[int]:
+    """As ``send_bodies``, by odd requests."""
+    statuses: Counter[int] = Counter()
+
+    @seed(SEED)
+    @settings(
+        max_examples=max(20, EXAMPLES // 3),
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        method=st.sampled_from(METHODS),
+        headers=HEADERS,
+        query=QUERIES,
+        body=Bodies(route, checkpoint).any(),
+        in_chunks=st.booleans(),
+    )
+    def send(
+        method: str, headers: dict[bytes, bytes], query: str, body: bytes, in_chunks: bool
+    ) -> None:
+        content = iter([body[:1], b"", body[1:]]) if in_chunks else body
+        answer = client.request(method, route.path + query, headers=headers, content=content)
+        said = (method, headers, query, body[:500], answer.status_code, answer.text[:500])
+        assert answer.status_code < 500, said
+        if method == "POST":
+            expect_answer(body, answer)
+        statuses[answer.status_code] += 1
+        if route.path == "/begin_weight_update":
+            client.post("/abort_weight_update", content=b"{}")
+
+    send()
+    return statuses
+
+
+@pytest.mark.timeout(280)
+def test_what_is_around_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
+    server = fuzzed_server
+    load = Load(server)
+    answered: Counter[int] = Counter()
+    with httpx.Client(base_url=server.url, timeout=30) as client:
+        for route in routes(server):
+            if route.method == "POST":
+                answered += send_around(client, route, checkpoints / "v0")
+                client.post("/abort_weight_update", content=b"{}")
+                for kind in KINDS:
+                    client.post("/resume_memory_occupation", json={"tags": [kind]})
+                resume(server)
+                load.check()
+                assert server.is_alive()
+    load.end()
+    print(answered)
+    assert answered[200] > 0
+    assert answered[405] > 0
+    (last,) = start(server, 1, tokens=8)
+    assert last.output().tokens == [marker.token(0)] * 8
+
+
+def malformed(path: str) -> list[bytes]:
+    """Requests that end too early, or are none; a body that arrives whole pauses for a moment."""
+    target, body = path.encode(), b'{"mode": "in_place", "lease_s": 0.01, "timeout_s": 0.01}'
+    head = b"POST " + target + b" HTTP/1.1\r\nHost: here\r\n"
+    whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+    in_one_chunk = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    return [
+        head,
+        head + b"Content-Length: 100\r\n\r\n" + body,
+        head + b"Content-Length: 2\r\n\r\n" + body,
+        head + b"Content-Length: -1\r\n\r\n" + body,
+        head + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n" + body,
+        head + b"Content-Length: 3\r\n" + in_one_chunk,
+        head + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n",
+        head + b"X: " + b"y" * 200_000 + b"\r\n\r\n",
+        chunked + b"zz\r\n" + body,
+        chunked + b"ffffffffffffffff\r\n" + body,
+        chunked + b"4\r\n{\r\n",
+        whole * 3,
+        whole.replace(b"HTTP/1.1", b"HTTP/1.0"),
+        whole.replace(b"HTTP/1.1", b"HTTP/9.9"),
+        whole.replace(b"POST", b"post"),
+        *(
+            whole.replace(target, odd, 1)
+            for odd in (target + b"/", b"/" + target, target + b"%00", b"/./x/.." + target)
+        ),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+    ]
+
+
+def send_raw(server: Server, content: bytes) -> bytes:
+    """The beginning of the answer, if there is one, to ``content`` and a connection's end."""
+    where = urlsplit(server.url)
+    connection = socket.create_connection((where.hostname or "", where.port or 0), timeout=30)
+    # a server that has heard enough may be gone by then
+    with connection as sender, suppress(ConnectionError):
+        sender.sendall(content)
+        sender.shutdown(socket.SHUT_WR)
+        return sender.recv(1 << 12)
+    return b""
+
+
+def test_what_goes_wrong_around_a_request(fuzzed_server: Server) -> None:
+    server = fuzzed_server
+    load = Load(server)
+    before = serving(server)
+    for route in routes(server):
+        if route.method != "POST":
+            continue
+        for content in malformed(route.path):
+            answer = send_raw(server, content)
+            assert not answer.startswith(b"HTTP/1.1 5"), (content[:300], answer)
+        server.post("/abort_weight_update", {})
+        for kind in KINDS:
+            server.post("/resume_memory_occupation", {"tags": [kind]})
+        resume(server)
+        load.check()
+    assert serving(server) == before
+    load.end()
 
 
 @pytest.mark.timeout(280)
