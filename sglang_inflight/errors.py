@@ -10,6 +10,17 @@ truly whether something has changed:
 
 from __future__ import annotations
 
+import errno
+import os
+
+_NONE_LEFT = (errno.EMFILE, errno.ENFILE)
+# also in what C++ raises, which has no number
+_SAYS_SO = os.strerror(errno.EMFILE)
+_HINT = (
+    "Nothing has changed. Call again when the server has fewer connections and files open, or "
+    "start it with a larger limit (ulimit -n)"
+)
+
 
 class BadSetting(SystemExit):
     """An environment setting cannot be used: mend it and start again.
@@ -63,6 +74,27 @@ class Gone(Refused):
     """The server ends, or the engine was shut down: no rank is there to answer. Ask another."""
 
     status = 503
+
+
+class Exhausted(Refused):
+    """A process of the server has reached its limit of file descriptors. Call again later."""
+
+    status = 503
+
+    def __init__(self, message: str) -> None:
+        if _HINT not in message:
+            message = f"{message}. {_HINT}"
+        super().__init__(message)
+
+    @staticmethod
+    def is_cause_of(error: BaseException) -> bool:
+        """Whether ``error``, or what it was raised from, says that no descriptor is left."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if getattr(cause, "errno", None) in _NONE_LEFT or _SAYS_SO in str(cause):
+                return True
+            cause = cause.__cause__
+        return False
 
 
 class RankFailed(Refused):

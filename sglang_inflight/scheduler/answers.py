@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_inflight.errors import InflightError
+from sglang_inflight.errors import ERRORS, Exhausted, InflightError, Refused
 from sglang_inflight.messages import (
     A,
     BaseReq,
@@ -80,4 +80,6 @@ def sendable(text: str) -> str:
 
 def _failed(error: BaseException, message: str, *, surprise: str) -> Failed:
     name = type(error).__name__ if isinstance(error, InflightError) else surprise
+    if issubclass(ERRORS[name], Refused) and Exhausted.is_cause_of(error):
+        name = Exhausted.__name__
     return Failed(message=sendable(message), error=name)

@@ -19,7 +19,7 @@ import msgspec
 import pybase64
 from fastapi import Request
 
-from sglang_inflight.errors import Refused, TooLarge
+from sglang_inflight.errors import Exhausted, Refused, TooLarge
 from sglang_inflight.messages import Payload, PayloadFile
 
 # The interpreter is held for some milliseconds while so much JSON is decoded.
@@ -163,7 +163,15 @@ class _LargeString:
     """A file of what one string is, decoded."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("inflight-payload", os.MFD_CLOEXEC)
+        try:
+            self._fd = os.memfd_create("inflight-payload", os.MFD_CLOEXEC)
+        except OSError as error:
+            if not Exhausted.is_cause_of(error):
+                raise
+            raise Exhausted(
+                f"a tensor of the body cannot be taken in: {error.strerror} in the server's "
+                "process that takes HTTP"
+            ) from error
         # what is not yet enough to be decoded
         self._text = b""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -15,7 +16,7 @@ from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from sglang_inflight.errors import OutcomeUnknown
+from sglang_inflight.errors import Exhausted, Gone, InflightError, OutcomeUnknown
 from sglang_inflight.frontend.http.endpoints import refusal
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,13 @@ class Forward:
             if not asking.done():
                 return
             answer = asking.result()
+        except httpx.ConnectError as error:
+            # a caller that is still sending would not hear the answer
+            with suppress(httpx.WriteError):
+                async for _ in body.chunks():
+                    pass
+            await refusal(_not_asked(error))(scope, receive, send)
+            return
         except httpx.TransportError as error:
             if not body.is_cut_off:
                 logger.error("%s: the owner of the server's state: %r", scope["path"], error)
@@ -144,6 +152,11 @@ class Forward:
                 ],
                 content=body.chunks(),
             )
+
+
+def _not_asked(error: httpx.ConnectError) -> InflightError:
+    kind = Exhausted if Exhausted.is_cause_of(error) else Gone
+    return kind(f"this tokenizer worker cannot ask the owner of the server's state: {error}")
 
 
 class _Body:

@@ -15,6 +15,7 @@ from sglang_inflight.messages import BaseReq, Pulse
 from sglang_inflight.scheduler.collectives import as_first_rank_of_all_says
 from sglang_inflight.scheduler.nodes.relay import FRAME_BYTES, Relay
 from sglang_inflight.scheduler.own_rank import own_rank
+from sglang_inflight.scheduler.zmq_context import zmq_context
 from sglang_inflight.upstream.runtime_context import get_parallel
 
 # how often a rank of another node says that it is there
@@ -56,8 +57,7 @@ class Near:
     """
 
     def __init__(self, ipc_name: str) -> None:
-        self._context = zmq.Context(1)
-        self._socket = get_zmq_socket(self._context, zmq.PUSH, ipc_name, False)
+        self._socket = get_zmq_socket(zmq_context(), zmq.PUSH, ipc_name, False)
         self._lock = threading.Lock()
 
     def send(self, message: BaseReq) -> None:
@@ -74,8 +74,7 @@ class Far:
 
     def __init__(self, endpoint: str, key: bytes) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
-        self._context = zmq.Context(1)
-        self._socket = self._context.socket(zmq.PUSH)
+        self._socket = zmq_context().socket(zmq.PUSH)
         # a first node that is gone must not hold up this one's loop
         self._socket.sndhwm = 0
         self._socket.ipv6 = is_zmq_endpoint_ipv6(endpoint)

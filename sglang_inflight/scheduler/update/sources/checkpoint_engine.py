@@ -26,6 +26,7 @@ from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.zmq_context import zmq_context
 
 POLL_MS = 100
 
@@ -42,7 +43,7 @@ def receive_ipc(
     if key not in source.zmq_handles:
         known = ", ".join(source.zmq_handles) or "none"
         raise Refused(f"zmq_handles has no entry for this rank's device {key!r} (there is {known})")
-    with zmq.Context() as context, context.socket(zmq.REP) as socket:
+    with zmq_context().socket(zmq.REP) as socket:
         socket.linger = 1000
         try:
             socket.connect(source.zmq_handles[key])
