@@ -191,15 +191,15 @@ class Pauses:
         try:
             yield
         except BaseException:
-            await asyncio.shield(self._let_go(pause_id))
+            await asyncio.shield(self.give_back(pause_id))
             raise
 
     async def _undo(self, call: PauseCall) -> None:
         """A caller who was not granted a pause holds none, on no rank."""
-        await self._let_go(None if call.renews else call.pause_id)
+        await self.give_back(None if call.renews else call.pause_id)
 
-    async def _let_go(self, pause_id: str | None) -> None:
-        """Of one that nobody wants, wherever it is held, and see what is so then."""
+    async def give_back(self, pause_id: str | None) -> None:
+        """Let go of a pause that nobody wants, on every rank, and ask what is so then."""
         if pause_id is not None:
             await self._release_everywhere(pause_id)
         try:

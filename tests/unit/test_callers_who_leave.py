@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from sglang_inflight.errors import Conflict, Dropped, InflightError
 from sglang_inflight.frontend.bodies import (
@@ -32,7 +34,8 @@ from sglang_inflight.frontend.bodies import (
     SealBody,
     TensorBody,
 )
-from sglang_inflight.frontend.http.endpoints import while_connected
+from sglang_inflight.frontend.http.endpoints import while_connected, with_body
+from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.grants import Grant
 from sglang_inflight.messages import ReleaseCall
 from sglang_inflight.receipt import Begun
@@ -150,10 +153,14 @@ class Leaving:
 
     url = type("URL", (), {"path": "/a_call"})
 
-    def __init__(self) -> None:
+    def __init__(self, body: bytes | None = None) -> None:
+        """``body`` is None where it was read before."""
         self.left = asyncio.Event()
+        self._body = [{"type": "http.request", "body": body}] if body is not None else []
 
-    async def receive(self) -> dict[str, str]:
+    async def receive(self) -> dict[str, Any]:
+        if self._body:
+            return self._body.pop()
         await self.left.wait()
         return {"type": "http.disconnect"}
 
@@ -272,6 +279,43 @@ def leave_at(case: Case, delay: int, leave: Callable[..., Any], *ticks: int) -> 
     except BaseException as error:
         error.add_note(f"the caller left after {ticks} ticks")
         raise
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/begin_weight_update"])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_caller_leaves_when_its_call_is_done_and_not_answered(path: str, named: bool) -> None:
+    """What it got has a name that nobody has heard, unless the caller chose it."""
+
+    async def play_it() -> None:
+        front = FrontEnd(delay=1)
+        frontend: Any = SimpleNamespace(calls=front.calls, pauses=front.pauses)
+        routes = _Routes(frontend, front.manager)
+        leaving = Leaving(b'{"new_id": "p"}' if named else b"{}")
+        made: dict[str, tuple[Any, Any, Any]] = {
+            "/pause_generation": (PauseBody, routes.pause, routes.give_back_pause),
+            "/begin_weight_update": (BeginBody, routes.begin, routes.give_back_session),
+        }
+        shape, handler, give_back = made[path]
+
+        async def do_and_see_it_leave(body: Any) -> Any:
+            answer = await handler(body)
+            leaving.left.set()
+            return answer
+
+        endpoint = with_body(shape, do_and_see_it_leave, give_back=give_back)
+        answer: Any = await endpoint(
+            Request({"type": "http", "headers": [], "path": path}, leaving.receive)
+        )
+        assert answer.status_code == 400
+        await until_idle()
+        if named and path == "/pause_generation":
+            assert front.rank.holders == ["p"]
+        elif named:
+            assert front.rank.update_id == "p"
+        else:
+            await expect_nothing(front)
+
+    run(play_it())
 
 
 @pytest.mark.parametrize("name", ["pause by a chosen name", "begin by a chosen name"])

@@ -14,11 +14,16 @@ from starlette.requests import ClientDisconnect
 
 from sglang_inflight.errors import Dropped, InflightError, Refused
 from sglang_inflight.frontend.bodies import (
+    AbortUpdateBody,
     BeginBody,
     ContinueBody,
     DistributedBody,
+    EndBody,
     IPCBody,
+    NameBody,
     PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
     TensorBody,
 )
 from sglang_inflight.frontend.http import endpoints
@@ -381,6 +386,44 @@ def test_a_trainer_begins_anew_while_another_ones_end_goes_on() -> None:
         assert (await continued(front)).receipt.weight_version == "v2"
         assert front.rank.epoch == 2
         await expect_nothing_held(front)
+        return is_done
+
+    at_each_tick(play_it)
+
+
+OTHER_CALLS: dict[str, Callable[[FrontEnd], Coroutine[Any, Any, Any]]] = {
+    "pause again": lambda front: front.calls.pause(PauseBody(mode="in_place")),
+    "real pause": lambda front: front.calls.pause(PauseBody(mode="in_place", lease_s=3600.0)),
+    "begin": lambda front: front.calls.begin(BeginBody()),
+    "end": lambda front: front.calls.end(EndBody()),
+    "abort": lambda front: front.calls.abort(AbortUpdateBody()),
+    "rename": lambda front: front.calls.rename(NameBody(new_version="a name")),
+    "release": lambda front: front.calls.release_memory(ReleaseMemoryBody()),
+}
+
+
+@pytest.mark.usefixtures("no_arguments")
+@pytest.mark.parametrize("staged", [0, 1])
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_a_caller_leaves_a_call_in_a_window(name: str, staged: int) -> None:
+    """Whoever continues generation ends whatever is left."""
+
+    async def play_it(ticks: int) -> bool:
+        front = FrontEnd(delay=1, transparent=True)
+        await front.calls.pause(RETRACT)
+        for _ in range(staged):
+            await front.calls.update(PIECE)
+        call = asyncio.ensure_future(front.ask(OTHER_CALLS[name](front)))
+        await tick(1 + ticks)
+        is_done = call.done()
+        call.cancel()
+        await asyncio.wait({call})
+        await until_idle()
+        if front.rank.is_released:
+            await front.calls.resume_memory(ResumeMemoryBody())
+        await continued(front)
+        await expect_nothing_held(front)
+        assert front.manager.config_value("weight_version") == front.rank.version
         return is_done
 
     at_each_tick(play_it)

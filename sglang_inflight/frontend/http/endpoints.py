@@ -23,6 +23,8 @@ from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 
+CALLER_HAS_LEFT = "its caller has left before the answer"
+
 B = TypeVar("B", bound=Body)
 # what a handler returns, and an endpoint makes JSON of
 Content = Answer | dict[str, Any]
@@ -39,24 +41,35 @@ def with_body(
     shape: type[B],
     handler: Callable[[B], Awaitable[Content]],
     piece: Callable[[], AbstractContextManager[Arrival]] = no_piece,
+    give_back: Callable[[B, Content], Awaitable[None]] | None = None,
 ) -> Endpoint:
-    """An endpoint whose JSON body has the ``shape``. ``piece`` is around all of the call."""
+    """An endpoint whose JSON body has the ``shape``.
+
+    ``piece`` is around all of the call. For ``give_back`` see ``while_connected``; it has the body,
+    too.
+    """
 
     async def read_and_answer(request: Request) -> Content:
         with piece() as arrival:
             body = decode(await request.body(), shape)
             arrival.is_whole = True
-            return await while_connected(request, handler(body))
+            undo = functools.partial(give_back, body) if give_back is not None else None
+            return await while_connected(request, handler(body), undo)
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
 
 
-async def while_connected(request: Request, doing: Awaitable[T]) -> T:
+async def while_connected(
+    request: Request,
+    doing: Awaitable[T],
+    give_back: Callable[[T], Awaitable[None]] | None = None,
+) -> T:
     """The answer, for as long as there is somebody to hear it.
 
     ``doing`` is cancelled when the caller is gone: what it has not done yet is not wanted any
-    more, and a caller who tries again would have it done twice. The request's body must have
-    been read, because the next thing that comes then is the end of its connection.
+    more, and a caller who tries again would have it done twice. ``give_back`` takes what was done
+    all the same, and nobody hears of. The request's body must have been read, because the next
+    thing that comes then is the end of its connection.
     """
     work = asyncio.ensure_future(doing)
     leaving = asyncio.ensure_future(_until_gone(request))
@@ -67,8 +80,12 @@ async def while_connected(request: Request, doing: Awaitable[T]) -> T:
             work.cancel()
             await asyncio.wait({work})
             if work.cancelled():
-                raise Dropped("its caller has left before the answer")
-        return await work
+                raise Dropped(CALLER_HAS_LEFT)
+        answer = await work
+        if give_back is not None and leaving.done():
+            await give_back(answer)
+            raise Dropped(CALLER_HAS_LEFT)
+        return answer
     finally:
         for task in (work, leaving):
             task.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from sglang_inflight.errors import InflightError
+from sglang_inflight.errors import InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -49,6 +50,8 @@ from sglang_inflight.frontend.http.endpoints import (
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
+from sglang_inflight.grants import Grant
+from sglang_inflight.receipt import Begun
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
@@ -66,16 +69,21 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter(tags=[TAG], route_class=attended_by(frontend.lifetime))
 
-    def post(path: str, shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> None:
+    def post(
+        path: str,
+        shape: type[B],
+        handler: Callable[[B], Awaitable[Content]],
+        give_back: Callable[[B, Content], Awaitable[None]] | None = None,
+    ) -> None:
         piece = frontend.calls.piece if issubclass(shape, UpdateBody) else no_piece
         router.add_api_route(
             path,
-            with_body(shape, handler, piece),
+            with_body(shape, handler, piece, give_back),
             methods=["POST"],
             openapi_extra=_describe(shape),
         )
 
-    post("/pause_generation", PauseBody, routes.pause)
+    post("/pause_generation", PauseBody, routes.pause, routes.give_back_pause)
     post("/continue_generation", ContinueBody, routes.resume)
     post("/update_weights_from_disk", DiskBody, routes.update)
     router.add_api_route(
@@ -91,7 +99,7 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
         openapi_extra=_describe(DistributedBody),
     )
     post("/update_weights_from_ipc", IPCBody, routes.update)
-    post("/begin_weight_update", BeginBody, routes.begin)
+    post("/begin_weight_update", BeginBody, routes.begin, routes.give_back_session)
     post("/seal_weight_update", SealBody, routes.seal)
     post("/end_weight_update", EndBody, routes.end)
     post("/abort_weight_update", AbortUpdateBody, routes.abort)
@@ -170,6 +178,11 @@ class _Routes:
     async def pause(self, body: PauseBody) -> Content:
         return await self._calls.pause(body)
 
+    async def give_back_pause(self, body: PauseBody, grant: Content) -> None:
+        """One that its caller gave a name to is left to the caller, who may ask for it again."""
+        if isinstance(grant, Grant) and body.pause_id is None and body.new_id is None:
+            await self._frontend.pauses.give_back(grant.pause_id)
+
     async def resume(self, body: ContinueBody) -> Content:
         return await self._calls.resume(body)
 
@@ -188,6 +201,12 @@ class _Routes:
 
     async def begin(self, body: BeginBody) -> Content:
         return await self._calls.begin(body)
+
+    async def give_back_session(self, body: BeginBody, begun: Content) -> None:
+        """The same."""
+        if isinstance(begun, Begun) and body.session_id is None and body.new_id is None:
+            with suppress(Refused):
+                await self._calls.abort(AbortUpdateBody(session_id=begun.session_id))
 
     async def seal(self, body: SealBody) -> Content:
         return await self._calls.seal(body)
