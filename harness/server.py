@@ -27,6 +27,11 @@ IN_A_FORK = ("-m", "sglang.launch_server")
 RUNNING: list[Server] = []
 
 
+def for_the_answer(seconds: float) -> httpx.Timeout:
+    """A caller that waits this long and leaves, however long its call takes to be sent."""
+    return httpx.Timeout(120, read=seconds)
+
+
 @dataclass
 class Server:
     url: str
@@ -35,7 +40,9 @@ class Server:
     # of its --admin-api-key, where it has one
     headers: dict[str, str] = field(default_factory=dict)
 
-    def post(self, path: str, body: Any = None, timeout: float = 120, **kwargs: Any) -> Any:
+    def post(
+        self, path: str, body: Any = None, timeout: float | httpx.Timeout = 120, **kwargs: Any
+    ) -> Any:
         """The answer as JSON, whatever its status, with ``status_code`` beside it."""
         kwargs.setdefault("headers", self.headers)
         response = httpx.post(self.url + path, json=body, timeout=timeout, **PLAIN, **kwargs)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from harness import marker
-from harness.server import Server, free_port
+from harness.server import Server, for_the_answer, free_port
 from harness.starting import UPSTREAM
 from tests.support.engine import play
 from tests.support.load import (
@@ -148,7 +148,9 @@ def test_a_rendezvous_that_nobody_comes_to(server: Server) -> None:
     }
     with requests_run_on(server) as running:
         with pytest.raises(httpx.ReadTimeout):
-            server.post("/init_weights_send_group_for_remote_instance", body, timeout=0.5)
+            server.post(
+                "/init_weights_send_group_for_remote_instance", body, timeout=for_the_answer(0.5)
+            )
         pause(server, "in_place")
         resume(server)
         for generation in running:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from harness import marker
-from harness.server import Server, schedulers
+from harness.server import Server, for_the_answer, schedulers
 from harness.trainer import Trainer, Trainers, layout
 from tests.support.faults import Faults, Kind, Phase
 from tests.support.load import Generation, start_running, status, until
+from tests.support.resident import resident
 from tests.support.updates import (
     ENDLESS,
     Call,
@@ -150,7 +151,7 @@ def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure
         with httpx.Client(base_url=server.url, timeout=60) as client:
             for _ in range(times):
                 fail_once(client)
-        return scheduler.memory_info().rss
+        return resident(scheduler.pid)
 
     # until the allocator has all the room that it keeps
     before = fail(40)
@@ -304,7 +305,7 @@ def test_caller_of_a_join_leaves(faulty_server: Server, trainers: Trainers) -> N
     """Its rendezvous is given up, and another one can have its name."""
     server = faulty_server
     with pytest.raises(httpx.ReadTimeout):
-        server.post(JOIN, empty_rendezvous(), timeout=0.5)
+        server.post(JOIN, empty_rendezvous(), timeout=for_the_answer(0.5))
     until("it is given up", lambda: not groups(server))
     trainers.get().join(server)
     trainers.get().leave(server)
@@ -356,7 +357,7 @@ def test_caller_leaves(faulty_server: Server, sender: Sender, trainers: Trainers
     with nothing_changes(server) as running:
         trainer.join(server)
         with pytest.raises(httpx.ReadTimeout):
-            server.post(DISTRIBUTED, {**layout(2), **LIVE}, timeout=0.5)
+            server.post(DISTRIBUTED, {**layout(2), **LIVE}, timeout=for_the_answer(0.5))
         until_idle(server)
     succeed(sender.send(server, "disk", 1, **V1, on_busy="refuse"))
     expect_to_run_on(server, running, [0, 1])
@@ -371,7 +372,7 @@ def test_caller_leaves_amid_the_vote(
         faults.inject("vote", "hang")
         body = {"model_path": str(checkpoints / "v1"), **V1}
         with pytest.raises(httpx.ReadTimeout):
-            server.post("/update_weights_from_disk", body, timeout=0.5)
+            server.post("/update_weights_from_disk", body, timeout=for_the_answer(0.5))
         until_idle(server)
         faults.clear()
 

@@ -464,11 +464,11 @@ def test_stranger_who_came_first(server: Server, checkpoints: Path) -> None:
 
 
 def test_session_whose_lease_is_renewed(server: Server) -> None:
-    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 1.0})
+    answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 3.0})
     named = {"session_id": succeed(answer)["session_id"]}
     refuse(server.post("/begin_weight_update", {**named, "partial": False}), "lease_s")
     succeed(server.post("/begin_weight_update", {**named, "lease_s": 300}))
-    time.sleep(1.5)
+    time.sleep(3.2)
     succeed(send_tensors(server, marker.tensors(1), **V1, **named))
     succeed(end(server, **named))
     says(server, 1)

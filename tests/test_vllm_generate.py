@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from harness import marker
-from harness.server import PLAIN, Server
+from harness.server import PLAIN, Server, for_the_answer
 from tests.support.load import (
     ENDLESS,
     expect_spans,
@@ -198,7 +198,7 @@ def test_a_client_that_leaves(vllm_server: Server) -> None:
         assert json.loads(first.removeprefix("data: "))["choices"]
     until("it is aborted", lambda: status(vllm_server)["running"] == 0)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(url, json=body, timeout=1)
+        httpx.post(url, json=body, timeout=for_the_answer(1))
     until("it is aborted", lambda: status(vllm_server)["running"] == 0)
 
 

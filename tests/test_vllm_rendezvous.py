@@ -14,7 +14,7 @@ import pytest
 from sglang.srt.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 from torch._C._distributed_c10d import TCPStore
 
-from harness.server import Server, free_port
+from harness.server import Server, for_the_answer, free_port
 from harness.trainer import Trainer, Trainers
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, until
 from tests.support.updates import expect_to_run_on, says, serving
@@ -107,7 +107,7 @@ def test_caller_leaves_the_rendezvous(
             url,
             json={"init_info": init_info(free_port())},
             headers=vllm_server.headers,
-            timeout=0.5,
+            timeout=for_the_answer(0.5),
         )
     until("it is given up", lambda: not groups(vllm_server))
     trainer = trainers.get()

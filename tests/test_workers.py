@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from harness import marker
-from harness.server import Server
+from harness.server import Server, for_the_answer
 from tests.support import faults
 from tests.support.load import (
     ENDLESS,
@@ -307,7 +307,7 @@ def test_a_caller_who_leaves(doors: list[Server]) -> None:
     one, other = doors
     (running,) = start_running(other, 1, tokens=ENDLESS)
     with pytest.raises(httpx.ReadTimeout):
-        one.post("/pause_generation", {"mode": "wait"}, timeout=0.5)
+        one.post("/pause_generation", {"mode": "wait"}, timeout=for_the_answer(0.5))
     until("nobody holds a pause", lambda: status(other)["holders"] == [])
     expect_all_go_on([running])
 

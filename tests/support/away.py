@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import psutil
-
 from harness import marker
 from harness.server import Server, schedulers
 from tests.support.faults import ENV
 from tests.support.large_marker import LargeMarker
 from tests.support.load import ask
 from tests.support.pool import Flavour
+from tests.support.resident import resident as of_process
 
 # an embedding and a head of 16 MiB each
 MODEL = LargeMarker(vocab=128 << 10, heads=marker.HEADS, kv_heads=4, head_dim=64)
@@ -31,10 +30,7 @@ FLAVOUR = Flavour(
 
 def resident(server: Server) -> int:
     """Bytes of memory that the ranks occupy, all together."""
-    found = 0
-    for process in schedulers(server.process.pid):
-        found += psutil.Process(process.pid).memory_info().rss
-    return found
+    return sum(of_process(rank.pid) for rank in schedulers(server.process.pid))
 
 
 def release(server: Server, *tags: str, **fields: Any) -> Any:

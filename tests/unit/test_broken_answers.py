@@ -51,7 +51,8 @@ def beside() -> Iterator[BrokenServer]:
 
 @pytest.fixture
 def fleet(server: BrokenServer, beside: BrokenServer) -> Iterator[Fleet]:
-    with Fleet([server.url, beside.url], timeout_s=SHORT_S) as fleet:
+    # the one that is not silent has to answer within it
+    with Fleet([server.url, beside.url], timeout_s=4 * SHORT_S) as fleet:
         yield fleet
 
 

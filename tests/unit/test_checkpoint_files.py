@@ -16,6 +16,7 @@ from sglang_inflight.scheduler.update.sources.aside import Aside
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from tests.support import resident as memory
 
 Weights = dict[str, torch.Tensor]
 PAIRS = Iterator[tuple[str, torch.Tensor]]
@@ -210,4 +211,4 @@ def test_memory_is_given_back() -> None:
 
 
 def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return memory.resident(os.getpid())

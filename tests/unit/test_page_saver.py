@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 
-import psutil
 import torch
 
 from sglang_inflight.reference.memory import PageSaver
+from tests.support import resident as memory
 
 MIB = 1 << 20
 SIZE = 64 * MIB
@@ -16,8 +16,7 @@ SIZE = 64 * MIB
 
 def resident() -> int:
     """Bytes of this process."""
-    size: int = psutil.Process().memory_info().rss
-    return size
+    return memory.resident(os.getpid())
 
 
 def saver_of(**tensors: list[torch.Tensor]) -> PageSaver:

@@ -91,9 +91,11 @@ def trim(device: torch.device) -> None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Of the device, by whomever; where that is the host, those resident for this process."""
+    """Of the device, by whomever; where that is the host, those resident for this process, but for
+    pages that it shares: those of files come and go as the kernel likes."""
     if device.type == "cpu":
-        resident: int = psutil.Process().memory_info().rss
+        memory = psutil.Process().memory_info()
+        resident: int = memory.rss - memory.shared
         return resident
     free, total = torch.get_device_module(device).mem_get_info(device)
     in_use: int = total - free
