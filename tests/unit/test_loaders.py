@@ -177,6 +177,9 @@ class Rank:
         )
         self._previous: Any = None
         self._is_marked = False
+        # of the live weights, as far as this rank knows them
+        self.digest: str | None = None
+        self.base_digest: str | None = None
 
     def fill_hollow(self, call: Tensors) -> int:
         """A partial update of weights that nobody knows; returns the elements still missing."""
@@ -195,6 +198,7 @@ class Rank:
         update = Update(opened)
         self._send(update, calls, load_format)
         assert update.sealed is not None
+        self.base_digest, self.digest = update.base_digest, update.sealed.digest
         self._previous = update.sealed.swap
         self._previous.make()
 
@@ -210,7 +214,7 @@ class Rank:
             self._jobs.fill(update, source, None)
             for tensor in sent.values():
                 tensor.fill_(-1)
-        self._jobs.seal(update, "")
+        self._jobs.seal(update, self.digest)
 
     def roll_back(self) -> None:
         self._previous.make()
@@ -297,6 +301,21 @@ def test_an_update_is_a_fresh_load_or_refused(
 
 def state_of_fresh(traits: Traits, weights: Tensors) -> Tensors:
     return all_that_a_forward_reads(fresh(traits, weights))
+
+
+def test_equal_weights_have_equal_digests_in_every_mode() -> None:
+    """And the version before has one where a way leads back to it, and is not read elsewhere."""
+    found: dict[StagingMode, list[str | None]] = {}
+    for mode in (StagingMode.DEVICE, StagingMode.OFF):
+        rank = Rank(mode, fresh(Traits(), tensors(1.0)))
+        found[mode] = []
+        for version in (2.0, 1.0):
+            rank.update(tensors(version))
+            found[mode] += [rank.base_digest, rank.digest]
+    before, second, known, first = found[StagingMode.DEVICE]
+    assert (known, before) == (None, first)
+    assert first != second
+    assert found[StagingMode.OFF] == [None, second, None, first]
 
 
 @BOTH_MODES

@@ -25,7 +25,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
-from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadowed_model import (
     ShadowedModel,
@@ -318,6 +318,13 @@ class Jobs:
 
         In the same reading, all elements of those of ``whole`` must have been written.
         """
+        if self._mode_of(update) is StagingMode.OFF and not whole:
+            # requests wait for it
+            served = [
+                (f"{model.role}.{name}", weight)
+                for model, name, weight, _ in self._weights(self._all_roles)
+            ]
+            return digest_of(served, update.check)
         digest = Digest()
         for model, name, live, shadow in self._weights(self._all_roles):
             tensor = shadow if model.role in shadowed else live
