@@ -209,6 +209,24 @@ def test_a_drop_leaves_nothing_known() -> None:
     assert rank.live.digest is None
 
 
+@pytest.mark.parametrize(("may_be_empty", "tensors"), [(True, 0), (True, 1), (False, 0)])
+def test_a_session_without_a_piece_may_have_written_by_handles(
+    may_be_empty: bool, tensors: int
+) -> None:
+    """SGLang's clients send no tensor where they write over RDMA."""
+    rank = OneRank()
+    call = OpenCall(
+        call_id="", update_id="u", timeout_s=60.0, partial=True, may_be_empty=may_be_empty
+    )
+    rank.staging.open(call, current_version="v0")
+    assert rank.staging._update is not None
+    rank.staging._update.tensors = tensors
+    assert rank.staging.may_have_written_by_handles("u") is (may_be_empty and not tensors)
+    assert not rank.staging.may_have_written_by_handles("another")
+    rank.do(Step.DROP)
+    assert not rank.staging.may_have_written_by_handles("u")
+
+
 CUSTOM = TensorSource(serialized_named_tensors=[], load_format="my.loader")
 
 
