@@ -378,11 +378,12 @@ class Occupation:
             after = move(self._memory, {WEIGHTS: Event.OVERWRITE})
             assert after is not None
             self._memory = after
+            # requests that wait already for weights that are to come go on waiting
+            self._until_filled = self._until_filled and self._live.hollow is not None
             self._live.become_hollow(why)
         else:
             roles = [role for role, _ in self._scheduler.weight_updater._select_runners("all")]
             self._live.become_dirty(why, roles)
-        self._until_filled = False
         self._settle()
         # ``/ready`` depends on it
         self._answers.tell_that_generation_continues()
