@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from harness import marker
 from harness.marker import token
 from harness.server import Server, schedulers
+from tests.support.idle import expect_nothing_spins
 from tests.support.load import (
     Output,
     expect_spans,
@@ -224,13 +224,9 @@ def test_nothing_spins_in_a_pause(pair: Pair) -> None:
     for server in pair.servers:
         pause(server, "in_place")
     settle(pair.decode, [running])
-    processes = [rank for server in pair.servers for rank in schedulers(server.process.pid)]
-    for process in processes:
-        process.cpu_percent()  # begins to count
-    time.sleep(2)
-    # of a core, in which nobody asks anything
-    for process in processes:
-        assert process.cpu_percent() < 10, process.cmdline()
+    expect_nothing_spins(
+        [rank for server in pair.servers for rank in schedulers(server.process.pid)]
+    )
     for server in pair.servers:
         resume(server)
     expect_whole(running)
