@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,7 @@ from tests.support.load import (
     status,
     until,
 )
-from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.updates import (
-    drop_session,
     refuse,
     says,
     serving,
@@ -35,23 +32,6 @@ from tests.support.updates import (
 )
 
 pytest_plugins = ["tests.support.fixtures"]
-
-# longer than a test takes from its pause to its first piece
-GRACE_S = 8.0
-FLAVOURS["transparent_server"] = Flavour(
-    FLAVOURS["server"].flags,
-    {"SGLANG_INFLIGHT_TRANSPARENT": "1", "SGLANG_INFLIGHT_TRANSPARENT_GRACE_S": str(GRACE_S)},
-)
-
-
-@pytest.fixture
-def transparent_server(pool: ServerPool) -> Iterator[Server]:
-    server = pool.get(FLAVOURS["transparent_server"])
-    yield server
-    # where a test failed in its middle
-    server.post("/continue_generation", {})
-    drop_session(server)
-    pool.restore()
 
 
 @pytest.fixture(params=FRAMEWORKS)

@@ -20,7 +20,19 @@ MINUTES = float(os.environ.get("INFLIGHT_TEST_SOAK_MINUTES", "1"))
 
 @pytest.mark.timeout(60 * MINUTES + 240)
 def test_soak(server: Server, checkpoints: Path, sender: Sender, trainers: Trainers) -> None:
-    numbers = Soak(server, checkpoints, sender, trainers, SEED).run(MINUTES)
+    expect_no_loss(Soak(server, checkpoints, sender, trainers, SEED), MINUTES)
+
+
+@pytest.mark.timeout(60 * MINUTES + 240)
+def test_soak_with_transparent_windows(
+    transparent_server: Server, checkpoints: Path, sender: Sender, trainers: Trainers
+) -> None:
+    soak = Soak(transparent_server, checkpoints, sender, trainers, SEED, transparent=True)
+    expect_no_loss(soak, MINUTES / 2)
+
+
+def expect_no_loss(soak: Soak, minutes: float) -> None:
+    numbers = soak.run(minutes)
     show(numbers)
     assert numbers.losses == []
     assert numbers.tokens_checked > 0

@@ -54,6 +54,17 @@ def _serve(pool: ServerPool, flavour: str, faults: Faults | None = None) -> Iter
 
 
 @pytest.fixture
+def transparent_server(pool: ServerPool) -> Iterator[Server]:
+    """One on which nothing stops between a pause and its continue."""
+    server = pool.get(FLAVOURS["transparent_server"])
+    yield server
+    # where a test failed in its middle
+    server.post("/continue_generation", {})
+    drop_session(server)
+    pool.restore()
+
+
+@pytest.fixture
 def faulty_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
     """One rank, into which faults can be injected."""
     yield from _serve(pool, "faulty_server", faults)

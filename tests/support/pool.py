@@ -44,6 +44,8 @@ SMALL_POOL = 20480  # tokens
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 8
 GRPC_PORT = free_port()
+# longer than a test takes from its pause to its first piece
+GRACE_S = 8.0
 CUSTOM_LOADER = "tests.support.custom_loader.load_alone"
 ADMIN_KEY = "the-key-of-the-tests"
 
@@ -88,6 +90,13 @@ FLAVOURS = {
             "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
         },
         ADMIN_KEY,
+    ),
+    "transparent_server": Flavour(
+        _COMMON,
+        {
+            "SGLANG_INFLIGHT_TRANSPARENT": "1",
+            "SGLANG_INFLIGHT_TRANSPARENT_GRACE_S": str(GRACE_S),
+        },
     ),
     "vllm_server": Flavour(_COMMON, {"SGLANG_INFLIGHT_VLLM_ROUTES": "1"}, ADMIN_KEY),
 }  # fmt: skip

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ LENGTHS = (1, 40, 400, 1200)
 MODES = ("in_place", "retract", "wait", "abort")
 SOURCES = ("disk", "disk", "tensor", "tensor_bucket", "distributed")
 LEASE_S = 0.3
+# of a pause that its caller ends
+LONG_LEASE_S = 300.0
+KINDS = ("kv_cache", "weights", "cuda_graph")
 # of a pause that waits for running requests
 WAIT_S = 0.2
 MIB = 1 << 20
@@ -113,7 +117,10 @@ class Soak:
         seed: int,
         streams: int = STREAMS,
         configuration: Configuration = CONFIGURATIONS[0],
+        *,
+        transparent: bool = False,
     ) -> None:
+        """``transparent``: the server takes pauses that say nothing of ours for windows."""
         self._server = server
         self._checkpoints = checkpoints
         self._sender = sender
@@ -126,6 +133,9 @@ class Soak:
         # those that an abort, or their client's going away, may have ended
         self._given_up: set[Generation] = set()
         self.numbers = Numbers(seed)
+        self._transparent = transparent
+        # names of requests, of which some begin as others do
+        self._names = itertools.count()
         self._operations: dict[Callable[[], None], int] = {
             self.update: 10,
             self.update_while_paused: 3,
@@ -139,7 +149,15 @@ class Soak:
             self.send_garbage: 4,
             self.let_a_lease_run_out: 2,
             self.abandon_a_session: 2,
+            self.abort_what_nobody_is_called: 2,
+            self.rename: 3,
+            self.leave_a_call: 6,
+            self.lose_a_piece: 2,
         }
+        if configuration is CONFIGURATIONS[0]:
+            self._operations |= {self.release_memory: 3, self.overwrite_the_weights: 1}
+        if transparent:
+            self._operations |= {self.update_in_a_window: 10, self.lose_a_piece_of_a_window: 3}
 
     def run(self, minutes: float, *, tokens: int = 0, commits: int = 0) -> Numbers:
         """Until all three are reached.
@@ -177,7 +195,13 @@ class Soak:
             asked = prompt(self._choose.choice((1, 16, 200)))
             in_chunks = self._choose.random() < 0.5
             self._streams.append(
-                Generation(self._server, tokens=length, input_ids=asked, stream=in_chunks)
+                Generation(
+                    self._server,
+                    tokens=length,
+                    input_ids=asked,
+                    stream=in_chunks,
+                    rid=f"soak{next(self._names)}",
+                )
             )
             self.numbers.requests += 1
 
@@ -243,6 +267,87 @@ class Soak:
         stream = self._choose.choice(self._streams)
         self._given_up.add(stream)
         stream.abort()
+
+    def abort_what_nobody_is_called(self) -> None:
+        """Every name begins with it, and none is it."""
+        answer = self._server.post("/abort_request", {"rid": "soak"})
+        assert answer["status_code"] == 200, answer
+
+    def rename(self) -> None:
+        """To a name of the same version, as the tokens tell it."""
+        name = f"{self._version}+{next(self._names)}"
+        self._post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
+        self._expect_name(name)
+        self.numbers.updates["rename"] += 1
+
+    @property
+    def _version(self) -> str:
+        name: str = status(self._server)["weight_version"]
+        return name.partition("+")[0]
+
+    def _expect_name(self, name: str) -> None:
+        """Whoever is asked."""
+        for path in ("/get_weight_version", "/model_info", "/inflight/status"):
+            assert self._server.get(path)["weight_version"] == name, path
+
+    def release_memory(self) -> None:
+        """Of some kinds, one after the other, and back in another order."""
+        self._pause("retract")
+        kinds = self._choose.sample(KINDS, self._choose.randrange(1, len(KINDS) + 1))
+        keep = self._choose.choice(("host", "discard"))
+        for kind in kinds:
+            self._post("/release_memory_occupation", {"tags": [kind], "keep_weights": keep})
+        self._refuse("/release_memory_occupation", {"tags": [self._choose.choice(kinds)]})
+        if "weights" in kinds:
+            self._refuse("/inflight/rollback", {})
+        for kind in self._choose.sample(kinds, len(kinds)):
+            # those that were held before it are let go of, and memory holds the requests
+            self._post("/resume_memory_occupation", {"tags": [kind]})
+        if "weights" in kinds and keep == "discard":
+            assert status(self._server)["memory"]["hollow"], "nothing was kept of them"
+            self._count("disk into hollow weights", self._send("disk"))
+        self._post("/continue_generation", {})
+        self.numbers.pauses["memory away"] += 1
+
+    def overwrite_the_weights(self) -> None:
+        """They are noise from then on, and are served after a whole update, not before."""
+        self._pause("retract")
+        self._post("/weights_checker", {"action": "reset_tensors"})
+        assert self._server.get("/ready")["status_code"] == 503
+        self._refuse("/inflight/rollback", {}, status_code=400)
+        self._count("disk over noise", self._send("disk"))
+        self._post("/continue_generation", {})
+        self.numbers.faults["weights overwritten"] += 1
+
+    def update_in_a_window(self) -> None:
+        """As SGLang's own clients do it, and for them nothing stops."""
+        version = self._choose.randrange(VERSIONS)
+        self._open_window()
+        for body in self._pieces(version):
+            assert self._server.post("/update_weights_from_tensor", body)["status_code"] == 200
+        while self._choose.random() < 0.5:
+            self._leaves("/continue_generation", {})
+        answer = self._server.post("/continue_generation", {})
+        self._count("window", answer)
+        assert answer["receipt"]["weight_version"] == f"v{version}", answer
+
+    def _open_window(self) -> None:
+        mode = self._choose.choice(("in_place", "retract"))
+        assert self._post("/pause_generation", {"mode": mode})["transparent"]
+        if self._choose.random() < 0.5:
+            self._post("/begin_weight_update", {})
+
+    def _pieces(self, version: int) -> list[dict[str, Any]]:
+        weights = self._model.tensors(version)
+        names = list(weights)
+        cut = self._choose.randrange(1, len(names))
+        named = {"weight_version": f"v{version}"}
+        return [
+            tensor_body(
+                {name: weights[name] for name in part}, ranks=self._configuration.ranks, **named
+            )
+            for part in (names[:cut], names[cut:])
+        ]
 
     # ---- what goes wrong -----------------------------------------------------------
 
@@ -321,6 +426,78 @@ class Soak:
         until("the lease ran out", lambda: not status(self._server)["paused"])
         self.numbers.faults["lease of a pause ran out"] += 1
 
+    def leave_a_call(self) -> None:
+        """Whenever that is, nothing stays that has no name, and the version is the ranks'."""
+        pause_id = f"pause{next(self._names)}"
+        pause = {"mode": self._choose.choice(("in_place", "retract")), "new_id": pause_id}
+        name = f"{self._version}+{next(self._names)}"
+        renames = {"new_version": name, "abort_all_requests": False}
+        path, body = self._choose.choice(
+            (
+                ("/pause_generation", {**pause, "lease_s": LEASE_S}),
+                ("/begin_weight_update", {**LIVE, "lease_s": LEASE_S}),
+                ("/update_weight_version", renames),
+                ("/inflight/rollback", {}),
+                ("/abort_weight_update", {}),
+                ("/continue_generation", {}),
+            )
+        )
+        self._leaves(path, body)
+        # what was answered to nobody is over with its lease
+        until("nothing is paused", lambda: not status(self._server)["paused"])
+        until_idle(self._server)
+        until("the name is the ranks'", self._is_named_as_the_ranks_say)
+
+    def _is_named_as_the_ranks_say(self) -> bool:
+        says: str = self._server.get("/get_weight_version")["weight_version"]
+        return says == status(self._server)["weight_version"]
+
+    def _leaves(self, path: str, body: dict[str, Any]) -> None:
+        """A caller goes away after a while, with or without its answer."""
+        try:
+            self._server.post(path, body, timeout=self._choose.uniform(0.0005, 0.03))
+        except httpx.TimeoutException:
+            self.numbers.faults[f"caller left {path}"] += 1
+
+    def lose_a_piece(self) -> None:
+        """Of a session in SGLang's own way, which its client ends all the same."""
+        before = status(self._server)["epoch"]
+        self._post("/begin_weight_update", {})
+        version = self._choose.randrange(VERSIONS)
+        first, second = self._pieces(version)
+        sent = self._server.post("/update_weights_from_tensor", first)
+        assert sent["status_code"] == 200, sent
+        self._send_garbage("/update_weights_from_tensor")
+        self._refuse("/update_weights_from_tensor", second, status_code=400)
+        self._refuse("/end_weight_update", {}, status_code=400)
+        assert status(self._server)["epoch"] == before
+        self.numbers.faults["piece lost"] += 1
+
+    def lose_a_piece_of_a_window(self) -> None:
+        before = status(self._server)["epoch"]
+        self._open_window()
+        first, second = self._pieces(self._choose.randrange(VERSIONS))
+        sent = self._server.post("/update_weights_from_tensor", first)
+        assert sent["status_code"] == 200, sent
+        if self._choose.random() < 0.5:
+            self._send_garbage("/update_weights_from_tensor")
+        else:
+            self._server.post("/abort_weight_update", {})
+        self._refuse("/update_weights_from_tensor", second, status_code=400)
+        # whoever lost the answer asks again
+        for _ in range(2):
+            self._refuse("/continue_generation", {}, status_code=400)
+        assert status(self._server)["epoch"] == before
+        self.numbers.faults["piece of a window lost"] += 1
+
+    def _send_garbage(self, path: str) -> None:
+        answer = httpx.post(self._server.url + path, content=b"{", timeout=60, **PLAIN)
+        assert answer.status_code == 400, answer.text
+
+    def _refuse(self, path: str, body: dict[str, Any], *, status_code: int = 409) -> None:
+        answer = self._server.post(path, body)
+        assert answer["status_code"] == status_code, (path, body, answer)
+
     def abandon_a_session(self) -> None:
         begun = self._post("/begin_weight_update", {**LIVE, "lease_s": LEASE_S})
         named = {"session_id": begun["session_id"]}
@@ -362,7 +539,13 @@ class Soak:
     def _pause_body(self, mode: str) -> dict[str, Any]:
         if mode == "abort":
             self._give_up_all()
-        return {"mode": mode, **({"timeout_s": WAIT_S} if mode == "wait" else {})}
+        body: dict[str, Any] = {"mode": mode}
+        if mode == "wait":
+            body["timeout_s"] = WAIT_S
+        if self._transparent:
+            # a real one
+            body["lease_s"] = LONG_LEASE_S
+        return body
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = self._server.post(path, body)
@@ -408,6 +591,7 @@ def main() -> int:
     parser.add_argument("--commits", type=int, default=0)
     parser.add_argument("--streams", type=int, default=STREAMS)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    parser.add_argument("--transparent", action="store_true", help="with windows")
     parser.add_argument("--on", type=named, default=CONFIGURATIONS[0], help="one rank")
     arguments = parser.parse_args()
     print(f"--seed {arguments.seed}")
@@ -418,10 +602,14 @@ def main() -> int:
         sender = Sender(folder, folder, trainers, arguments.on.model)
         most = str(max(MAX_RUNNING, arguments.streams))
         flags = ("--chunked-prefill-size", str(CHUNK), "--max-running-requests", most)
-        with arguments.on.serve(folder / "v0", folder, *flags) as server:
+        on = arguments.on
+        if arguments.transparent:
+            on = replace(on, env={**on.env, "SGLANG_INFLIGHT_TRANSPARENT": "1"})
+        with on.serve(folder / "v0", folder, *flags) as server:
             soak = Soak(
                 server, folder, sender, trainers,
                 arguments.seed, arguments.streams, arguments.on,
+                transparent=arguments.transparent,
             )  # fmt: skip
             try:
                 numbers = soak.run(
