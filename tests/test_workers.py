@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from harness import marker
-from harness.server import Server, for_the_answer
+from harness.server import Server, for_the_answer, schedulers
 from tests.support import faults
 from tests.support.load import (
     ENDLESS,
@@ -310,6 +310,27 @@ def test_a_caller_who_leaves(doors: list[Server]) -> None:
         one.post("/pause_generation", {"mode": "wait"}, timeout=for_the_answer(0.5))
     until("nobody holds a pause", lambda: status(other)["holders"] == [])
     expect_all_go_on([running])
+
+
+def test_a_name_whose_caller_has_left_is_known_to_every_worker(
+    workers_server: Server, doors: list[Server]
+) -> None:
+    """The rank gives it to its weights when it comes to it, and says so to nobody who waits."""
+    (rank,) = schedulers(workers_server.process.pid)
+    rank.suspend()
+    try:
+        with pytest.raises(httpx.TimeoutException):
+            doors[0].post(
+                "/update_weight_version", {"new_version": "named"}, timeout=for_the_answer(1)
+            )
+    finally:
+        rank.resume()
+    paths = ("/get_weight_version", "/model_info", "/inflight/status")
+
+    def names() -> set[str]:
+        return {each.get(path)["weight_version"] for path in paths for each in doors}
+
+    until("it is the one name", lambda: names() == {"named"})
 
 
 def test_a_worker_that_dies(
