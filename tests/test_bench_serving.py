@@ -6,18 +6,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
 from harness.server import PLAIN, Server
 from tests.support.load import pause, prompt, resume, status, until, update
 
 REQUESTS = 100
 # empty lines that a silent stream has while the benchmark's streams are silent, too
-LINES = 20
+LINES = 5
 
 
 @contextmanager
@@ -53,19 +52,27 @@ def read_empty_lines(server: Server, count: int) -> None:
     assert received[:count] == b"\n" * count
 
 
-@pytest.mark.parametrize("backend", ["sglang", "sglang-oai-chat"])
 def test_every_request_of_the_benchmark_succeeds(
-    server: Server, checkpoints: Path, tmp_path: Path, backend: str
+    server: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "bench.jsonl"
-    with benchmark(server, backend, checkpoints, out):
-        until("its requests run", lambda: status(server)["running"] > 0)
+    """Those that wait for their first token in a pause, and those that are amid their answer."""
+    outs = {backend: tmp_path / f"{backend}.jsonl" for backend in ("sglang", "sglang-oai-chat")}
+    pause(server, "in_place")
+    with ExitStack() as benchmarks:
+        for backend, out in outs.items():
+            benchmarks.enter_context(benchmark(server, backend, checkpoints, out))
+        every = REQUESTS * len(outs)
+        until("all of them wait", lambda: status(server)["waiting"] == every)
+        read_empty_lines(server, LINES)
+        resume(server)
+        until("some run", lambda: status(server)["running"] > 0)
         pause(server, "in_place")
         assert status(server)["running"] > 0
         read_empty_lines(server, LINES)
         update(server, checkpoints, 1, non_blocking=True)
         read_empty_lines(server, LINES)
         resume(server)
-    (result,) = map(json.loads, out.read_text().splitlines())
-    assert result["completed"] == REQUESTS
-    assert [error for error in result["errors"] if error] == []
+    for out in outs.values():
+        (result,) = map(json.loads, out.read_text().splitlines())
+        assert result["completed"] == REQUESTS
+        assert [error for error in result["errors"] if error] == []
