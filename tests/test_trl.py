@@ -115,6 +115,8 @@ def test_who_asks_for_no_ids_gets_texts(vllm_server: Server, model: str) -> None
         (CHAT, "chat_template", {"chat_template": "{{ messages }}"}),
         (CHAT, "add_generation_prompt", {"add_generation_prompt": False}),
         (COMPLETIONS, "add_special_tokens", {"add_special_tokens": False}),
+        (COMPLETIONS, "true or false", {"return_tokens_as_token_ids": "yes"}),
+        (CHAT, "true or false", {"include_stop_str_in_output": "no"}),
         (COMPLETIONS, "bad_words", {"bad_words": ["t5"]}),
         (CHAT, "allowed_token_ids", {"allowed_token_ids": [5]}),
         (COMPLETIONS, "structured_outputs.choice", {"structured_outputs": {"choice": ["t5"]}}),

@@ -45,7 +45,8 @@ async def handle_request(
         if serving.tokenizer_manager.inflight.settings.vllm_routes and isinstance(
             request, CompletionRequest | ChatCompletionRequest
         ):
-            fields = VLLMFields(request, await raw_request.body())
+            # FastAPI has parsed it, and the request keeps that
+            fields = VLLMFields(request, await raw_request.json())
     except InflightError as error:
         logger.warning("%s refused: %s", type(request).__name__, error)
         return _refusal(error)

@@ -49,18 +49,15 @@ _NOT_OFFERED = {
         _ELSEWHERE,
     ),
 }
-# by what else than their default means something
-_DEFAULTS = {
-    CompletionRequest: {"add_special_tokens": True, "spaces_between_special_tokens": True},
-    ChatCompletionRequest: {
-        "add_generation_prompt": True,
-        "add_special_tokens": False,
-        "echo": False,
-        "include_reasoning": True,
-        "spaces_between_special_tokens": True,
-    },
+# with any other value they would change the prompt or the text
+_OF_COMPLETIONS = {"add_special_tokens": True, "spaces_between_special_tokens": True}
+_OF_CHATS = {
+    "add_generation_prompt": True,
+    "add_special_tokens": False,
+    "echo": False,
+    "include_reasoning": True,
+    "spaces_between_special_tokens": True,
 }
-_SERVED = ("return_tokens_as_token_ids", "structured_outputs", "include_stop_str_in_output")
 
 
 class VLLMFields:
@@ -70,27 +67,26 @@ class VLLMFields:
     sent: a stream is written by tasks that the first one starts.
     """
 
-    def __init__(self, request: CompletionRequest | ChatCompletionRequest, body: bytes) -> None:
+    def __init__(
+        self, request: CompletionRequest | ChatCompletionRequest, body: dict[str, Any]
+    ) -> None:
         """Raises ``Refused`` for what would be passed over. Changes ``request``."""
-        kind = type(request)
-        defaults = _DEFAULTS[kind]
-        names = {*_NOT_OFFERED, *defaults, *_SERVED} - kind.model_fields.keys()
-        said = {
-            name: msgspec.json.decode(value)
-            for name, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items()
-            if name in names
-        }
-        for name, value in said.items():
+        is_chat = isinstance(request, ChatCompletionRequest)
+        defaults = _OF_CHATS if is_chat else _OF_COMPLETIONS
+        known = type(request).model_fields
+        for name, value in body.items():
+            if name in known or value is None:
+                continue
             if name in _NOT_OFFERED and _means_something(value):
                 raise Refused(f"{name} is not offered here: {_NOT_OFFERED[name]}")
-            if name in defaults and value not in (None, defaults[name]):
-                raise Refused(f"{name} must be {defaults[name]} here: {_ELSEWHERE}")
-        self.names_tokens_by_id = bool(said.get("return_tokens_as_token_ids"))
-        if said.get("include_stop_str_in_output"):
+            if name in defaults and value is not defaults[name]:
+                raise Refused(f"{name} must be {_as_json(defaults[name])} here: {_ELSEWHERE}")
+        self.names_tokens_by_id = _flag(body, "return_tokens_as_token_ids")
+        if _flag(body, "include_stop_str_in_output"):
             request.no_stop_trim = True
-        if (outputs := said.get("structured_outputs")) is not None:
+        if (outputs := body.get("structured_outputs")) is not None:
             _constrain(request, outputs)
-        self._wants_tokens = kind is ChatCompletionRequest and request.return_token_ids
+        self._wants_tokens = is_chat and request.return_token_ids
         _asked.set(self)
 
     def finish(self, response: Any) -> Any:
@@ -150,6 +146,17 @@ def by_id(logprobs: Sequence[Logprob]) -> list[Logprob]:
 
 def _means_something(value: Any) -> bool:
     return value is not None and value is not False and value not in ("", [], {})
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    value = body.get(name)
+    if value not in (None, True, False):
+        raise Refused(f"{name} must be true or false")
+    return bool(value)
+
+
+def _as_json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _constrain(request: CompletionRequest | ChatCompletionRequest, outputs: Any) -> None:
