@@ -19,10 +19,11 @@ an id, is real from the beginning.
 A piece that fails drops the session. The caller hears it, and again as the answer of
 ``continue_generation``, because there are clients that read no other. Nothing has changed then.
 
-``continue_generation`` waits for the pieces that are on their way, and is carried through, whoever
-waits for it: its client asks again where the answer was lost, and hears the same until the next
-pause. A client that begins a session and dies leaves a real pause, after the time that an update
-may take: the status shows it, and ``continue_generation`` ends it.
+``continue_generation`` waits for the pieces that are being staged, and is carried through, whoever
+waits for it. A client that left before the answer asks again, and hears what became of it: a
+failure until somebody has heard it, a success until the next pause. A client that begins a session
+and dies leaves a real pause, after the time that an update may take: the status shows it, and
+``continue_generation`` ends it.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class TransparentCalls(Calls):
         self._in_background = in_background
         self._tasks = tokenizer_manager.asyncio_tasks
         self._window: Window | None = None
-        # until the next pause
+        # until the next pause, or until its failure was heard
         self._ended: Window | None = None
 
     async def pause(self, body: PauseBody) -> Grant | NamelessGrant | WindowGrant:
@@ -230,6 +231,15 @@ class TransparentCalls(Calls):
         window = self._window or self._ended
         if window is None or body.pause_id is not None:
             return await super().resume(body)
+        try:
+            return await self._hear_end(window, body)
+        except InflightError:
+            # known now: whoever continues generation next may have nothing to do with it
+            if self._ended is window:
+                self._ended = None
+            raise
+
+    async def _hear_end(self, window: Window, body: ContinueBody) -> WindowRelease:
         if window.ending is None:
             self._window, self._ended = None, window
             window.end_grace()
