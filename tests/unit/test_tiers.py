@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from sglang_inflight.frontend.bodies import BeginBody, EndBody, IPCBody, TensorB
 from sglang_inflight.frontend.updates import two_phase
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.messages import CommitCall
+from tests.support.ticks import run
 from tests.unit.test_update_orders import Play
 
 ONE: dict[str, Any] = {
@@ -79,7 +79,7 @@ def kv_cache_of_commit(**fields: Any) -> str:
         (call,) = [call for call in play.ranks.called if isinstance(call, CommitCall)]
         return call.kv_cache
 
-    return asyncio.run(commit())
+    return run(commit())
 
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
