@@ -49,6 +49,7 @@ from sglang_inflight.frontend.http.vllm.openai_fields import (
     build_chat_logprobs,
     write_completion_logprobs,
 )
+from sglang_inflight.frontend.last_chunk import end_with_an_empty_chunk
 from sglang_inflight.frontend.lora.loading import load_everywhere
 from sglang_inflight.frontend.lora.unloading import (
     refuse_to_unload_in_a_pause,
@@ -328,6 +329,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         name_groups,
         HookType.BEFORE,
     ),
+    (f"{_TOKENIZER_MANAGER}._handle_abort_req", *around(end_with_an_empty_chunk)),
     *(
         (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *around(surround))
         for surround in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
 from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
 from sglang_inflight.scheduler.upstream.pools import (
     L2TransferEngine,
@@ -51,6 +52,12 @@ class AdoptedPreallocQueue(DecodePreallocQueue, Protocol):
 
 
 class AdoptedOutputStreamer(SchedulerOutputStreamer, Protocol):
+    inflight: Controller
+
+
+class AdoptedSender(SenderWrapper, Protocol):
+    """The one to the tokenizer. The one to the detokenizer has none of ours."""
+
     inflight: Controller
 
 

@@ -48,6 +48,10 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.guard.aborted_output import (
+    finish_with_output,
+    has_made_something,
+)
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.lora.adapters import Adapters
@@ -306,6 +310,14 @@ class Controller:
         if self._boundary.is_of_another_worker(request):
             return False
         self._boundary.abort_waiting(request)
+        return True
+
+    def abort_with_output(self, req: Req, abort: AbortRequest) -> bool:
+        """Whether an abort was sent with what ``req`` has made, because it has made something."""
+        streamer = self._scheduler.output_streamer
+        if not streamer.is_generation or not has_made_something(req):
+            return False
+        finish_with_output(streamer, req, abort)
         return True
 
     def begin_anew(self, req: Req) -> None:

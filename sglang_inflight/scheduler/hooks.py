@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.controller import Controller
+from sglang_inflight.scheduler.guard.penalties import (
+    count_frequencies,
+    count_tokens,
+    note_presence,
+    note_repetition,
+)
+from sglang_inflight.scheduler.guard.prefilled_again import (
+    append_hidden_states,
+    embed_tokens,
+    keep_output,
+    look_for_embeddings,
+)
 from sglang_inflight.scheduler.guard.sampling import leave_a_token
 from sglang_inflight.scheduler.guard.session_turns import (
     detach_refused,
@@ -36,6 +49,7 @@ if TYPE_CHECKING:
         AdoptedReqToTokenPool,
         AdoptedResultProcessor,
         AdoptedScheduler,
+        AdoptedSender,
         AdoptedStreamingSession,
         AdoptedTransferEngine,
         AdoptedTransferQueue,
@@ -76,6 +90,8 @@ def create_controller(
         reservation.warn_of_its_cost(scheduler.max_total_num_tokens)
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller
+    cast("AdoptedSender", scheduler.ipc_channels.send_to_tokenizer).inflight = controller
+    look_for_embeddings(scheduler)
     if (engine := engine_of(scheduler.tree_cache)) is not None:
         engine.inflight = controller
 
@@ -204,6 +220,21 @@ def name_the_call(
         output.rid = recv_obj.rid
 
 
+def end_with_output(
+    send: Callable[..., None],
+    sender: SenderWrapper,
+    output: Any,
+    recv_obj: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """An aborted request that has made tokens ends by its last output."""
+    controller: Controller | None = getattr(sender, "inflight", None)
+    is_abort = isinstance(output, AbortReq) and isinstance(recv_obj, AnyRequest)
+    if controller is None or not is_abort or not controller.abort_with_output(recv_obj, output):
+        send(sender, output, recv_obj, *args, **kwargs)
+
+
 def record_launch(
     scheduler: AdoptedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> None:
@@ -322,6 +353,9 @@ _TRANSFERS = "sglang.srt.mem_cache.l2_transfer.L2TransferEngine"
 _EXCHANGE = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo"
 _SESSIONS = "sglang.srt.session.streaming_session.StreamingSession"
 _SESSION = "sglang.srt.session.session_controller.Session"
+_PENALTIES = "sglang.srt.sampling.penaltylib"
+_FORWARD_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
+_REQ = "sglang.srt.managers.schedule_batch.Req"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
@@ -363,6 +397,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_held, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
+    (f"{_SENDER}.send_output", end_with_output, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_idle, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
     (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
@@ -379,6 +414,9 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SESSIONS}.try_cache_finished_req", end_turn, HookType.AROUND),
     (f"{_SESSION}.create_req", detach_refused, HookType.AFTER),
     (f"{_BATCH}.retract_decode", end_turns_given_up, HookType.AFTER),
+    (f"{_REQ}.reset_for_retract", keep_output, HookType.AROUND),
+    (f"{_FORWARD_BATCH}.init_new", embed_tokens, HookType.AFTER),
+    (f"{_PROCESSOR}._append_prefill_hidden_states", append_hidden_states, HookType.AROUND),
     (f"{_PREFILL}.send_kv_chunk", note_who_made_it, HookType.BEFORE),
     (f"{_PREFILL}.optimistic_release_and_requeue", begin_anew, HookType.AFTER),
     (
@@ -390,6 +428,15 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_KV}.restore_kv_cache", restore_versions, HookType.BEFORE),
     (f"{_TRANSFERS}.submit_device_to_host", follow_to_host, HookType.BEFORE),
     (f"{_TRANSFERS}.submit_host_to_device", follow_from_host, HookType.BEFORE),
+    *(
+        (f"{_PENALTIES}.{penalizer}._prepare", count, HookType.AFTER)
+        for penalizer, count in (
+            ("frequency_penalty.BatchedFrequencyPenalizer", count_frequencies),
+            ("presence_penalty.BatchedPresencePenalizer", note_presence),
+            ("repetition_penalty.BatchedRepetitionPenalizer", note_repetition),
+            ("min_new_tokens.BatchedMinNewTokensPenalizer", count_tokens),
+        )
+    ),
     (f"{_SAMPLING}.apply_logits_bias", leave_a_token, HookType.AFTER),
     (f"{_SAMPLING}.apply_logits_bias_with_observer", leave_a_token, HookType.AFTER),
 ]

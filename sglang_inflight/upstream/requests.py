@@ -22,6 +22,7 @@ class AbortRequest(Request, Protocol):
     """Of one request, or of all."""
 
     abort_all: bool
+    abort_message: str | None
     finished_reason: Any
 
 

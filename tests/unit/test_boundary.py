@@ -74,6 +74,7 @@ class Request:
     def __init__(self, *, row: int | None = None) -> None:
         self.kv = SimpleNamespace(holds_kv=row is not None, kv_committed_len=0)
         self.is_retracted = False
+        self.beam_group = None
 
     def finished(self) -> bool:
         return False

@@ -11,6 +11,8 @@ from sglang_inflight.upstream.describes import describes
 @describes("sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer")
 class SchedulerOutputStreamer(Protocol):
     has_additional_customized_info: bool
+    # false: its model embeds
+    is_generation: bool
 
     def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]: ...
     def stream_output(self, reqs: list[Req], return_logprob: bool) -> None: ...

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+from sglang_inflight.scheduler.upstream.beams import BeamGroup
 from sglang_inflight.upstream.describes import describes
 from sglang_inflight.upstream.sampling_params import SamplingParams
 
@@ -71,15 +72,24 @@ class Req(Protocol):
     session: Session | None
     origin_input_ids: Sequence[int]
     output_ids: MutableSequence[int]
+    # of its prompt, instead of tokens: (tokens, hidden size)
+    input_embeds: list[list[float]] | None
     return_logprob: bool
+    return_hidden_states: bool | Literal["last"]
+    # rows, and blocks of them
+    hidden_states: list[Any]
+    retraction_count: int
+    # of its beam search, which it leads
+    beam_group: BeamGroup | None
     sampling_params: SamplingParams
     skip_radix_cache_insert: bool
     # a ``Future`` of it while it is made, and None where there is none
     grammar: Any | None
     time_stats: SchedulerReqTimeStats
     weight_version_events: list[Any]
-    # the reason for which it ends with its next result
+    # the reason for which it ends with its next result, and for which it has ended
     to_finish: Any | None
+    finished_reason: Any | None
     # between a prefill server and a decode server: of the transfer, and its row
     bootstrap_room: int | None
     metadata_buffer_index: int

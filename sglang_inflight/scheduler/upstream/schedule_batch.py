@@ -24,10 +24,14 @@ class ForwardMode(Protocol):
 @describes("sglang.srt.managers.schedule_batch.ScheduleBatch")
 class ScheduleBatch(Protocol):
     reqs: list[Req]
+    # of a prefill alone: how many tokens of each request were cached, and are computed
+    prefix_lens: list[int]
+    extend_lens: list[int]
     # None where the forward writes no KV
     out_cache_loc: torch.Tensor | None
     forward_mode: ForwardMode
     spec_algorithm: SpeculativeAlgorithm
+    enable_overlap: bool
     # of a prefill server alone: what its chunked request was given is cached, and may be sent
     prefill_chunk_processed: bool
     # no request is added to it before one has ended

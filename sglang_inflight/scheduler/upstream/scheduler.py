@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
+from sglang_inflight.scheduler.upstream.beams import BeamCoordinator
 from sglang_inflight.scheduler.upstream.ipc_channels import SchedulerIpcChannels
 from sglang_inflight.scheduler.upstream.load import SchedulerLoadInquirer, SchedulerLoadPublisher
 from sglang_inflight.scheduler.upstream.lora import LoRANameTable
@@ -40,6 +41,7 @@ class Scheduler(Protocol):
     waiting_queue: list[Req]
     grammar_manager: GrammarManager
     hisparse_coordinator: HiSparseCoordinator | None
+    beam_coordinator: BeamCoordinator
     chunked_req: Req | None
     running_batch: ScheduleBatch
     last_batch: ScheduleBatch | None

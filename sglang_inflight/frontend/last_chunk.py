@@ -1,0 +1,29 @@
+"""The last chunk of an aborted stream with ``--incremental-streaming-output``.
+
+SGLang writes into it the last token, and the whole text, a second time. Every token that the
+front end has heard of is in a chunk already. Runs on the manager's event loop, as all chunks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.upstream.requests import Request
+
+
+def end_with_an_empty_chunk(
+    handle: Callable[..., None], manager: TokenizerManager, recv_obj: Request
+) -> None:
+    state = manager.rid_to_state.get(recv_obj.rid or "")
+    handle(manager, recv_obj)
+    if state is None or not manager.incremental_streaming_output:
+        return
+    if getattr(state.obj, "stream", False) and state.finished:
+        chunk = state.out_list[-1]
+        chunk |= {"text": "", "output_ids": []}
+        _slice_streaming_output_meta_info(chunk["meta_info"], state.last_output_offset)

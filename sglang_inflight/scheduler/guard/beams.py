@@ -1,0 +1,51 @@
+"""A beam search that is retracted begins anew: nobody is told of its tokens before its end.
+
+SGLang's pause takes the KV of the request alone, and not that of the rows beside it, which no
+request stands for: they are never freed, stay in a batch that has no request any more, and the
+next use of that batch raises. Only the scheduler's thread calls this, between two steps, when no
+forward is in flight.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING
+
+from sglang.srt.beam_search.batch_tail import strip_beam_tail
+from sglang.srt.beam_search.beam_group import BeamGroup
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.beams import BeamCoordinator
+    from sglang_inflight.scheduler.upstream.beams import BeamGroup as BeamGroupFields
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+
+
+def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
+    """Before the retraction of all ``running`` requests, of which some search beams."""
+    for batch in scheduler._collect_inflight_batches():
+        if batch is not None:
+            strip_beam_tail(batch)
+    # in the same order on every rank
+    for req in sorted(running, key=lambda req: req.rid):
+        if req.beam_group is not None:
+            _begin_anew(scheduler.beam_coordinator, req, req.beam_group)
+
+
+def _begin_anew(coordinator: BeamCoordinator, req: Req, old: BeamGroupFields) -> None:
+    coordinator._free_member_rows(old)
+    coordinator.retire_group(req)
+    group = BeamGroup(
+        beam_width=old.beam_width,
+        length_penalty=old.length_penalty,
+        stop_token_ids=old.stop_token_ids.tolist(),
+        max_new_tokens=old.max_new_tokens,
+        num_return=old.num_return,
+        device=old.stop_token_ids.device,
+    )
+    group.leader, group.prompt_len = req, len(req.origin_input_ids)
+    req.beam_group = group
+    coordinator._num_live_groups += 1
+    # a placeholder for each step
+    req.output_ids = array("q")
+    req.weight_version_events.clear()

@@ -1,0 +1,139 @@
+"""What a prefill makes of a retracted request, which has made tokens before.
+
+SGLang appends the hidden states of the whole prompt and of all tokens so far a second time, and
+throws the tokens of a request with ``input_embeds`` away, of which a stream has sent some: it has
+embeddings of the prompt, and none of the tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from sglang_inflight.upstream.runtime_context import get_parallel
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.upstream.forward_batch import ForwardBatch
+    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+
+
+class TokenEmbeddings:
+    """Whether the models of this process say how they embed tokens.
+
+    Set before the first request, on the scheduler's thread, and only read then.
+    """
+
+    are_known = False
+
+
+def look_for_embeddings(scheduler: Scheduler) -> None:
+    workers = (scheduler.tp_worker, scheduler.draft_worker)
+    runners = [r for w in workers if w is not None for _, r in w.weight_update_runners()]
+    TokenEmbeddings.are_known = all(_embedding_of(r.model) is not None for r in runners)
+
+
+def keep_output(reset: Callable[[Req], None], req: Req) -> None:
+    """Around the retraction of ``req``, which empties the output of one with embeddings."""
+    output_ids, events = req.output_ids, req.weight_version_events
+    reset(req)
+    if req.input_embeds is not None and TokenEmbeddings.are_known:
+        req.output_ids, req.weight_version_events = output_ids, events
+
+
+def embed_tokens(
+    forward_batch: ForwardBatch,
+    _: object,
+    batch: ScheduleBatch,
+    model_runner: ModelRunner,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Add the embeddings that a prefill lacks: of tokens, beside those that requests brought.
+
+    ``input_embeds`` are float32, of shape (tokens with an embedding of their own, hidden size),
+    and of all tokens of the batch afterwards. Runs where the forward does, on its stream and
+    right before it, so that the ranks of a tensor-parallel group embed in the same order, and with
+    the weights that make the step.
+    """
+    given = forward_batch.input_embeds
+    if given is None or not batch.forward_mode.is_extend():
+        return
+    places, tokens = _places(batch)
+    if len(places) == tokens:
+        return
+    ids = forward_batch.input_ids
+    whole = given.new_zeros(len(ids), given.shape[1])
+    # later stages of a pipeline embed nothing
+    if get_parallel().pp_rank == 0 and (embed := _embedding_of(model_runner.model)) is not None:
+        whole.copy_(embed(ids))
+    whole[torch.tensor(places, device=given.device)] = given[: len(places)]
+    forward_batch.input_embeds = whole
+
+
+def _places(batch: ScheduleBatch) -> tuple[list[int], int]:
+    """Which of the batch's tokens have an embedding of their own, and how many tokens there are."""
+    places: list[int] = []
+    start = 0
+    for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        if req.input_embeds is not None:
+            places += range(start, start + min(max(len(req.input_embeds) - prefix, 0), length))
+        start += length
+    return places, start
+
+
+def _embedding_of(model: torch.nn.Module) -> Embed | None:
+    get: Any = getattr(model, "get_input_embeddings", None)
+    if get is not None:
+        # some of SGLang's models embed here, and the others give the layer that does
+        found = get if inspect.signature(get).parameters else get()
+        return cast(Embed, found) if callable(found) else None
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    ]
+    return layers[0] if len(layers) == 1 else None
+
+
+def append_hidden_states(
+    append: Callable[..., int],
+    processor: object,
+    *,
+    req: Req,
+    logits_output: Any,
+    hidden_state_offset: int,
+    extend_input_len: int,
+    store: bool = True,
+    **kwargs: Any,
+) -> int:
+    """One row for the token that a prefill makes, where there are tokens before it.
+
+    ``hidden_states`` has a row (hidden size) for each token, and for the first one a block
+    (tokens of the prompt, hidden size).
+    """
+    continues = bool(req.output_ids)
+    end = append(
+        processor,
+        req=req,
+        logits_output=logits_output,
+        hidden_state_offset=hidden_state_offset,
+        extend_input_len=extend_input_len,
+        store=store and not continues,
+        **kwargs,
+    )
+    if store and continues and req.return_hidden_states:
+        row = logits_output.hidden_states[end - 1].cpu().tolist()
+        if req.return_hidden_states == "last":
+            req.hidden_states[:] = [row]
+        else:
+            req.hidden_states.append(row)
+    return end
