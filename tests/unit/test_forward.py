@@ -126,6 +126,8 @@ def test_the_owner_sees_a_caller_leave(tmp_path: Path, whole: bool) -> None:
 
 
 def test_an_owner_that_is_gone(tmp_path: Path) -> None:
+    """It was not asked, so nothing has changed."""
+
     async def do() -> list[Message]:
         caller = Caller(Forward(tmp_path / "nowhere"), "/echo")
         caller.send(b"", more=False)
@@ -133,5 +135,5 @@ def test_an_owner_that_is_gone(tmp_path: Path) -> None:
         return caller.sent
 
     sent: list[Any] = asyncio.run(do())
-    assert sent[0]["status"] == 504
-    assert b"OutcomeUnknown" in sent[1]["body"]
+    assert sent[0]["status"] == 503
+    assert b"Gone" in sent[1]["body"]
