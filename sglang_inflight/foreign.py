@@ -44,7 +44,7 @@ def _look_at_files(
     others: Iterable[Distribution],
     patched: Collection[str],
 ) -> None:
-    """Of two distributions with one file the one that was installed last has it.
+    """Where two distributions have one file, the one that was installed last wrote it.
 
     Whichever that is, files that the other one alone has are left beside it.
     """

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass
 class Arrival:
-    """Of a body. What fails after it is whole is seen to by whoever does what it asks for."""
+    """Around the arrival of a body. Whoever carries out the call handles failures after that."""
 
     is_whole: bool = False
 

@@ -193,7 +193,7 @@ def _name(ranks: Iterable[Rank]) -> str:
 
 
 def rank_of(answer: RankAnswer) -> Rank:
-    """Whose answer it is."""
+    """The rank that the answer is from."""
     return answer.dp_rank, answer.pp_rank, answer.tp_rank
 
 

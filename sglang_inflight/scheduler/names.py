@@ -60,7 +60,7 @@ class Names:
         self._scheduler, self._boundary = scheduler, boundary
 
     def take(self, messages: list[Any] | None) -> list[Any] | None:
-        """Those of ``messages`` that may pass, in their order; the others have been answered.
+        """The ``messages`` that may pass, in their order. The others are answered here.
 
         ``None`` and what a pipeline's next stage gets pass as they are.
         """

@@ -1,4 +1,4 @@
-"""Who answers on SGLang's OpenAI routes."""
+"""SGLang's objects that answer on its OpenAI routes."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ToldToGo:
                 told()
 
     def _end(self) -> None:
-        """As with one worker, unless the handler is in its place and does so itself."""
+        """End the server as with one worker, unless SGLang's handler is in place and does so."""
         handler = self._end_of_a_child
         if signal.getsignal(signal.SIGQUIT) is handler:
             return

@@ -91,8 +91,8 @@ def trim(device: torch.device) -> None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Of the device, by whomever; where that is the host, those resident for this process, but for
-    pages that it shares: those of files come and go as the kernel likes."""
+    """Bytes of the device that anybody uses. On the host, the anonymous pages of this process: the
+    kernel reclaims pages of files as it likes."""
     if device.type == "cpu":
         memory = psutil.Process().memory_info()
         resident: int = memory.rss - memory.shared

@@ -53,7 +53,7 @@ class InPlaceModel:
 
     @property
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """As a shadow's, of the parameters that are there now: finishing may replace them."""
+        """The parameters of the moment, each paired with itself: finishing may replace them."""
         return ((name, weight, weight) for name, weight in weights_of(self.model))
 
     @property
@@ -64,7 +64,7 @@ class InPlaceModel:
         """Nothing is to be prepared."""
 
     def find_derived(self) -> None:
-        """What loading derives is live already."""
+        """None: a tensor that loading derives is live already."""
 
     def note_write(self, write: Write) -> None:
         self.open()
@@ -97,7 +97,7 @@ class InPlaceModel:
             DefaultModelLoader.restore_weights_before_loading(self.model, self._device)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """By the steps of SGLang's updates from disk, which rename for some formats."""
+        """Load as SGLang's updates from disk do, which rename tensors for some formats."""
         DefaultModelLoader.load_weights_only(self.model, weights, self._device)
 
     def write_directly(self) -> None:

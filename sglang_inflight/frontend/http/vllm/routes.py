@@ -189,7 +189,7 @@ class _Routes:
         return await while_connected(request, receive())
 
     async def _whole_body(self, request: Request) -> bytes:
-        """Of a call that may be a part of the session."""
+        """Around a call that may be a part of the session."""
         try:
             return await request.body()
         except ClientDisconnect:

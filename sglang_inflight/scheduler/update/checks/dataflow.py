@@ -27,7 +27,7 @@ _COPY = torch.ops.aten.copy_.default
 
 
 class Kind(enum.Enum):
-    """What a loader may do to a target."""
+    """Tells what a loader may do to a target."""
 
     # a parameter or buffer that a checkpoint may hold
     WEIGHT = enum.auto()

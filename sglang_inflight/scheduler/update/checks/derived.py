@@ -59,7 +59,7 @@ _COPIES = {
     "_stacked_ctx_kv_cache",
 }
 
-# What quantized layers call the weights that a checkpoint brings.
+# Names that quantized layers give to the weights that a checkpoint brings.
 _QUANTIZED_WEIGHTS = frozenset(
     f"{prefix}{name}"
     for prefix in ("", "w13_", "w2_")

@@ -52,7 +52,9 @@ HandleOfEach = dict[str, GPUHandle]
 def read_handles(
     content: bytes, rest: Callable[[], None] = lambda: None
 ) -> list[HandleOfEach] | HandleOfEach:
-    """Those of many tensors, or of one buffer; ``rest`` is called now and then, as in ``unpickle``.
+    """The handles of many tensors, or of one buffer.
+
+    ``rest`` is called now and then, as in ``unpickle``.
 
     ``content`` may say anything, and vLLM unpickles it, which would run it. Here only data is
     made of it, and of what it names nothing is imported or called: see ``Unpickler``. What

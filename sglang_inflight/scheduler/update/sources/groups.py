@@ -308,7 +308,7 @@ class Group:
         self._has_met = True
 
     def _await_first(self, check: Callable[[], None]) -> None:
-        """Of those that are posted. Raises ``Refused`` where its trainer is gone."""
+        """Wait for the first posted broadcast. Raises ``Refused`` where its trainer is gone."""
         self._refuse_if_left()
         work, _ = self._unfinished[0]
         pulse, pause_s = Pulse(self._store), FIRST_POLL_S
