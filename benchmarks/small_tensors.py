@@ -1,4 +1,4 @@
-"""What a step pays while thousands of small tensors are staged: in Python, not in bytes.
+"""Measures what a step pays while thousands of small tensors are staged: Python, not bytes.
 
 A step and the staging thread share one interpreter. Beside each update, streams of the same ages
 run for as long without one, on the same server: so what is compared is one machine, minutes apart.

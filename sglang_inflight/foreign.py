@@ -1,4 +1,4 @@
-"""What other installed distributions do to SGLang, and what of them does not go with it."""
+"""Finds installed distributions that overwrite SGLang, or that do not run with it."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ class TwoPhase:
 
     @property
     def _way_out(self) -> str:
-        """What to do about the update that has the turn: the client of a session may be dead."""
+        """Advice on the update that has the turn: the client of a session may be dead."""
         update = self.current
         if update is None or not update.opening.is_session:
             return ""

@@ -1,4 +1,4 @@
-"""What a server with several tokenizer workers is told by signals: its launching process is told.
+"""Signals to a server with several tokenizer workers: its launching process receives them.
 
 A worker does not know whether the server was told to go. It may be told alone, by who restarts
 workers one after the other, and the server goes on.

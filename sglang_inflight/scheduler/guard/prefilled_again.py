@@ -1,4 +1,4 @@
-"""What a prefill makes of a retracted request, which has made tokens before.
+"""The prefill of a retracted request, which has made tokens before.
 
 SGLang appends the hidden states of the whole prompt and of all tokens so far a second time, and
 throws the tokens of a request with ``input_embeds`` away, of which a stream has sent some: it has

@@ -43,7 +43,7 @@ def available(cgroups: Path = _CGROUPS, own_groups: Path = _OWN_GROUPS) -> int:
 
 
 def pinned_bytes(tensor: torch.Tensor) -> int:
-    """What a pinned copy of ``tensor`` takes: torch makes each as large as a power of two."""
+    """The size of a pinned copy of ``tensor``: torch rounds each up to a power of two."""
     return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
 
 
@@ -56,7 +56,7 @@ def _ranks_on_this_host() -> int:
 
 
 def _left_by_groups(cgroups: Path, own_groups: Path) -> Iterator[int]:
-    """What each group that this process is in leaves it, from its own up to the mount's root."""
+    """Bytes that each cgroup of this process leaves it, from its own up to the mount's root."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:

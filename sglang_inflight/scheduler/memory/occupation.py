@@ -360,7 +360,7 @@ class Occupation:
         return why_no_retraction()
 
     def copy_beside_updates(self) -> Copy:
-        """What no update brings, to be put back over what another writer leaves."""
+        """Copy the tensors that no update brings, to put them back after another writer."""
         return copy_of(self._occupants.no_update_brings(), self._device, _never_give_up)
 
     def overwritten(self, why: str) -> None:

@@ -274,7 +274,7 @@ class Jobs:
     def _read_for_each(
         self, models: list[ShadowedModel], update: Update, source: Source
     ) -> Generator[tuple[ShadowedModel, Weights], None, None]:
-        """What each model loads in one call, in the order of the calls.
+        """Each model with the tensors of one call of its loader, in the order of the calls.
 
         A target and its drafts load the same tensors, which most sources have only once.
         """

@@ -1,4 +1,4 @@
-"""What keeps a batch's tokens from coming again, or its requests from ending."""
+"""Penalizers keep a batch's tokens from coming again, or its requests from ending."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class UnifiedRadixCache(PrefixCache, Protocol):
 
 @describes("sglang.srt.session.streaming_session.SessionSlot")
 class SessionSlot(Protocol):
-    """What one session keeps for its next request, or lends to one."""
+    """The KV that one session keeps for its next request, or lends to one."""
 
     # holds the KV's prefix in the cache
     lock: Any | None

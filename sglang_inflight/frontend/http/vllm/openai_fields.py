@@ -61,7 +61,7 @@ _OF_CHATS = {
 
 
 class VLLMFields:
-    """What one request asks for in vLLM's words.
+    """The fields of one request that vLLM knows and SGLang does not.
 
     Made by the task that answers the request, whose context keeps it until the last chunk is
     sent: a stream is written by tasks that the first one starts.

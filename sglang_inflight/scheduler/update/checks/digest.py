@@ -47,7 +47,7 @@ def digest_of(
     check: Callable[[], None],
     readers: int = MOST_READERS,
 ) -> str:
-    """What a ``Digest`` says that has read ``weights`` in their order, by ``readers`` threads.
+    """The hex digest of ``weights`` in their order, read by ``readers`` threads.
 
     For weights that requests wait for. Readers hold the interpreter between two pieces only, and
     there are no more of them than cores. ``check`` is called between two pieces, and raises to

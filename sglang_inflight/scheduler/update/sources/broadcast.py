@@ -41,7 +41,7 @@ def receive(
 
 
 def expect(source: DistributedSource, device: torch.device) -> Iterator[Received]:
-    """What to receive into, one after the other, and the tensors that are in it then.
+    """Buffers to receive into, one after the other, and the tensors that are in each then.
 
     Raises ``Refused`` where ``source`` describes no tensors.
     """

@@ -62,7 +62,7 @@ class _Transfer(Generic[T]):
         return bool(self._posted)
 
     def find_next(self, window_bytes: int) -> torch.Tensor | None:
-        """What to post now, or None. The first one may have any size."""
+        """The next buffer to post now, or None. The first one may have any size."""
         if self._next is None:
             self._next = next(self._expected, None)
         if self._next is None:
