@@ -24,7 +24,7 @@ from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 from benchmarks.common import models, options
 from benchmarks.common.report import Report, Summary
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
@@ -83,8 +83,8 @@ def measure(
 
 
 def ours(path: Path) -> Weights:
-    with Aside(lambda: None) as aside:
-        yield from read_safetensors([str(path)], aside, RateLimit(0, lambda: False))
+    with AbandonableThread(lambda: None) as thread:
+        yield from read_safetensors([str(path)], thread, RateLimit(0, lambda: False))
 
 
 def mapped(path: Path) -> Weights:

@@ -4,7 +4,7 @@ It is decided where the server is launched, before its first child process start
 all its processes must decide alike. A child loads plugins before it knows its arguments, so
 it is told by the environment that it inherits, and then loads nothing of ours. The launching
 process has loaded us by then: there our hooks leave whatever belongs to no ``Frontend`` alone
-(``frontend/standing_aside.py``).
+(``frontend/hook_guard.py``).
 """
 
 from __future__ import annotations

@@ -416,10 +416,11 @@ class RollbackCall(Call, kw_only=True):
     kv_cache: KVPolicy
 
 
-class MayReleaseCall(Call, kw_only=True):
+class PrepareReleaseCall(Call, kw_only=True):
     """Phase one of a release: may it be, and copy what is to be kept.
 
-    The rank makes no step from its vote on, until the memory is back or ``StayCall`` comes.
+    The rank makes no step from its vote on, until the memory is back or
+    ``CancelReleaseCall`` comes.
     """
 
     answer = Done
@@ -435,13 +436,13 @@ class ReleaseCall(Call, kw_only=True):
     answer = Moved
 
 
-class StayCall(Call, kw_only=True):
+class CancelReleaseCall(Call, kw_only=True):
     """Instead of phase two: not all have voted for it."""
 
     answer = Done
 
 
-class MayResumeCall(Call, kw_only=True):
+class PrepareResumeCall(Call, kw_only=True):
     """Phase one of the return: was it released, and is there room for it?"""
 
     answer = Done
@@ -571,10 +572,10 @@ CALLS: tuple[type[InflightCall[Any]], ...] = (
     DropCall,
     RenameCall,
     RollbackCall,
-    MayReleaseCall,
+    PrepareReleaseCall,
     ReleaseCall,
-    StayCall,
-    MayResumeCall,
+    CancelReleaseCall,
+    PrepareResumeCall,
     ResumeCall,
     FlushCall,
     ForgetEmbeddingsCall,

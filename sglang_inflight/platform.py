@@ -23,7 +23,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_inflight import cpu
 from sglang_inflight.reference.lora import serve_adapters_without_pinning
-from sglang_inflight.upstream.server_args import ServerArgs
+from sglang_inflight.sglang_types.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 

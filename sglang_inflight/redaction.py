@@ -11,8 +11,8 @@ import msgspec
 from sglang.srt.plugins.hook_registry import HookType
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.engine import Engine
-    from sglang_inflight.upstream.server_args import ServerArgs
+    from sglang_inflight.frontend.sglang_types.engine import Engine
+    from sglang_inflight.sglang_types.server_args import ServerArgs
 
 # as SGLang writes it in place of its watermark's keys
 REDACTED = "<redacted>"

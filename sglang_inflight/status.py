@@ -50,7 +50,7 @@ class WeightsStatus(Answer, frozen=True, kw_only=True):
 
 
 # how a group stands with which nothing is wrong
-IN_STEP = "in step"
+CONTROL_SYNC = "in step"
 
 
 class StagingStatus(Answer, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from sglang.srt.environ import envs
 from sglang_inflight import inactive
 from sglang_inflight.livepatch import is_fork
 from sglang_inflight.settings import Settings
-from sglang_inflight.upstream.runtime_context import (
+from sglang_inflight.sglang_types.runtime_context import (
     get_disagg,
     get_exec,
     get_lora,
@@ -28,7 +28,7 @@ from sglang_inflight.upstream.runtime_context import (
 )
 
 if TYPE_CHECKING:
-    from sglang_inflight.upstream.server_args import ServerArgs
+    from sglang_inflight.sglang_types.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def why_not(
 
 
 def _hears_in_different_steps(resolved: ServerArgs) -> bool:
-    """``scheduler/in_step.py`` needs ranks that are there and meet before each forward."""
+    """``scheduler/control_sync.py`` needs ranks that are there and meet before each forward."""
     if not resolved.enable_dp_attention_local_control_broadcast:
         return False
     return (

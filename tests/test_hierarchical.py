@@ -79,7 +79,7 @@ def versions(spans: list[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def test_a_version_goes_to_the_host_and_back(server: Server, checkpoints: Path) -> None:
-    """Kept KV is said to be of the weights that computed it, in whichever slot it is."""
+    """ReservedStorage KV is said to be of the weights that computed it, in whichever slot it is."""
     ids = prompt()
     (first,) = versions(ask(server, ids)["kv_versions"])
     old = first[0]

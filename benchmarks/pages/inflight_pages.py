@@ -20,10 +20,10 @@ def install() -> None:
 def show_pages(init: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     import torch
 
-    from sglang_inflight.scheduler.memory.occupants import Occupants
+    from sglang_inflight.scheduler.memory.regions import MemoryRegions
 
     init(scheduler, *args, **kwargs)
-    scheduler.weight_updater.memory_saver_adapter.look_in(Occupants(scheduler).of)
+    scheduler.weight_updater.memory_saver_adapter.look_in(MemoryRegions(scheduler).of)
     torch.cuda.synchronize = _nothing
 
 

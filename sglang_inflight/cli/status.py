@@ -19,7 +19,7 @@ from sglang_inflight.cli.connection import (
 )
 from sglang_inflight.cli.tables import print_table, start_table
 from sglang_inflight.client import Client, Status
-from sglang_inflight.status import IN_STEP, RankStatus
+from sglang_inflight.status import CONTROL_SYNC, RankStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -99,5 +99,5 @@ def _of_note(rank: RankStatus) -> Iterator[tuple[str, str]]:
         if why is not None:
             yield name, why
     for group, how in staging.groups.items():
-        if how != IN_STEP:
+        if how != CONTROL_SYNC:
             yield f"group {group}", how

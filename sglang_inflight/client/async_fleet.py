@@ -28,9 +28,9 @@ import httpx
 
 from sglang_inflight.answer import Answer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
+from sglang_inflight.client.context_group import ContextGroup, together
 from sglang_inflight.client.progress import OnProgress
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
-from sglang_inflight.client.together import Blocks, together
 from sglang_inflight.client.unheard import NoAnswer
 from sglang_inflight.errors import Conflict, InflightError
 from sglang_inflight.grants import Grant
@@ -94,7 +94,7 @@ class AsyncFleet:
 
         Raises ``PauseLost`` at the end of the block where not all were until then.
         """
-        async with Blocks() as blocks:
+        async with ContextGroup() as blocks:
 
             async def enter(server: AsyncClient) -> Grant:
                 block = server.paused(mode, lease_s=lease_s, timeout_s=timeout_s)
@@ -215,7 +215,7 @@ class AsyncFleet:
     ) -> AsyncIterator[Report[Receipt]]:
         report = Report[Receipt]("commit")
         found = Report[Status]("status")
-        async with Blocks() as blocks:
+        async with ContextGroup() as blocks:
 
             async def begin(server: AsyncClient) -> Begun:
                 found.answers[server.url] = await server.status()

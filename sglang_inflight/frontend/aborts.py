@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, cast
 from sglang.srt.managers.io_struct import EmbeddingReqInput
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
     from sglang_inflight.frontend.workers.worker import Worker
 
 
@@ -138,7 +138,7 @@ def join_groups(_: None, tm: TokenizerManager, obj: Any, *args: Any, **kwargs: A
 
 def abort_request(
     abort: Callable[..., None],
-    tm: AdoptedTokenizerManager,
+    tm: PatchedTokenizerManager,
     rid: str = "",
     abort_all: bool = False,
 ) -> None:
@@ -149,12 +149,12 @@ def abort_request(
         abort(tm, each)
 
 
-def abort_when_dispatched(_: None, tm: AdoptedTokenizerManager, rid: str) -> None:
+def abort_when_dispatched(_: None, tm: PatchedTokenizerManager, rid: str) -> None:
     if tm.inflight.aborts.is_due(rid):
         tm.abort_request(rid)
 
 
-def bind_abort_task(create: Callable[..., Any], tm: AdoptedTokenizerManager, obj: Any) -> Any:
+def bind_abort_task(create: Callable[..., Any], tm: PatchedTokenizerManager, obj: Any) -> Any:
     """Around SGLang's abort of what is left of a stream two seconds after its end.
 
     Its name may be another request's by then.

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.tiers import why_out_of_reach
+from sglang_inflight.frontend.tiers import why_cache_cannot_be_flushed
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 # A step may take long, and a flush waits for its end.
 FLUSH_TIMEOUT_S = 120.0
@@ -33,7 +33,7 @@ class Caches:
         """
         if (reason := why_no_retraction()) is not None:
             raise Refused(f"running requests cannot be retracted: {reason}")
-        if (reason := why_out_of_reach()) is not None:
+        if (reason := why_cache_cannot_be_flushed()) is not None:
             raise Refused(f"the cache cannot be flushed: {reason}")
         await self._ranks.carry_out(FlushCall(retract=retract), FLUSH_TIMEOUT_S)
         clear_preprocessed(self._tokenizer_manager)

@@ -34,7 +34,7 @@ from sglang_inflight.grants import (
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 

@@ -27,9 +27,9 @@ from sglang_inflight.frontend.ranks import (
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedCommunicator
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
-    from sglang_inflight.upstream.requests import Request
+    from sglang_inflight.frontend.patched_types import PatchedCommunicator
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types.requests import Request
 
 logger = logging.getLogger(__name__)
 
@@ -74,15 +74,15 @@ class ControlCalls:
             if isinstance(value, FanOutCommunicator):
                 value.inflight = self
 
-    async def call(self, communicator: AdoptedCommunicator, request: Request) -> list[Any]:
+    async def call(self, communicator: PatchedCommunicator, request: Request) -> list[Any]:
         """Send ``request`` and return the answer of every replica.
 
         Raises ``HandlerFailed``, or what else a rank said, where a rank said so, and
         ``OutcomeUnknown`` where a rank is silent.
         """
-        return await self._lifetime.attend(self._call(communicator, request))
+        return await self._lifetime.unless_shut_down(self._call(communicator, request))
 
-    async def _call(self, communicator: AdoptedCommunicator, request: Request) -> list[Any]:
+    async def _call(self, communicator: PatchedCommunicator, request: Request) -> list[Any]:
         async with communicator._queueing_lock:
             request.rid = CONTROL_CALL + uuid.uuid4().hex
             replicas = communicator._fan_out
@@ -117,11 +117,11 @@ class ControlCalls:
             awaited.complete.set_exception(error(answer.message))
 
 
-async def call(communicator: AdoptedCommunicator, obj: Any) -> list[Any]:
+async def call(communicator: PatchedCommunicator, obj: Any) -> list[Any]:
     """Instead of ``FanOutCommunicator.queueing_call``."""
     return await communicator.inflight.call(communicator, obj)
 
 
-def hear(communicator: AdoptedCommunicator, recv_obj: Any) -> None:
+def hear(communicator: PatchedCommunicator, recv_obj: Any) -> None:
     """Instead of ``FanOutCommunicator.handle_recv``."""
     communicator.inflight.hear(recv_obj)

@@ -23,8 +23,8 @@ from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.status import write_status
 from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.transparent import TransparentCalls
+from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
@@ -41,7 +41,7 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
     from sglang_inflight.frontend.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
@@ -70,13 +70,13 @@ class Frontend:
         self.adapters = Adapters(tokenizer_manager, self.ranks, self.in_background)
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
-        quiet = Quiet(tokenizer_manager, self.pauses)
+        idle = NoRequestsRunning(tokenizer_manager, self.pauses)
         self._served = Served(tokenizer_manager, min(self.ranks.all))
         two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics)
         self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase)
         # as was heard last; ``/ready`` asks
         self.is_hollow = settings.require_update
-        self.updates = Updates(tokenizer_manager, two_phase, self.groups, quiet, settings)
+        self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings)
         self._calls = (
             TransparentCalls(
                 tokenizer_manager,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
-    from sglang_inflight.upstream.requests import Request
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types.requests import Request
 
 
 def end_with_an_empty_chunk(

@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang_inflight.errors import Gone, OutcomeUnknown
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Lifetime:
         if self._why_over is not None:
             raise Gone(self._why_over)
 
-    async def attend(self, work: Awaitable[T]) -> T:
+    async def unless_shut_down(self, work: Awaitable[T]) -> T:
         """Await ``work``. Raises ``OutcomeUnknown`` when the end comes meanwhile.
 
         Whoever cancels it waits until ``work`` has cleaned up.

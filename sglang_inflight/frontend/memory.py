@@ -1,6 +1,6 @@
 """Memory that is given back on all ranks while requests wait, and taken again.
 
-``scheduler/memory/occupation.py`` says what a rank does. Here each rank is heard before any of
+``scheduler/memory/release.py`` says what a rank does. Here each rank is heard before any of
 them acts: one that refuses, or is silent, leaves all of them awake, with their memory.
 """
 
@@ -25,19 +25,19 @@ from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.grants import MemoryMoved, RankMemory
 from sglang_inflight.messages import (
+    CancelReleaseCall,
     Failed,
-    MayReleaseCall,
-    MayResumeCall,
     Moved,
+    PrepareReleaseCall,
+    PrepareResumeCall,
     ReleaseCall,
     ResumeCall,
-    StayCall,
 )
 from sglang_inflight.status import GONE
 from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 # A copy of the weights may have to be written, or read.
 MOVE_TIMEOUT_S = 600.0
@@ -90,7 +90,7 @@ class Memory:
             await alone.enter_async_context(self._moving)
             await alone.enter_async_context(self._two_phase.alone())
             try:
-                vote = MayReleaseCall(tags=tags, keep_weights=body.keep_weights)
+                vote = PrepareReleaseCall(tags=tags, keep_weights=body.keep_weights)
                 await self._ranks.call(vote, MOVE_TIMEOUT_S)
             except BaseException:
                 await asyncio.shield(self._stay())
@@ -113,7 +113,7 @@ class Memory:
             return MemoryMoved(message="Memory is back, as SGLang does it.", paused=False)
         async with AsyncExitStack() as alone:
             await alone.enter_async_context(self._moving)
-            await self._ranks.call(MayResumeCall(tags=tags), MOVE_TIMEOUT_S)
+            await self._ranks.call(PrepareResumeCall(tags=tags), MOVE_TIMEOUT_S)
             call = ResumeCall(tags=tags, until_filled=until_filled)
             return await self._carry_through(call, f"Memory is back: {', '.join(tags)}.", alone)
 
@@ -158,7 +158,7 @@ class Memory:
 
     async def _stay(self) -> None:
         try:
-            await self._ranks.ask(StayCall(), STAY_TIMEOUT_S)
+            await self._ranks.ask(CancelReleaseCall(), STAY_TIMEOUT_S)
             await self._pauses.ask_status()
         except RankSilent:
             # it takes the message in when it comes to it

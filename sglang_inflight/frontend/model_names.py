@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sglang_inflight.errors import NotFound, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 # which SGLang reads where a body names no model
 DEFAULT = "default"

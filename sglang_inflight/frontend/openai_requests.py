@@ -24,7 +24,7 @@ from sglang_inflight.errors import InflightError, NotFound, Refused
 from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedOpenAIServing
+    from sglang_inflight.frontend.patched_types import PatchedOpenAIServing
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 
 async def handle_request(
     handle: Callable[..., Awaitable[Any]],
-    serving: AdoptedOpenAIServing,
+    serving: PatchedOpenAIServing,
     request: Any,
     raw_request: Any,
 ) -> Any:
@@ -55,7 +55,7 @@ async def handle_request(
 
 
 def parse_model_parameter(
-    parse: Callable[..., tuple[str, str | None]], serving: AdoptedOpenAIServing, model: str
+    parse: Callable[..., tuple[str, str | None]], serving: PatchedOpenAIServing, model: str
 ) -> tuple[str, str | None]:
     """The model and the adapter that ``model`` names, on any thread.
 
@@ -76,7 +76,7 @@ def parse_model_parameter(
     return serving.tokenizer_manager.served_model_name, adapter
 
 
-def _require_model(serving: AdoptedOpenAIServing, request: Any) -> None:
+def _require_model(serving: PatchedOpenAIServing, request: Any) -> None:
     model = getattr(request, "model", None)
     adapter = serving.tokenizer_manager.inflight.model_names.adapter_of(model)
     if adapter is None or isinstance(request, TokenizeRequest | DetokenizeRequest):
@@ -98,7 +98,7 @@ def _no_adapters(model: str | None, where: str) -> str:
     )
 
 
-def _is_of_responses(serving: AdoptedOpenAIServing) -> bool:
+def _is_of_responses(serving: PatchedOpenAIServing) -> bool:
     module = sys.modules.get(_RESPONSES)
     return module is not None and isinstance(serving, module.OpenAIServingResponses)
 

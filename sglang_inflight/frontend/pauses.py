@@ -29,12 +29,12 @@ from sglang_inflight.messages import (
     Resumed,
     StatusCall,
 )
+from sglang_inflight.sglang_types.runtime_context import get_disagg
 from sglang_inflight.status import MEMORY
 from sglang_inflight.unsupported import why_no_pause, why_not_sent_for_again
-from sglang_inflight.upstream.runtime_context import get_disagg
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Protocol
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer, RankIsSilent
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +87,9 @@ class Ranks:
             await self._tokenizer_manager._async_dispatch_to_scheduler(call)
             try:
                 with self.given_up_on_silence(collector):
-                    await self._lifetime.attend(asyncio.wait_for(collector.complete, timeout_s))
+                    await self._lifetime.unless_shut_down(
+                        asyncio.wait_for(collector.complete, timeout_s)
+                    )
             except TimeoutError:
                 silent = _name(sorted(collector.missing()))
                 raise RankSilent(f"{silent} did not answer within {timeout_s:g} s") from None

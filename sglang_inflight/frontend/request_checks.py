@@ -22,11 +22,14 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight.inactive import why_inactive
-from sglang_inflight.upstream.runtime_context import get_memory, get_schedule
+from sglang_inflight.sglang_types.runtime_context import get_memory, get_schedule
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import ModelConfig, TokenizerManager
-    from sglang_inflight.upstream.sampling_params import SamplingParams
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
+        ModelConfig,
+        TokenizerManager,
+    )
+    from sglang_inflight.sglang_types.sampling_params import SamplingParams
 
 # outputs of one prompt: the front end keeps some KB for each from the start
 MOST_SAMPLES = 16384

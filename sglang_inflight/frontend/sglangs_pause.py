@@ -19,11 +19,11 @@ from sglang_inflight.grants import NamelessGrant, Release
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 
 @dataclass(frozen=True)
-class OwnCall:
+class CallOriginal:
     """What our hook of SGLang's method hands through to it."""
 
     request: Any
@@ -58,7 +58,7 @@ class SGLangsPause:
         was_held = self.holds
         call = PauseGenerationReqInput(mode="abort")
         try:
-            await self._tokenizer_manager.pause_generation(OwnCall(call))
+            await self._tokenizer_manager.pause_generation(CallOriginal(call))
         except BaseException:
             if not was_held:
                 await asyncio.shield(self._let_go(torch_empty_cache=False))
@@ -74,7 +74,7 @@ class SGLangsPause:
 
     async def _let_go(self, *, torch_empty_cache: bool) -> None:
         call = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
-        await self._tokenizer_manager.continue_generation(OwnCall(call))
+        await self._tokenizer_manager.continue_generation(CallOriginal(call))
 
 
 async def let_requests_in(tokenizer_manager: TokenizerManager) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_inflight.upstream.runtime_context import get_memory, get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_memory, get_parallel
 
 
-def why_out_of_reach() -> str | None:
+def why_cache_cannot_be_flushed() -> str | None:
     """Why prefixes of older weights cannot be kept from later requests, or None where they can.
 
     The host's tier of a hierarchical cache is in the same tree, and under the same keys, as the

@@ -41,8 +41,13 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
     convert,
 )
-from sglang_inflight.frontend.farewell import end_pauses, end_schedulers, go_when_answered
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.hook_guard import (
+    after_if_active,
+    before_if_active,
+    replace_if_active,
+    wrap_if_active,
+)
 from sglang_inflight.frontend.http.bearer import decide_request_auth
 from sglang_inflight.frontend.http.late_import import when_imported
 from sglang_inflight.frontend.http.vllm.openai_fields import (
@@ -61,30 +66,30 @@ from sglang_inflight.frontend.request_checks import (
     check_sampling,
     create_tokenized,
 )
-from sglang_inflight.frontend.sglangs_pause import OwnCall
+from sglang_inflight.frontend.sglangs_pause import CallOriginal
+from sglang_inflight.frontend.shutdown import end_pauses, end_schedulers, exit_after_forwarded_calls
 from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
-from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.frontend.version_lag import check_max_version_lag
-from sglang_inflight.frontend.workers.invitation import ATTRIBUTE, Invitation
+from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
+from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
 from sglang_inflight.unsupported import why_no_retraction
-from sglang_inflight.upstream.runtime_context import get_context, get_serving
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.frontend.workers.forward import Forward
-    from sglang_inflight.upstream.requests import Request, UpdateFromTensorRequest
-    from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
+    from sglang_inflight.sglang_types.requests import Request, UpdateFromTensorRequest
+    from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
 
 def create_frontend(
     _: None,
-    tokenizer_manager: AdoptedTokenizerManager,
+    tokenizer_manager: PatchedTokenizerManager,
     server_args: ServerArgs,
     port_args: PortArgs,
     **kw: Any,
@@ -99,20 +104,20 @@ def create_frontend(
     if frontend.settings.require_update:
         # it would be made of noise, and be refused
         get_context().override("inflight.require_update", skip_server_warmup=True)
-    invitation: Invitation | None = getattr(port_args, ATTRIBUTE, None)
+    owner_endpoint: OwnerEndpoint | None = getattr(port_args, ATTRIBUTE, None)
     forward = None
-    if invitation is not None:
+    if owner_endpoint is not None:
         from sglang_inflight.frontend.workers.forward import Forward
 
-        forward = Forward(invitation.calls)
+        forward = Forward(owner_endpoint.calls)
     when_imported(
         HTTP_SERVER,
         lambda http_server: _mount(http_server.app, frontend, tokenizer_manager, forward),
     )
-    if invitation is not None and forward is not None:
+    if owner_endpoint is not None and forward is not None:
         from sglang_inflight.frontend.workers.worker import Worker
 
-        frontend.worker = Worker(invitation, forward, frontend, tokenizer_manager)
+        frontend.worker = Worker(owner_endpoint, forward, frontend, tokenizer_manager)
 
 
 def _mount_inactive(app: FastAPI, why: str) -> None:
@@ -124,7 +129,7 @@ def _mount_inactive(app: FastAPI, why: str) -> None:
 def _mount(
     app: FastAPI,
     frontend: Frontend,
-    tokenizer_manager: AdoptedTokenizerManager,
+    tokenizer_manager: PatchedTokenizerManager,
     forward: Forward | None,
 ) -> None:
     from sglang_inflight.frontend.http import routes
@@ -152,32 +157,32 @@ def _check_keys(app: FastAPI) -> None:
 
 
 async def pause_generation(
-    pause: Callable[..., Awaitable[None]], tm: AdoptedTokenizerManager, obj: Request | OwnCall
+    pause: Callable[..., Awaitable[None]], tm: PatchedTokenizerManager, obj: Request | CallOriginal
 ) -> None:
-    if isinstance(obj, OwnCall):
+    if isinstance(obj, CallOriginal):
         await pause(tm, obj.request)
     else:
         await tm.inflight.calls.pause(_convert(obj, PauseBody))
 
 
 async def continue_generation(
-    resume: Callable[..., Awaitable[None]], tm: AdoptedTokenizerManager, obj: Request | OwnCall
+    resume: Callable[..., Awaitable[None]], tm: PatchedTokenizerManager, obj: Request | CallOriginal
 ) -> None:
-    if isinstance(obj, OwnCall):
+    if isinstance(obj, CallOriginal):
         await resume(tm, obj.request)
     else:
         await tm.inflight.calls.resume(_convert(obj, ContinueBody))
 
 
 async def update_weights_from_disk(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str, int]:
     success, message = await as_sglang_answers(tm.inflight.calls.update(_convert(obj, DiskBody)))
     return success, message, 0
 
 
 async def update_weights_from_tensor(
-    tm: AdoptedTokenizerManager, obj: UpdateFromTensorRequest, request: object = None
+    tm: PatchedTokenizerManager, obj: UpdateFromTensorRequest, request: object = None
 ) -> tuple[bool, str]:
     payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
     changed = msgspec.structs.replace(cast("Any", obj), serialized_named_tensors=payloads)
@@ -186,30 +191,30 @@ async def update_weights_from_tensor(
 
 
 async def update_weights_from_distributed(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.calls.update(_convert(obj, DistributedBody)))
 
 
 async def update_weights_from_ipc(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.calls.update(_convert(obj, IPCBody)))
 
 
 async def begin_weight_update(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.calls.begin(_convert(obj, BeginBody)))
 
 
 async def end_weight_update(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.calls.end(_convert(obj, EndBody)))
 
 
-async def update_weight_version(tm: AdoptedTokenizerManager, obj: Request) -> None:
+async def update_weight_version(tm: PatchedTokenizerManager, obj: Request) -> None:
     """Its own route ends requests, where that is asked for, and its own method does not."""
     await tm.inflight.calls.rename(
         NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
@@ -217,26 +222,26 @@ async def update_weight_version(tm: AdoptedTokenizerManager, obj: Request) -> No
 
 
 async def init_weights_update_group(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
 
 
 async def destroy_weights_update_group(
-    tm: AdoptedTokenizerManager, obj: Request, request: object = None
+    tm: PatchedTokenizerManager, obj: Request, request: object = None
 ) -> tuple[bool, str]:
     return await as_sglang_answers(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
 
 
 async def flush_cache(
-    flush: Callable[..., Awaitable[Any]], tm: AdoptedTokenizerManager, *args: Any, **kwargs: Any
+    flush: Callable[..., Awaitable[Any]], tm: PatchedTokenizerManager, *args: Any, **kwargs: Any
 ) -> Any:
     return await tm.inflight.calls.flush(lambda: flush(tm, *args, **kwargs))
 
 
 async def release_memory_occupation(
     release: Callable[..., Awaitable[None]],
-    tm: AdoptedTokenizerManager,
+    tm: PatchedTokenizerManager,
     obj: Request,
     *args: Any,
     **kwargs: Any,
@@ -249,7 +254,7 @@ async def release_memory_occupation(
 
 async def resume_memory_occupation(
     resume: Callable[..., Awaitable[None]],
-    tm: AdoptedTokenizerManager,
+    tm: PatchedTokenizerManager,
     obj: Request,
     *args: Any,
     **kwargs: Any,
@@ -260,7 +265,7 @@ async def resume_memory_occupation(
         await tm.inflight.calls.resume_memory(_convert(obj, ResumeMemoryBody))
 
 
-def is_ready(ready: Callable[[Any], bool], tm: AdoptedTokenizerManager) -> bool:
+def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
     """Not while weights are hollow: each request would end with 503."""
     return ready(tm) and not tm.inflight.is_hollow
 
@@ -272,13 +277,13 @@ def _convert(obj: Any, body: type[Any]) -> Any:
     return convert(fields, body, "request")
 
 
-def refuse_when_over(tm: AdoptedTokenizerManager, *args: Any) -> None:
+def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
     tm.inflight.lifetime.require()
 
 
 def take_kv_versions(
     accumulate: Callable[..., None],
-    tm: AdoptedTokenizerManager,
+    tm: PatchedTokenizerManager,
     meta_info: dict[str, Any],
     state: object,
     customized_info: dict[str, list[Any]],
@@ -301,37 +306,40 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_TOKENIZER_MANAGER}.__init__", create_frontend, HookType.AFTER),
     (
         "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler",
-        *after(end_pauses),
+        *after_if_active(end_pauses),
     ),
-    (f"{_TOKENIZER_MANAGER}.sigterm_watchdog", *around(go_when_answered)),
-    (f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", *around(end_schedulers)),
+    (f"{_TOKENIZER_MANAGER}.sigterm_watchdog", *wrap_if_active(exit_after_forwarded_calls)),
+    (f"{_TOKENIZER_MANAGER}._dispatch_to_scheduler", *wrap_if_active(end_schedulers)),
     *(
-        (f"{_TOKENIZER_MANAGER}.{name}", *around(load_everywhere))
+        (f"{_TOKENIZER_MANAGER}.{name}", *wrap_if_active(load_everywhere))
         for name in ("load_lora_adapter", "load_lora_adapter_from_tensors")
     ),
-    (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", *around(refuse_to_unload_in_a_pause)),
-    (f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked", *around(stop_unloading_in_a_pause)),
-    (f"{_TOKENIZER_MANAGER}._init_req_state", *before(refuse_when_over)),
-    (f"{_TOKENIZER_MANAGER}._init_req_state", *after(join_groups)),
-    (f"{_TOKENIZER_MANAGER}.abort_request", *around(abort_request)),
-    (f"{_TOKENIZER_MANAGER}._mark_state_dispatched", *after(abort_when_dispatched)),
+    (f"{_TOKENIZER_MANAGER}.unload_lora_adapter", *wrap_if_active(refuse_to_unload_in_a_pause)),
+    (
+        f"{_TOKENIZER_MANAGER}._unload_lora_adapter_locked",
+        *wrap_if_active(stop_unloading_in_a_pause),
+    ),
+    (f"{_TOKENIZER_MANAGER}._init_req_state", *before_if_active(refuse_when_over)),
+    (f"{_TOKENIZER_MANAGER}._init_req_state", *after_if_active(join_groups)),
+    (f"{_TOKENIZER_MANAGER}.abort_request", *wrap_if_active(abort_request)),
+    (f"{_TOKENIZER_MANAGER}._mark_state_dispatched", *after_if_active(abort_when_dispatched)),
     (
         f"{_TOKENIZER_MANAGER}._handle_abort_finish_reason",
-        *before(refuse_without_embedding),
+        *before_if_active(refuse_without_embedding),
     ),
-    (f"{_TOKENIZER_MANAGER}.create_abort_task", *around(bind_abort_task)),
+    (f"{_TOKENIZER_MANAGER}.create_abort_task", *wrap_if_active(bind_abort_task)),
     (
         "sglang.srt.entrypoints.grpc_bridge.RuntimeHandle._abort_request_id",
-        *instead(leave_to_the_stream),
+        *replace_if_active(leave_to_the_stream),
     ),
     (
         "sglang.srt.managers.io_struct.GenerateReqInput._normalize_rid",
         name_groups,
         HookType.BEFORE,
     ),
-    (f"{_TOKENIZER_MANAGER}._handle_abort_req", *around(end_with_an_empty_chunk)),
+    (f"{_TOKENIZER_MANAGER}._handle_abort_req", *wrap_if_active(end_with_an_empty_chunk)),
     *(
-        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *around(surround))
+        (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *wrap_if_active(surround))
         for surround in (
             continue_generation,
             flush_cache,
@@ -341,9 +349,9 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
             resume_memory_occupation,
         )
     ),
-    (f"{_COMMUNICATOR}.queueing_call", *instead(control_calls.call)),
-    (f"{_COMMUNICATOR}.handle_recv", *instead(control_calls.hear)),
-    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *around(take_kv_versions)),
+    (f"{_COMMUNICATOR}.queueing_call", *replace_if_active(control_calls.call)),
+    (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(control_calls.hear)),
+    (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *wrap_if_active(take_kv_versions)),
     ("sglang.srt.utils.auth.decide_request_auth", decide_request_auth, HookType.AROUND),
     # these belong to no manager, and ask for the process's server
     (
@@ -356,9 +364,9 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         check_max_version_lag,
         HookType.BEFORE,
     ),
-    (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *around(create_tokenized)),
-    (f"{_OPENAI_SERVING}.handle_request", *around(handle_request)),
-    (f"{_OPENAI_SERVING}._parse_model_parameter", *around(parse_model_parameter)),
+    (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *wrap_if_active(create_tokenized)),
+    (f"{_OPENAI_SERVING}.handle_request", *wrap_if_active(handle_request)),
+    (f"{_OPENAI_SERVING}._parse_model_parameter", *wrap_if_active(parse_model_parameter)),
     (
         "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs",
         write_completion_logprobs,
@@ -381,7 +389,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         HookType.AFTER,
     ),
     *(
-        (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", *instead(replacement))
+        (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", *replace_if_active(replacement))
         for replacement in (
             update_weights_from_disk,
             update_weights_from_tensor,

@@ -57,7 +57,7 @@ from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.frontend.tasks import keep
-from sglang_inflight.frontend.tiers import why_out_of_reach
+from sglang_inflight.frontend.tiers import why_cache_cannot_be_flushed
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.grants import (
@@ -74,7 +74,7 @@ from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Window:
         if self.mode == "retract":
             return "recompute"
         # what cannot be fenced off SGLang's own pause keeps, too
-        return "keep" if why_out_of_reach() else "fence"
+        return "keep" if why_cache_cannot_be_flushed() else "fence"
 
     def require_whole(self) -> None:
         """Raises ``Dropped`` where a piece is missing."""
@@ -355,7 +355,7 @@ class TransparentCalls(Calls):
 
         Where there is none to be had, the trainer may have begun to broadcast all the same.
         """
-        async with self._groups.in_step(body.source):
+        async with self._groups.mark_broken_on_failure(body.source):
             window.require_whole()
             return await window.beginning.join(lambda: self._begin(window, body))
 

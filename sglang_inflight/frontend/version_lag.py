@@ -8,7 +8,7 @@ from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG
 
 if TYPE_CHECKING:
-    from sglang_inflight.upstream.sampling_params import SamplingParams
+    from sglang_inflight.sglang_types.sampling_params import SamplingParams
 
 
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:

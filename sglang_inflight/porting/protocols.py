@@ -21,7 +21,7 @@ from sglang_inflight.porting.source_tree import (
     is_property,
     is_settable,
 )
-from sglang_inflight.upstream.describes import DESCRIBED, Description
+from sglang_inflight.sglang_types.describes import DESCRIBED, Description
 
 FOLDERS = ("upstream", "scheduler.upstream", "frontend.upstream")
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.pool_host import common, mha
 
-from sglang_inflight.upstream.runtime_context import get_memory
+from sglang_inflight.sglang_types.runtime_context import get_memory
 
 
 def keep_a_host_tier() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_inflight.upstream.runtime_context import get_lora
+from sglang_inflight.sglang_types.runtime_context import get_lora
 
 
 class _WithoutPinning:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from sglang_inflight.upstream.runtime_context import get_disagg
+from sglang_inflight.sglang_types.runtime_context import get_disagg
 
 # an event tells when KV may be sent that a forward still writes; without it, it goes when all goes
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"

@@ -15,9 +15,9 @@ from sglang_inflight.messages import (
     InflightCall,
     RankAnswer,
 )
-from sglang_inflight.scheduler.nodes.way import Way
+from sglang_inflight.scheduler.nodes.reply_transport import ReplyTransport
 from sglang_inflight.scheduler.own_rank import own_rank
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class AnswerChannel:
     Both the scheduler loop and the staging thread answer.
     """
 
-    def __init__(self, way: Way) -> None:
+    def __init__(self, way: ReplyTransport) -> None:
         parallel = get_parallel()
         within_replica = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank)
         self._is_first = not any(within_replica)

@@ -19,15 +19,15 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang_inflight.scheduler.guard.beams import begin_beams_anew
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.upstream.by_version import paused_as_it_was, send_abort_output
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.scheduler.sglang_types.by_version import paused_as_it_was, send_abort_output
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.pools import PrefixCache
-    from sglang_inflight.scheduler.upstream.req import Req
-    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import AbortRequest
+    from sglang_inflight.scheduler.sglang_types.pools import PrefixCache
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.requests import AbortRequest
 
 
 class Boundary:

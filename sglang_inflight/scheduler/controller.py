@@ -17,6 +17,7 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
+    CancelReleaseCall,
     CommitCall,
     ContinueCall,
     Described,
@@ -29,12 +30,12 @@ from sglang_inflight.messages import (
     JoinGroupCall,
     LeaveGroupCall,
     MayRecomputeCall,
-    MayReleaseCall,
-    MayResumeCall,
     MoveRequestsCall,
     NameAdaptersCall,
     OpenCall,
     PauseCall,
+    PrepareReleaseCall,
+    PrepareResumeCall,
     ReleaseCall,
     RenameCall,
     ResumeCall,
@@ -42,7 +43,6 @@ from sglang_inflight.messages import (
     SealCall,
     StageCall,
     StatusCall,
-    StayCall,
     TimesOver,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
@@ -55,38 +55,38 @@ from sglang_inflight.scheduler.guard.aborted_output import (
 from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.lora.adapters import Adapters
-from sglang_inflight.scheduler.memory.occupation import Occupation
+from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.names import NAMES
-from sglang_inflight.scheduler.nodes.way import find_way
-from sglang_inflight.scheduler.pause.held_turns import HeldTurns
+from sglang_inflight.scheduler.nodes.reply_transport import find_reply_transport
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.pause.still_pipeline import StillPipeline
-from sglang_inflight.scheduler.provenance.embeddings import forget_embeddings
-from sglang_inflight.scheduler.provenance.handover import Handover
-from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
-from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.provenance.request_record import record_of
-from sglang_inflight.scheduler.provenance.staleness import Staleness
-from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain
+from sglang_inflight.scheduler.pause.skipped_turns import SkippedTurns
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.scheduler.update.throttle.rate import switch_often
+from sglang_inflight.scheduler.versions.embeddings import forget_embeddings
+from sglang_inflight.scheduler.versions.handover import Handover
+from sglang_inflight.scheduler.versions.kv_versions import KVVersions
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.request_record import record_of
+from sglang_inflight.scheduler.versions.staleness import Staleness
+from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import Settings
-from sglang_inflight.upstream.runtime_context import get_model
+from sglang_inflight.sglang_types.runtime_context import get_model
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.adopted import ReservingScheduler
-    from sglang_inflight.scheduler.upstream.pools import L2Transfer
-    from sglang_inflight.scheduler.upstream.req import Req
-    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.patched_types import ReservingScheduler
+    from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.sglang_types.requests import AbortRequest, ContinueRequest, PauseRequest
+    from sglang_inflight.sglang_types.server_args import PortArgs
     from sglang_inflight.status import Role
-    from sglang_inflight.upstream.requests import AbortRequest, ContinueRequest, PauseRequest
-    from sglang_inflight.upstream.server_args import PortArgs
 
 # by SGLang's mode of disaggregation
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
@@ -100,10 +100,10 @@ _AT_A_BOUNDARY = (
     RollbackCall,
     FlushCall,
     MoveRequestsCall,
-    MayReleaseCall,
+    PrepareReleaseCall,
     ReleaseCall,
-    StayCall,
-    MayResumeCall,
+    CancelReleaseCall,
+    PrepareResumeCall,
     ResumeCall,
 )
 
@@ -119,13 +119,13 @@ class Controller:
         settings = Settings.from_environment()
         switch_often(settings.switch_interval_s)
         self._scheduler = scheduler
-        self._answers = AnswerChannel(find_way(port_args.tokenizer_ipc_name))
+        self._answers = AnswerChannel(find_reply_transport(port_args.tokenizer_ipc_name))
         metrics = Metrics(scheduler.weight_updater.metrics_collector)
         boundary = self._boundary = Boundary(scheduler, metrics)
         NAMES.adopt(scheduler, boundary)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
-        self._still = StillPipeline(boundary)
-        self._held_turns = HeldTurns()
+        self._pipeline_drain = PipelineDrain(boundary)
+        self._skipped_turns = SkippedTurns()
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
@@ -161,7 +161,7 @@ class Controller:
             metrics,
         )
         self._commit_answers = CommitAnswers(self._answers, self.live, metrics)
-        self.occupation = Occupation(
+        self.memory_release = MemoryRelease(
             scheduler,
             boundary,
             self.pause,
@@ -181,11 +181,11 @@ class Controller:
             CommitCall: self._commit,
             RenameCall: self._rename,
             RollbackCall: self._roll_back,
-            MayReleaseCall: self.occupation.may_release,
-            ReleaseCall: self.occupation.release,
-            StayCall: self.occupation.stay,
-            MayResumeCall: self.occupation.may_resume,
-            ResumeCall: self.occupation.resume,
+            PrepareReleaseCall: self.memory_release.may_release,
+            ReleaseCall: self.memory_release.release,
+            CancelReleaseCall: self.memory_release.stay,
+            PrepareResumeCall: self.memory_release.may_resume,
+            ResumeCall: self.memory_release.resume,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
             NameAdaptersCall: self._name_adapters,
@@ -199,10 +199,10 @@ class Controller:
             PauseCall: _always,
             ContinueCall: _always,
             FlushCall: _always,
-            MayReleaseCall: _always,
+            PrepareReleaseCall: _always,
             ReleaseCall: _always,
-            StayCall: _always,
-            MayResumeCall: _always,
+            CancelReleaseCall: _always,
+            PrepareResumeCall: _always,
             ResumeCall: _always,
             CommitCall: _retracts,
             RollbackCall: _retracts,
@@ -211,15 +211,15 @@ class Controller:
             call_type: self._contain(handler) for call_type, handler in handlers.items()
         }
         for call_type, needed in needs_stillness.items():
-            dispatched[call_type] = self._still.wait_for(dispatched[call_type], needed)
-        dispatched[TimesOver] = self._still.wait_for(self.pause.end_times)
+            dispatched[call_type] = self._pipeline_drain.defer(dispatched[call_type], needed)
+        dispatched[TimesOver] = self._pipeline_drain.defer(self.pause.end_times)
         scheduler._request_dispatcher += TypeBasedDispatcher([*dispatched.items()])
         # a sender that does not know us (a script on the socket) still means our pauses
         scheduler._request_dispatcher._mapping |= {
-            PauseGenerationReqInput: self._still.wait_for(self._take_upstream_pause),
-            ContinueGenerationReqInput: self._still.wait_for(self._take_upstream_continue),
+            PauseGenerationReqInput: self._pipeline_drain.defer(self._take_upstream_pause),
+            ContinueGenerationReqInput: self._pipeline_drain.defer(self._take_upstream_continue),
         }
-        containment = Containment(scheduler, boundary, self.occupation, self._answers)
+        containment = Containment(scheduler, boundary, self.memory_release, self._answers)
         containment.surround(scheduler._request_dispatcher)
         self._background = containment.background
 
@@ -248,7 +248,7 @@ class Controller:
     def _weights_let_go(self) -> None:
         """They are served again, or a pause holds the loop, which forgives its own time."""
         if self._weights_hold_since is not None:
-            self.pause.forgive(time.perf_counter() - self._weights_hold_since)
+            self.pause.extend_request_timeouts(time.perf_counter() - self._weights_hold_since)
             self._weights_hold_since = None
 
     def needs_a_boundary(self, request: object) -> bool:
@@ -261,14 +261,14 @@ class Controller:
 
     def holds_the_turn(self) -> bool:
         """In each turn of a pipeline, after the messages: must it launch nothing?"""
-        held = self._still.settle() or self.holds_the_loop()
-        self._held_turns.begin(held=held, microbatches=len(self._scheduler.running_mbs))
+        held = self._pipeline_drain.run_if_drained() or self.holds_the_loop()
+        self._skipped_turns.begin(held=held, microbatches=len(self._scheduler.running_mbs))
         return held
 
     @property
     def holds_back(self) -> bool:
         """Is there something that makes no step, and would make one otherwise?"""
-        return self.is_frozen or self._still.is_waited_for or self._held_turns.are_owed
+        return self.is_frozen or self._pipeline_drain.is_waited_for or self._skipped_turns.pending
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Around the choice of requests to prefill: show it only those that may run now.
@@ -418,7 +418,7 @@ class Controller:
         self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
     def _open(self, call: OpenCall) -> None:
-        self.occupation.require_weights("a weight update")
+        self.memory_release.require_weights("a weight update")
         self.staging.open(call, current_version=self.versions.current)
 
     def _drop(self, call: DropCall) -> None:
@@ -429,7 +429,7 @@ class Controller:
             # a rank may have taken in a tensor more than another when the message came
             and is_true_of_any(written)
         ):
-            self.occupation.overwritten(
+            self.memory_release.overwritten(
                 "a session was dropped whose client may have written them over RDMA"
             )
 
@@ -443,12 +443,12 @@ class Controller:
             committed = self.commits.commit(call)
         finally:
             if was_hollow:
-                self.occupation.after_filling()
+                self.memory_release.after_filling()
         committed.hollow = self.live.hollow
         self._commit_answers.give(call, committed)
 
     def _roll_back(self, call: RollbackCall) -> None:
-        self.occupation.require_weights("a rollback")
+        self.memory_release.require_weights("a rollback")
         self._commit_answers.give(call, self.commits.roll_back(call))
 
     def _rename(self, call: RenameCall) -> None:
@@ -483,7 +483,7 @@ class Controller:
                 pause=self.pause.describe(),
                 weights=self.commits.describe(),
                 staging=self.staging.describe(),
-                memory=self.occupation.describe(),
+                memory=self.memory_release.describe(),
             ),
         )
 

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import BaseReq
+from sglang_inflight.scheduler.control_sync import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.guard.penalties import (
     count_frequencies,
@@ -24,54 +25,53 @@ from sglang_inflight.scheduler.guard.prefilled_again import (
     keep_output,
     look_for_embeddings,
 )
-from sglang_inflight.scheduler.guard.sampling import leave_a_token
+from sglang_inflight.scheduler.guard.sampling import unmask_rows_without_tokens
 from sglang_inflight.scheduler.guard.session_turns import (
     detach_refused,
     end_turns_given_up,
     hand_back,
 )
 from sglang_inflight.scheduler.host_tier import engine_of
-from sglang_inflight.scheduler.in_step import IN_STEP
 from sglang_inflight.scheduler.names import NAMES
-from sglang_inflight.scheduler.nodes.meeting import meet
+from sglang_inflight.scheduler.nodes.consistency import check_nodes_match
 from sglang_inflight.scheduler.output_streamer import extend
-from sglang_inflight.scheduler.provenance.token_versions import write_spans
 from sglang_inflight.scheduler.update.reservation import reserve
+from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
+from sglang_inflight.sglang_types.runtime_context import get_parallel, get_schedule
 from sglang_inflight.unsupported import refuse_what_was_not_asked
-from sglang_inflight.upstream.runtime_context import get_parallel, get_schedule
 
 if TYPE_CHECKING:
     import torch
 
-    from sglang_inflight.scheduler.adopted import (
-        AdoptedPreallocQueue,
-        AdoptedReqToTokenPool,
-        AdoptedResultProcessor,
-        AdoptedScheduler,
-        AdoptedSender,
-        AdoptedStreamingSession,
-        AdoptedTransferEngine,
-        AdoptedTransferQueue,
+    from sglang_inflight.scheduler.patched_types import (
+        PatchedPreallocQueue,
+        PatchedReqToTokenPool,
+        PatchedResultProcessor,
+        PatchedScheduler,
+        PatchedSender,
+        PatchedStreamingSession,
+        PatchedTransferEngine,
+        PatchedTransferQueue,
         ReservingScheduler,
     )
-    from sglang_inflight.scheduler.upstream.dp_attn import MLPSyncBatchInfo
-    from sglang_inflight.scheduler.upstream.ipc_channels import SenderWrapper
-    from sglang_inflight.scheduler.upstream.lora import LoRAUpdateOutput
-    from sglang_inflight.scheduler.upstream.pools import L2Transfer
-    from sglang_inflight.scheduler.upstream.queues import DecodeRequest
-    from sglang_inflight.scheduler.upstream.req import Req
-    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
-    from sglang_inflight.upstream.requests import (
+    from sglang_inflight.scheduler.sglang_types.dp_attn import MLPSyncBatchInfo
+    from sglang_inflight.scheduler.sglang_types.ipc_channels import SenderWrapper
+    from sglang_inflight.scheduler.sglang_types.lora import LoRAUpdateOutput
+    from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
+    from sglang_inflight.scheduler.sglang_types.queues import DecodeRequest
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.sglang_types.requests import (
         AbortRequest,
         LoadAdapterRequest,
         UnloadAdapterRequest,
     )
-    from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
+    from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
 
 
 def meet_other_nodes(scheduler: ReservingScheduler, *args: Any, **kwargs: Any) -> None:
-    meet()
+    check_nodes_match()
 
 
 def reserve_shadow(scheduler: ReservingScheduler) -> None:
@@ -80,7 +80,7 @@ def reserve_shadow(scheduler: ReservingScheduler) -> None:
 
 
 def create_controller(
-    _: None, scheduler: AdoptedScheduler, server_args: ServerArgs, port_args: PortArgs
+    _: None, scheduler: PatchedScheduler, server_args: ServerArgs, port_args: PortArgs
 ) -> None:
     refuse_what_was_not_asked(server_args)
     controller = scheduler.inflight = Controller(scheduler, port_args)
@@ -90,53 +90,53 @@ def create_controller(
         reservation.warn_of_its_cost(scheduler.max_total_num_tokens)
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller
-    cast("AdoptedSender", scheduler.ipc_channels.send_to_tokenizer).inflight = controller
+    cast("PatchedSender", scheduler.ipc_channels.send_to_tokenizer).inflight = controller
     look_for_embeddings(scheduler)
     if (engine := engine_of(scheduler.tree_cache)) is not None:
         engine.inflight = controller
 
 
 def hold_back_while_draining(
-    schedule: Callable[..., Any], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
+    schedule: Callable[..., Any], scheduler: PatchedScheduler, *args: Any, **kwargs: Any
 ) -> Any:
     return scheduler.inflight.admit(lambda: schedule(scheduler, *args, **kwargs))
 
 
 def ask_for_no_kv_while_draining(
-    ask: Callable[..., Any], prealloc: AdoptedPreallocQueue, *args: Any, **kwargs: Any
+    ask: Callable[..., Any], prealloc: PatchedPreallocQueue, *args: Any, **kwargs: Any
 ) -> Any:
     return prealloc.scheduler.inflight.ask_for_kv(lambda: ask(prealloc, *args, **kwargs))
 
 
-def enqueue(scheduler: AdoptedScheduler, req: Req, *args: Any, **kwargs: Any) -> None:
+def enqueue(scheduler: PatchedScheduler, req: Req, *args: Any, **kwargs: Any) -> None:
     scheduler.inflight.enqueue(req)
 
 
 def abort_its_own(
-    abort: Callable[..., None], scheduler: AdoptedScheduler, recv_req: AbortRequest
+    abort: Callable[..., None], scheduler: PatchedScheduler, recv_req: AbortRequest
 ) -> None:
     if scheduler.inflight.before_abort(recv_req):
         abort(scheduler, recv_req)
 
 
-def keep_accepted(limit: Callable[..., bool], scheduler: AdoptedScheduler, recv_req: Req) -> bool:
+def keep_accepted(limit: Callable[..., bool], scheduler: PatchedScheduler, recv_req: Req) -> bool:
     """A retracted request was accepted once: a full queue does not drop it."""
     return not recv_req.is_retracted and limit(scheduler, recv_req)
 
 
 def label_after_result(
-    _: None, scheduler: AdoptedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+    _: None, scheduler: PatchedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> None:
     scheduler.inflight.after_result(batch)
 
 
-def change_label(scheduler: AdoptedScheduler, new_version: str | None) -> None:
+def change_label(scheduler: PatchedScheduler, new_version: str | None) -> None:
     """Every change of the label waits for the results of the weights before it."""
     scheduler.inflight.versions.rename(new_version)
 
 
 def stop_clocks_while_held(
-    poll: Callable[[AdoptedScheduler], list[Any]], scheduler: AdoptedScheduler
+    poll: Callable[[PatchedScheduler], list[Any]], scheduler: PatchedScheduler
 ) -> list[Any]:
     """No request times out while a pause or an update holds it; the pause itself may."""
     aborts = [] if scheduler.inflight.is_held else poll(scheduler)
@@ -144,7 +144,7 @@ def stop_clocks_while_held(
 
 
 def hold_the_turn(
-    choose: Callable[..., Any], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
+    choose: Callable[..., Any], scheduler: PatchedScheduler, *args: Any, **kwargs: Any
 ) -> Any:
     """A pipeline's loop asks for nothing else between the messages and the launch."""
     if get_parallel().pp_size == 1:
@@ -160,47 +160,47 @@ def refuse_names_in_use(pull: Callable[[object], list[Any] | None], receiver: ob
 
 
 def take_in_step(
-    process: Callable[..., None], scheduler: AdoptedScheduler, recv_reqs: list[Any]
+    process: Callable[..., None], scheduler: PatchedScheduler, recv_reqs: list[Any]
 ) -> None:
-    process(scheduler, IN_STEP.take(recv_reqs))
+    process(scheduler, CONTROL_SYNC.take(recv_reqs))
 
 
 def tell_of_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return IN_STEP.tell(row)
+    return CONTROL_SYNC.tell(row)
 
 
 def tell_of_no_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return IN_STEP.tell_of_none(row)
+    return CONTROL_SYNC.count_for_absent_rank(row)
 
 
 def hear_of_calls(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: Any) -> None:
-    IN_STEP.hear(exchanged)
+    CONTROL_SYNC.hear(exchanged)
 
 
-def stay_idle_while_held(idle: Callable[..., None], scheduler: AdoptedScheduler) -> None:
+def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler) -> None:
     """A pipeline's loop that launches nothing takes itself for idle, and checks its pools.
 
     And an idle loop may sleep until a message comes, with a call that the next pass takes in.
     """
-    if not scheduler.inflight.holds_back and not IN_STEP.is_waiting:
+    if not scheduler.inflight.holds_back and not CONTROL_SYNC.is_waiting:
         idle(scheduler)
 
 
 def count_those_held(
-    collect: Callable[..., list[Any]], scheduler: AdoptedScheduler
+    collect: Callable[..., list[Any]], scheduler: PatchedScheduler
 ) -> list[ScheduleBatch | None]:
     """A pipeline's requests that were prefilled, and would decode in a turn that is held."""
     return [*collect(scheduler), *_owed_a_turn(scheduler)]
 
 
-def _owed_a_turn(scheduler: AdoptedScheduler) -> list[ScheduleBatch]:
+def _owed_a_turn(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
     if get_parallel().pp_size == 1 or not scheduler.inflight.holds_back:
         return []
     return [batch for batch in scheduler.last_mbs if batch is not None]
 
 
 def is_idle(
-    is_fully_idle: Callable[..., bool], scheduler: AdoptedScheduler, *args: Any, **kwargs: Any
+    is_fully_idle: Callable[..., bool], scheduler: PatchedScheduler, *args: Any, **kwargs: Any
 ) -> bool:
     """A health check must not wait for a forward that is held back. And a pipeline is not
     idle while a turn is owed to requests that were prefilled.
@@ -236,27 +236,27 @@ def end_with_output(
 
 
 def record_launch(
-    scheduler: AdoptedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
+    scheduler: PatchedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> None:
     scheduler.inflight.before_launch(batch)
 
 
 def record_taken(
     tokens: list[list[int]],
-    processor: AdoptedResultProcessor,
+    processor: PatchedResultProcessor,
     result: object,
     batch: ScheduleBatch,
 ) -> None:
     processor.req_to_token_pool.inflight.after_verifying(batch.reqs, tokens)
 
 
-def read_before_release(pool: AdoptedReqToTokenPool, req: object) -> None:
+def read_before_release(pool: PatchedReqToTokenPool, req: object) -> None:
     # a streaming session that ends has a row, and is no request
     if isinstance(req, AnyRequest):
         pool.inflight.before_release(req)
 
 
-def end_turn(keep: Callable[..., bool], sessions: AdoptedStreamingSession, req: Req) -> bool:
+def end_turn(keep: Callable[..., bool], sessions: PatchedStreamingSession, req: Req) -> bool:
     """A request of a streaming session leaves its row to the next one, unless it is retracted."""
     slot = sessions.borrowed_slot(req)
     if slot is None:
@@ -270,7 +270,7 @@ def end_turn(keep: Callable[..., bool], sessions: AdoptedStreamingSession, req: 
 
 def load_adapter(
     load: Callable[..., LoRAUpdateOutput],
-    scheduler: AdoptedScheduler,
+    scheduler: PatchedScheduler,
     recv_req: LoadAdapterRequest,
 ) -> LoRAUpdateOutput:
     return scheduler.inflight.adapters.load(lambda: load(scheduler, recv_req), recv_req)
@@ -278,18 +278,18 @@ def load_adapter(
 
 def unload_adapter(
     unload: Callable[..., LoRAUpdateOutput],
-    scheduler: AdoptedScheduler,
+    scheduler: PatchedScheduler,
     recv_req: UnloadAdapterRequest,
 ) -> LoRAUpdateOutput:
     return scheduler.inflight.adapters.unload(lambda: unload(scheduler, recv_req), recv_req)
 
 
-def extend_output_streamer(get_class: Callable[..., type], scheduler: AdoptedScheduler) -> type:
+def extend_output_streamer(get_class: Callable[..., type], scheduler: PatchedScheduler) -> type:
     return extend(get_class(scheduler))
 
 
 def follow_to_host(
-    engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
+    engine: PatchedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
     # what is copied before there is a controller is of the weights that the server started with
     if (controller := getattr(engine, "inflight", None)) is not None:
@@ -297,25 +297,25 @@ def follow_to_host(
 
 
 def follow_from_host(
-    engine: AdoptedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
+    engine: PatchedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
     if (controller := getattr(engine, "inflight", None)) is not None:
         controller.follow_from_host(transfers)
 
 
 def note_who_made_it(
-    scheduler: AdoptedScheduler, req: Req, last_chunk: bool = False, *args: Any, **kwargs: Any
+    scheduler: PatchedScheduler, req: Req, last_chunk: bool = False, *args: Any, **kwargs: Any
 ) -> None:
     if last_chunk:
         scheduler.inflight.handover.send(req)
 
 
-def begin_anew(_: None, scheduler: AdoptedScheduler, req: Req) -> None:
+def begin_anew(_: None, scheduler: PatchedScheduler, req: Req) -> None:
     scheduler.inflight.begin_anew(req)
 
 
 def label_what_is_received(
-    commit: Callable[..., None], queue: AdoptedTransferQueue, decode_req: DecodeRequest
+    commit: Callable[..., None], queue: PatchedTransferQueue, decode_req: DecodeRequest
 ) -> None:
     queue.scheduler.inflight.handover.receive(lambda: commit(queue, decode_req), decode_req)
 
@@ -323,7 +323,7 @@ def label_what_is_received(
 def back_up_versions(
     req: Req,
     tree_cache: object,
-    req_to_token_pool: AdoptedReqToTokenPool,
+    req_to_token_pool: PatchedReqToTokenPool,
     *args: Any,
     **kwargs: Any,
 ) -> None:
@@ -333,7 +333,7 @@ def back_up_versions(
 def restore_versions(
     req: Req,
     tree_cache: object,
-    req_to_token_pool: AdoptedReqToTokenPool,
+    req_to_token_pool: PatchedReqToTokenPool,
     *args: Any,
     **kwargs: Any,
 ) -> None:
@@ -437,6 +437,6 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
             ("min_new_tokens.BatchedMinNewTokensPenalizer", count_tokens),
         )
     ),
-    (f"{_SAMPLING}.apply_logits_bias", leave_a_token, HookType.AFTER),
-    (f"{_SAMPLING}.apply_logits_bias_with_observer", leave_a_token, HookType.AFTER),
+    (f"{_SAMPLING}.apply_logits_bias", unmask_rows_without_tokens, HookType.AFTER),
+    (f"{_SAMPLING}.apply_logits_bias_with_observer", unmask_rows_without_tokens, HookType.AFTER),
 ]

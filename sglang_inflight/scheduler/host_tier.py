@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-from sglang_inflight.upstream.runtime_context import get_memory
+from sglang_inflight.sglang_types.runtime_context import get_memory
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.adopted import AdoptedTransferEngine
-    from sglang_inflight.scheduler.upstream.pools import (
+    from sglang_inflight.scheduler.patched_types import PatchedTransferEngine
+    from sglang_inflight.scheduler.sglang_types.pools import (
         HiCacheController,
         L2Transfer,
         UnifiedRadixCache,
     )
 
 
-def engine_of(tree_cache: Any) -> AdoptedTransferEngine | None:
+def engine_of(tree_cache: Any) -> PatchedTransferEngine | None:
     """Who copies, or None where there is one tier."""
     controller = _controller_of(tree_cache)
     return (
-        None if controller is None else cast("AdoptedTransferEngine", controller.l2_transfer_engine)
+        None if controller is None else cast("PatchedTransferEngine", controller.l2_transfer_engine)
     )
 
 

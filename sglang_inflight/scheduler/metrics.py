@@ -12,12 +12,12 @@ from sglang_inflight.messages import (
     Source,
     TensorSource,
 )
-from sglang_inflight.upstream.runtime_context import get_observability, get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_observability, get_parallel
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
 
-    from sglang_inflight.scheduler.upstream.model_runner import MetricsCollector
+    from sglang_inflight.scheduler.sglang_types.model_runner import MetricsCollector
 
 _LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)

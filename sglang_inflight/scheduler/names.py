@@ -27,12 +27,12 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.mm_utils import discard_shm_features
 
-from sglang_inflight.upstream.runtime_context import get_serving
+from sglang_inflight.sglang_types.runtime_context import get_serving
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.boundary import Boundary
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import BatchRequest, Request
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.requests import BatchRequest, Request
 
 logger = logging.getLogger(__name__)
 

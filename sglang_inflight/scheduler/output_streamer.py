@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.messages import KV_VERSIONS
-from sglang_inflight.scheduler.provenance.request_record import record_of
+from sglang_inflight.scheduler.versions.request_record import record_of
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.controller import Controller
-    from sglang_inflight.scheduler.upstream.output_streamer import SchedulerOutputStreamer
-    from sglang_inflight.scheduler.upstream.req import Req
+    from sglang_inflight.scheduler.sglang_types.output_streamer import SchedulerOutputStreamer
+    from sglang_inflight.scheduler.sglang_types.req import Req
 
 
 def extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 
 def own_rank() -> tuple[int, int, int]:

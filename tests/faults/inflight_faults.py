@@ -4,7 +4,7 @@ a tokenizer worker does when it hears news.
 The file named by ``INFLIGHT_TEST_FAULT`` says which rank or process, in which phase and how; it is
 read at each call, so a test switches a fault on and off while the server runs. See
 ``tests.support.faults.Fault`` for the fields. It also makes nodes wait for each other no longer
-than ``INFLIGHT_TEST_MEETING_S`` and ``INFLIGHT_TEST_SILENCE_S`` say.
+than ``INFLIGHT_TEST_CONSISTENCY_S`` and ``INFLIGHT_TEST_SILENCE_S`` say.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def install() -> None:
 
     from sglang_inflight.reference.memory import PageSaver
     from sglang_inflight.scheduler.boundary import Boundary
-    from sglang_inflight.scheduler.memory.occupation import Occupation
-    from sglang_inflight.scheduler.nodes import meeting, relay
+    from sglang_inflight.scheduler.memory.release import MemoryRelease
+    from sglang_inflight.scheduler.nodes import consistency, relay
     from sglang_inflight.scheduler.update.jobs import Jobs
 
-    meeting.WAIT_S = float(os.environ.get("INFLIGHT_TEST_MEETING_S", meeting.WAIT_S))
+    consistency.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", consistency.WAIT_S))
     relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
     for method, hook in (
         (Jobs.fill, first),
         (Jobs.take_in, middle),
         (Jobs.seal, vote),
         (Boundary.flush, flush),
-        (Occupation.copy_for, copy),
+        (MemoryRelease.copy_for, copy),
         (PageSaver.pause, saver),
     ):
         target = f"{method.__module__}.{method.__qualname__}"
@@ -74,9 +74,9 @@ def flush(flush_now: Callable[..., None], boundary: Any, *, empty_cache: bool) -
     flush_now(boundary, empty_cache=empty_cache)
 
 
-def copy(copy_for: Callable[..., Any], occupation: Any, prepared: Any) -> Any:
+def copy(copy_for: Callable[..., Any], memory_release: Any, prepared: Any) -> Any:
     fail("copy", prepared)
-    return copy_for(occupation, prepared)
+    return copy_for(memory_release, prepared)
 
 
 def saver(pause: Callable[..., Any], pages: Any, tag: str) -> Any:

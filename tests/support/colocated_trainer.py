@@ -27,9 +27,9 @@ from tests.support.large_marker import LargeMarker
 from tests.support.resident import resident
 from tests.support.updates import by_reference
 
-Way = Literal["tensor", "blocking", "disk", "distributed"]
+ReplyTransport = Literal["tensor", "blocking", "disk", "distributed"]
 
-ROUNDS: tuple[Way, ...] = ("tensor", "blocking", "disk", "distributed", "tensor")
+ROUNDS: tuple[ReplyTransport, ...] = ("tensor", "blocking", "disk", "distributed", "tensor")
 MODEL = LargeMarker(vocab=512 << 10, heads=64, kv_heads=64, head_dim=256)
 RATE = 0.3
 
@@ -104,7 +104,7 @@ def train(checkpoint: Path, version: int) -> Weights:
     return {**weights, "lm_head.weight": head.detach().bfloat16()}
 
 
-def send(client: Client, way: Way, checkpoint: Path) -> None:
+def send(client: Client, way: ReplyTransport, checkpoint: Path) -> None:
     name = checkpoint.name
     if way == "disk":
         client.update_from_disk(str(checkpoint), weight_version=name, partial=False)

@@ -19,12 +19,13 @@ from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.transparent import TransparentCalls
+from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import (
+    CancelReleaseCall,
     CommitCall,
     Committed,
     ContinueCall,
@@ -35,13 +36,13 @@ from sglang_inflight.messages import (
     GiveUpTransferCall,
     JoinGroupCall,
     LeaveGroupCall,
-    MayReleaseCall,
-    MayResumeCall,
     Moved,
     OpenCall,
     Opened,
     PauseCall,
     Paused,
+    PrepareReleaseCall,
+    PrepareResumeCall,
     RankAnswer,
     ReleaseCall,
     RenameCall,
@@ -52,7 +53,6 @@ from sglang_inflight.messages import (
     StageCall,
     Staged,
     StatusCall,
-    StayCall,
     TransferGivenUp,
     Voted,
 )
@@ -63,11 +63,11 @@ from sglang_inflight.scheduler.pause.machine import (
     Event,
     Grant,
     HeldPauses,
-    LetGo,
     MemoryAway,
     MemoryBack,
     PauseState,
     Refuse,
+    Released,
     transition,
 )
 from sglang_inflight.settings import Settings
@@ -141,19 +141,19 @@ class OneRank:
                 return self._describe()
             case StatusCall():
                 return self._describe()
-            case MayReleaseCall():
+            case PrepareReleaseCall():
                 if self.update_id is not None or MEMORY in self.holders:
                     return conflict("an update is open, or memory is released")
                 self._see(MemoryAway("weights are released"))
                 return Done()
-            case StayCall():
+            case CancelReleaseCall():
                 if not self.is_released:
                     self._see(MemoryBack())
                 return Done()
             case ReleaseCall():
                 self.is_released = True
                 return self._moved()
-            case MayResumeCall():
+            case PrepareResumeCall():
                 return Done() if self.is_released else conflict("memory is not released")
             case ResumeCall():
                 self.is_released = False
@@ -195,7 +195,7 @@ class OneRank:
                     said: RankAnswer = Paused(
                         mode=mode, running=0, waiting=0, retracted=0, aborted=0
                     )
-                case LetGo(call):
+                case Released(call):
                     said = Resumed(paused=self.is_paused)
                 case Refuse(call, why):
                     said = conflict(why)
@@ -284,8 +284,8 @@ class FrontEnd:
         self.two_phase = TwoPhase(manager, self.ranks, self.served, metrics)
         self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase)
         self.groups = Groups(self.ranks, SETTINGS)
-        quiet = Quiet(manager, self.pauses)
-        self.updates = Updates(manager, self.two_phase, self.groups, quiet, SETTINGS)
+        idle = NoRequestsRunning(manager, self.pauses)
+        self.updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS)
         self.calls: Calls = (
             TransparentCalls(
                 manager,
@@ -311,7 +311,7 @@ class FrontEnd:
 
     async def ask(self, call: Awaitable[Any]) -> Any:
         """As a route does: the call ends with the ranks."""
-        return await self.lifetime.attend(call)
+        return await self.lifetime.unless_shut_down(call)
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, modules in {
         "why_no_pause": ("pauses", "sglangs_pause", "updates.quiet"),
         "why_no_retraction": ("memory", "updates.kv_policy"),
-        "why_out_of_reach": ("updates.kv_policy", "transparent"),
+        "why_cache_cannot_be_flushed": ("updates.kv_policy", "transparent"),
     }.items():
         for module in modules:
             monkeypatch.setattr(f"{front}.{module}.{name}", lambda: None)

@@ -17,7 +17,7 @@ from harness.starting import ROOT, Process, end, on_path, start
 from tests.support.plugins import TESTS
 
 # in place of a minute, and of a quarter of one
-_SHORT = {"INFLIGHT_TEST_MEETING_S": "8", "INFLIGHT_TEST_SILENCE_S": "2"}
+_SHORT = {"INFLIGHT_TEST_CONSISTENCY_S": "8", "INFLIGHT_TEST_SILENCE_S": "2"}
 
 
 @dataclass

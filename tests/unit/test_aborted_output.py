@@ -22,10 +22,10 @@ from sglang_inflight.scheduler.guard.aborted_output import finish_with_output, h
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     serving = SimpleNamespace(stream_interval=1, weight_version="v0")
-    quiet = SimpleNamespace(enable_request_time_stats_logging=False)
+    idle = SimpleNamespace(enable_request_time_stats_logging=False)
     alone = SimpleNamespace(dp_rank=None, attn_tp_rank=0)
     monkeypatch.setattr(output_streamer, "get_serving", lambda: serving)
-    monkeypatch.setattr(output_streamer, "get_observability", lambda: quiet)
+    monkeypatch.setattr(output_streamer, "get_observability", lambda: idle)
     monkeypatch.setattr(output_streamer, "get_parallel", lambda: alone)
     return []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.scheduler.upstream import by_version
+from sglang_inflight.scheduler.sglang_types import by_version
 
 
 class Sender:

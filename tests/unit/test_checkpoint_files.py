@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources import checkpoint_files
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
@@ -39,8 +39,8 @@ def weights(start: int = 0) -> Weights:
 
 def reading(*paths: Path) -> PAIRS:
     kind = read_safetensors if paths[0].suffix == ".safetensors" else read_pickled
-    with Aside(lambda: None) as aside:
-        yield from kind([str(path) for path in paths], aside, RateLimit(0, lambda: False))
+    with AbandonableThread(lambda: None) as thread:
+        yield from kind([str(path) for path in paths], thread, RateLimit(0, lambda: False))
 
 
 def same(found: Weights, expected: Weights) -> bool:

@@ -13,18 +13,18 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.provenance import handover as handovers
-from sglang_inflight.scheduler.provenance import kv_versions, token_versions
-from sglang_inflight.scheduler.provenance.handover import Handover
-from sglang_inflight.scheduler.provenance.handover_note import (
+from sglang_inflight.scheduler.versions import handover as handovers
+from sglang_inflight.scheduler.versions import kv_versions, token_versions
+from sglang_inflight.scheduler.versions.handover import Handover
+from sglang_inflight.scheduler.versions.handover_note import (
     Part,
     hash_name,
     read_note,
     write_note,
 )
-from sglang_inflight.scheduler.provenance.kv_versions import KVVersions
-from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.provenance.token_versions import Versions
+from sglang_inflight.scheduler.versions.kv_versions import KVVersions
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.version_label import VersionLabel
 
 SIZE, ROOM = 96, (1 << 62) + 5

@@ -15,9 +15,14 @@ from fastapi.testclient import TestClient
 
 from sglang_inflight import inactive
 from sglang_inflight.frontend.bodies import DiskBody, PauseBody
+from sglang_inflight.frontend.hook_guard import (
+    after_if_active,
+    before_if_active,
+    replace_if_active,
+    wrap_if_active,
+)
 from sglang_inflight.frontend.http import routes
 from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, find_our_fields, mount
-from sglang_inflight.frontend.standing_aside import after, around, before, instead
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_refused
 
@@ -85,12 +90,12 @@ def test_hooks_leave_alone_what_belongs_to_no_frontend() -> None:
     for owner, is_ours in ((adopted, True), (other, False), (_Engine(adopted), True)):
         called.clear()
         answers = {
-            instead(ours)[0](say, owner, "so"),
-            around(ours)[0](say, owner, "so"),
+            replace_if_active(ours)[0](say, owner, "so"),
+            wrap_if_active(ours)[0](say, owner, "so"),
         }
         assert answers == ({"ours"} if is_ours else {"SGLang so"})
-        before(ours)[0](owner, "so")
-        after(ours)[0]("result", owner, "so")
+        before_if_active(ours)[0](owner, "so")
+        after_if_active(ours)[0]("result", owner, "so")
         assert called == (
             [(owner, "so"), (say, owner, "so"), (owner, "so"), ("result", owner, "so")]
             if is_ours

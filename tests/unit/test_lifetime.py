@@ -32,7 +32,7 @@ async def attended(lifetime: Lifetime, awaited: asyncio.Future[str]) -> asyncio.
     async def wait() -> str:
         return await awaited
 
-    task = asyncio.ensure_future(lifetime.attend(wait()))
+    task = asyncio.ensure_future(lifetime.unless_shut_down(wait()))
     for _ in range(3):
         await asyncio.sleep(0)
     return task
@@ -104,7 +104,7 @@ def test_what_comes_after_the_end_is_not_begun() -> None:
             return "done"
 
         lifetime.end("it was shut down")
-        return await lifetime.attend(begin())
+        return await lifetime.unless_shut_down(begin())
 
     with pytest.raises(Gone, match="it was shut down"):
         play(doing)

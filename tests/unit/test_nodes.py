@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import sock_recv
 from sglang_inflight import messages
 from sglang_inflight.messages import Done, Failed, Pulse, RankIsSilent, StatusCall
 from sglang_inflight.scheduler.nodes.address import Address, choose_address
-from sglang_inflight.scheduler.nodes.meeting import describe_this_node, find_difference
+from sglang_inflight.scheduler.nodes.consistency import describe_this_node, find_difference
 from sglang_inflight.scheduler.nodes.relay import (
     FRAME_BYTES,
     SILENCE_S,
@@ -25,7 +25,7 @@ from sglang_inflight.scheduler.nodes.relay import (
     Whereabouts,
     open_door,
 )
-from sglang_inflight.scheduler.nodes.way import Far
+from sglang_inflight.scheduler.nodes.reply_transport import RemoteReplies
 from sglang_inflight.unsupported import Unsupported
 
 HERE = {"sglang-inflight": "0.1.0 (aa)", "SGLANG_INFLIGHT_STAGING": "auto"}
@@ -178,9 +178,9 @@ def test_what_is_no_answer_is_dropped(
 def test_an_answer_longer_than_a_frame_comes_whole(
     reachable: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Far, "_say_that_we_are_here", lambda far: None)
+    monkeypatch.setattr(RemoteReplies, "_say_that_we_are_here", lambda far: None)
     answer = Failed(call_id="one", tp_rank=1, message="no" * FRAME_BYTES, error="Conflict")
-    Far(*reachable.door.whereabouts).send(answer)
+    RemoteReplies(*reachable.door.whereabouts).send(answer)
     assert listen_until_heard(reachable) == [answer]
 
 

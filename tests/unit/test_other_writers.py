@@ -27,7 +27,7 @@ from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 NOBODY: Any = None
 
 
-class Occupation:
+class MemoryRelease:
     """Of whom it is asked what was noticed."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Occupation:
 
 
 @pytest.fixture
-def occupation() -> Occupation:
-    return Occupation()
+def memory_release() -> MemoryRelease:
+    return MemoryRelease()
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def model() -> nn.Module:
 
 @pytest.fixture
 def handle(
-    occupation: Occupation, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    memory_release: MemoryRelease, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Any], None]:
     """SGLang's handling of a request, on a scheduler to which a plugin has added methods."""
     monkeypatch.setattr(other_writers, "is_true_of_any", bool)
@@ -72,7 +72,7 @@ def handle(
 
     Extended.configure_logging.__module__ = Scheduler.__module__
     scheduler: Any = Extended()
-    anyone: Any = occupation
+    anyone: Any = memory_release
     writers = OtherWriters(scheduler, NOBODY, anyone)
 
     def handle(request: Any) -> None:
@@ -83,29 +83,31 @@ def handle(
     return handle
 
 
-def test_an_rpc_that_writes_weights(handle: Callable[[Any], None], occupation: Occupation) -> None:
+def test_an_rpc_that_writes_weights(
+    handle: Callable[[Any], None], memory_release: MemoryRelease
+) -> None:
     handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
-    assert occupation.noticed == []
+    assert memory_release.noticed == []
     handle(RpcReqInput(method="scale", parameters={"by": 3.0}))
-    assert occupation.noticed == ["the RPC 'scale' has written them"]
+    assert memory_release.noticed == ["the RPC 'scale' has written them"]
 
 
 def test_an_rpc_that_writes_and_fails(
-    handle: Callable[[Any], None], occupation: Occupation, model: nn.Module
+    handle: Callable[[Any], None], memory_release: MemoryRelease, model: nn.Module
 ) -> None:
     with pytest.raises(TypeError):
         handle(RpcReqInput(method="scale", parameters={"times": 3.0}))
-    assert occupation.noticed == []
+    assert memory_release.noticed == []
     model.get_parameter("weight").data.fill_(float("nan"))
     handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
-    assert occupation.noticed == []
+    assert memory_release.noticed == []
 
 
 def test_sglangs_own_rpcs_are_not_slowed(
-    handle: Callable[[Any], None], occupation: Occupation
+    handle: Callable[[Any], None], memory_release: MemoryRelease
 ) -> None:
     handle(RpcReqInput(method="configure_logging"))
-    assert occupation.noticed == []
+    assert memory_release.noticed == []
 
 
 @pytest.mark.parametrize(
@@ -118,18 +120,18 @@ def test_sglangs_own_rpcs_are_not_slowed(
     ids=lambda request: type(request).__name__,
 )
 def test_updates_do_not_pass_us_by(
-    handle: Callable[[Any], None], occupation: Occupation, request_of_sglang: Any
+    handle: Callable[[Any], None], memory_release: MemoryRelease, request_of_sglang: Any
 ) -> None:
     with pytest.raises(Refused, match=f"{type(request_of_sglang).__name__} .*HTTP routes"):
         handle(request_of_sglang)
-    assert occupation.noticed == []
+    assert memory_release.noticed == []
 
 
 def test_memory_that_sglang_brings_back(
-    handle: Callable[[Any], None], occupation: Occupation
+    handle: Callable[[Any], None], memory_release: MemoryRelease
 ) -> None:
     handle(ResumeMemoryOccupationReqInput(tags=["weights"]))
-    assert occupation.noticed == [["weights"]]
+    assert memory_release.noticed == [["weights"]]
 
 
 def test_no_rollback_leads_to_weights_without_a_name() -> None:

@@ -29,17 +29,17 @@ from sglang_inflight.scheduler.pause.machine import (
     Freeze,
     Grant,
     HeldPauses,
+    LeaseExpired,
     LeaseOver,
-    LetGo,
     MemoryAway,
     MemoryBack,
     Move,
     PauseState,
     Refuse,
+    Released,
     Retract,
     RunOn,
     SayThatGenerationContinues,
-    SayThatLeaseIsOver,
     Transition,
     WaitOver,
     transition,
@@ -134,14 +134,14 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     # each call is answered once, or waits
     calls: list[Any] = [each.call for each in before.waiting]
     calls += [event.call] if isinstance(event, Asked | Continued) else []
-    answered = [each.call for each in done.sayings if isinstance(each, Grant | LetGo | Refuse)]
+    answered = [each.call for each in done.sayings if isinstance(each, Grant | Released | Refuse)]
     assert ids([*answered, *(each.call for each in pauses.waiting)]) == ids(calls)
     # and what it hears is so when it hears it
     for saying in done.sayings:
         if isinstance(saying, Grant):
             assert pauses.state is FROZEN
             assert saying.call.yields or saying.call.pause_id in held
-        elif isinstance(saying, LetGo):
+        elif isinstance(saying, Released):
             assert saying.call.pause_id not in held
             assert saying.call.pause_id is not None or held in ([], [MEMORY])
         elif isinstance(saying, Refuse):
@@ -153,7 +153,7 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     continues = any(isinstance(saying, SayThatGenerationContinues) for saying in done.sayings)
     ended = before.state is not RUNNING and pauses.state is RUNNING
     assert continues == (ended and isinstance(event, LeaseOver))
-    lease_over = any(isinstance(saying, SayThatLeaseIsOver) for saying in done.sayings)
+    lease_over = any(isinstance(saying, LeaseExpired) for saying in done.sayings)
     assert lease_over == (isinstance(event, LeaseOver) and before.find(event.pause_id) is not None)
 
     # what is away is touched by no step, and only its return lets generation go on

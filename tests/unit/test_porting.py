@@ -22,8 +22,8 @@ from sglang_inflight.porting.protocols import look_at_protocols
 from sglang_inflight.porting.source_tree import SourceTree
 from sglang_inflight.porting.survey import Survey, nearest_series
 from sglang_inflight.porting.whereabouts import Whereabouts
-from sglang_inflight.upstream import describes as registry
-from sglang_inflight.upstream.describes import Description, describes
+from sglang_inflight.sglang_types import describes as registry
+from sglang_inflight.sglang_types.describes import Description, describes
 
 Grow = Callable[[str], SourceTree]
 

@@ -15,7 +15,7 @@ from sglang_inflight.scheduler.update.sources import groups, pulse
 from sglang_inflight.scheduler.update.sources.groups import Group
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
-from sglang_inflight.status import IN_STEP
+from sglang_inflight.status import CONTROL_SYNC
 
 PATIENCE = 10_000_000
 
@@ -125,7 +125,7 @@ def test_a_trainer_that_is_there_has_all_the_time_it_wants(monkeypatch: pytest.M
     pg: Any = object()
     group = Group("g", Formed(pg, store))
     group.receive(torch.empty(1), never)
-    assert group.describe() == IN_STEP
+    assert group.describe() == CONTROL_SYNC
 
 
 def test_a_store_that_was_not_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,4 +168,4 @@ def test_a_store_that_was_not_the_trainers(monkeypatch: pytest.MonkeyPatch) -> N
     looked = iter(range(1000))
     monkeypatch.setattr(SentLate, "is_completed", lambda self: next(looked) > 100)
     group.receive(torch.empty(1), never)
-    assert (store.questions, group.describe()) == (questions, IN_STEP)
+    assert (store.questions, group.describe()) == (questions, CONTROL_SYNC)

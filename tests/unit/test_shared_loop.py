@@ -35,7 +35,8 @@ async def cell():
     loop = asyncio.get_running_loop()
     share(loop)
     calls = SimpleNamespace(is_paused=answer)
-    frontend = SimpleNamespace(calls=calls, lifetime=SimpleNamespace(attend=lambda work: work))
+    lifetime = SimpleNamespace(unless_shut_down=lambda work: work)
+    frontend = SimpleNamespace(calls=calls, lifetime=lifetime)
     manager = SimpleNamespace(why_inactive=None, event_loop=loop, inflight=frontend)
     print(is_paused.waiting(SimpleNamespace(tokenizer_manager=manager, loop=loop)))
 

@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.unified_memory_pool import (
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.scheduler import host_tier
-from sglang_inflight.scheduler.provenance.slots import count_slots
+from sglang_inflight.scheduler.versions.slots import count_slots
 
 # no whole number of pages; and few beside them, in a pool of other layers
 SLOTS, FEW, PAGE = 75, 32, 16

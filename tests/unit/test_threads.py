@@ -10,7 +10,7 @@ import pytest
 from sglang_inflight import threads
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.guard.background import BackgroundHandlers
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.threads import start_thread
 
 PATIENCE_S = 30.0
@@ -52,7 +52,7 @@ def outcome_of(call: Any) -> Any:
 
 @pytest.mark.usefixtures("no_memory")
 def test_an_update_is_refused() -> None:
-    outcome = outcome_of(lambda: Aside(nothing))
+    outcome = outcome_of(lambda: AbandonableThread(nothing))
     assert isinstance(outcome, Refused)
     assert "'inflight-aside' did not begin" in str(outcome)
 

@@ -36,7 +36,7 @@ def start(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int 
 @pytest.mark.parametrize("memory", [ONE, TWO], ids=["device", "host"])
 def test_tiers_in_reach(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
     start(monkeypatch, memory)
-    assert tiers.why_out_of_reach() is None
+    assert tiers.why_cache_cannot_be_flushed() is None
     require_supported("fence", retracts=False)
 
 

@@ -38,7 +38,7 @@ def test_a_decode_server_forgives_its_requests_its_pause() -> None:
         disagg_decode_transfer_queue=SimpleNamespace(queue=[SimpleNamespace(kv_receiver=receiver)]),
     )
     boundary: Any = None
-    Transfers(scheduler, boundary).forgive(200)
+    Transfers(scheduler, boundary).extend_request_timeouts(200)
     assert receiver._check_waiting_timeout() is None
 
 
@@ -47,7 +47,7 @@ def test_a_prefill_server_forgives_its_requests_its_pause() -> None:
     scheduler: Any = SimpleNamespace(disaggregation_mode=DisaggregationMode.PREFILL)
     held = [SimpleNamespace(disagg_kv_sender=sender)]
     boundary: Any = SimpleNamespace(live_requests=lambda: held)
-    Transfers(scheduler, boundary).forgive(200)
+    Transfers(scheduler, boundary).extend_request_timeouts(200)
     assert sender._check_bootstrap_timeout() is None
 
 
@@ -58,5 +58,5 @@ def test_one_that_came_amid_the_pause_has_no_more_time_than_others() -> None:
     boundary: Any = SimpleNamespace(
         live_requests=lambda: [SimpleNamespace(disagg_kv_sender=sender)]
     )
-    Transfers(scheduler, boundary).forgive(200)
+    Transfers(scheduler, boundary).extend_request_timeouts(200)
     assert sender.init_time <= time.time()

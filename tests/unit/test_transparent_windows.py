@@ -70,7 +70,9 @@ class TransparentPlay(Play):
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none, whose settings these are."""
     for module in ("transparent", "updates.kv_policy"):
-        monkeypatch.setattr(f"sglang_inflight.frontend.{module}.why_out_of_reach", lambda: None)
+        monkeypatch.setattr(
+            f"sglang_inflight.frontend.{module}.why_cache_cannot_be_flushed", lambda: None
+        )
 
 
 @pytest.mark.parametrize("others", [0, 1])

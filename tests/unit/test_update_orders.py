@@ -25,8 +25,8 @@ from sglang_inflight.frontend.bodies import (
     TensorBody,
 )
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.frontend.updates.updates import Updates
@@ -128,8 +128,11 @@ class Play:
         served = Served(manager, (0, 0, 0))
         self.ranks.heard_by = served.hear
         self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
-        self.groups, quiet = Groups(self.ranks, SETTINGS), Quiet(manager, pauses=NO_PAUSES)
-        self.updates: Updates = Updates(manager, self.two_phase, self.groups, quiet, SETTINGS)
+        self.groups, idle = (
+            Groups(self.ranks, SETTINGS),
+            NoRequestsRunning(manager, pauses=NO_PAUSES),
+        )
+        self.updates: Updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS)
         self.background = manager.asyncio_tasks
         self.made: list[asyncio.Future[Any]] = []
         self.left: list[asyncio.Future[Any]] = []
@@ -245,7 +248,9 @@ def expect_each_is_over_once(play: Play) -> None:
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none, whose settings this is one of."""
-    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.why_out_of_reach", lambda: None)
+    monkeypatch.setattr(
+        "sglang_inflight.frontend.updates.kv_policy.why_cache_cannot_be_flushed", lambda: None
+    )
 
 
 def test_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:

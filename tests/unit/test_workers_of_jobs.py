@@ -15,7 +15,7 @@ from sglang.srt.managers.io_struct import msgpack_encode
 from sglang_inflight.messages import BaseReq, Done, Failed, StatusCall
 from sglang_inflight.scheduler import answers
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.tensors import _unpickle
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
@@ -82,9 +82,9 @@ def test_a_file_whose_name_is_no_text(thread: StagingWorker, wire: Wire, tmp_pat
     Path(path.decode(errors="surrogateescape")).write_bytes(b"abc")
 
     def read() -> Any:
-        with Aside(lambda: None) as aside:
+        with AbandonableThread(lambda: None) as thread:
             paths = [str(file) for file in tmp_path.iterdir()]
-            return list(read_safetensors(paths, aside, RateLimit(0, lambda: False)))
+            return list(read_safetensors(paths, thread, RateLimit(0, lambda: False)))
 
     expect_failure(thread, wire, read, r"model-\udcff.safetensors")
 

@@ -10,11 +10,11 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
-from sglang_inflight.frontend.standing_aside import is_adopted
+from sglang_inflight.frontend.hook_guard import is_adopted
 from sglang_inflight.unsupported import ask_in_a_launch, launch
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedEngine
+    from sglang_inflight.frontend.patched_types import PatchedEngine
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
 # upstream's, which are replaced; the others are new
@@ -52,7 +52,7 @@ def add_methods() -> None:
             upstreams.__doc__ = method.waiting.__doc__
 
 
-def _home(engine: AdoptedEngine) -> asyncio.AbstractEventLoop:
+def _home(engine: PatchedEngine) -> asyncio.AbstractEventLoop:
     """The loop that the engine lives on: where its answers come in, once it was used.
 
     Upstream's is the one that was current when the engine was made. An engine that was made
@@ -67,11 +67,11 @@ def _home(engine: AdoptedEngine) -> asyncio.AbstractEventLoop:
     return home
 
 
-def _adopt(engine: AdoptedEngine, loop: asyncio.AbstractEventLoop) -> None:
+def _adopt(engine: PatchedEngine, loop: asyncio.AbstractEventLoop) -> None:
     vars(engine)["loop"] = loop
 
 
-def end_what_waits(engine: AdoptedEngine) -> None:
+def end_what_waits(engine: PatchedEngine) -> None:
     """Before the ranks are ended: nobody answers any more."""
     frontend = getattr(getattr(engine, "tokenizer_manager", None), "inflight", None)
     if frontend is not None:

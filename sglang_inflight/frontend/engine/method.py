@@ -13,7 +13,7 @@ from sglang_inflight.frontend.engine.arguments import Arguments, Given
 from sglang_inflight.frontend.engine.shared_loop import is_nested, refuse_where_a_loop_runs
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedEngine, AdoptedTokenizerManager
+    from sglang_inflight.frontend.patched_types import PatchedEngine, PatchedTokenizerManager
 
 B = TypeVar("B", bound=Body)
 
@@ -39,17 +39,17 @@ class EngineMethod(Generic[B]):
         self.name = do.__name__
         arguments = Arguments(self.name, shape, positional, prepare)
 
-        async def attend(engine: AdoptedEngine, body: B) -> Any:
-            answer = await manager_of(engine).inflight.lifetime.attend(do(engine, body))
+        async def attend(engine: PatchedEngine, body: B) -> Any:
+            answer = await manager_of(engine).inflight.lifetime.unless_shut_down(do(engine, body))
             return answer.as_json() if isinstance(answer, Answer) else answer
 
-        async def asynchronous(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
+        async def asynchronous(engine: PatchedEngine, *args: Any, **named: Any) -> Any:
             if without_us is not None and (why := _why_inactive(engine)) is not None:
                 return without_us(why)
             require_home(engine)
             return await attend(engine, arguments.read(engine, args, named))
 
-        def waiting(engine: AdoptedEngine, *args: Any, **named: Any) -> Any:
+        def waiting(engine: PatchedEngine, *args: Any, **named: Any) -> Any:
             if without_us is not None and (why := _why_inactive(engine)) is not None:
                 return without_us(why)
             manager_of(engine)
@@ -59,7 +59,7 @@ class EngineMethod(Generic[B]):
             return engine.loop.run_until_complete(attend(engine, body))
 
         def instead(
-            upstreams: Callable[..., Any], engine: AdoptedEngine, *args: Any, **named: Any
+            upstreams: Callable[..., Any], engine: PatchedEngine, *args: Any, **named: Any
         ) -> Any:
             why = _why_inactive(engine)
             if why is None:
@@ -84,7 +84,7 @@ def engine_method(
     return lambda do: EngineMethod(do, shape, positional, prepare, without_us)
 
 
-def manager_of(engine: AdoptedEngine) -> AdoptedTokenizerManager:
+def manager_of(engine: PatchedEngine) -> PatchedTokenizerManager:
     """Of an engine that runs with us. Raises ``NotOffered`` for any other."""
     manager = engine.tokenizer_manager
     if manager is None:
@@ -97,13 +97,13 @@ def manager_of(engine: AdoptedEngine) -> AdoptedTokenizerManager:
     return manager
 
 
-def _why_inactive(engine: AdoptedEngine) -> str | None:
+def _why_inactive(engine: PatchedEngine) -> str | None:
     """None where the engine runs with us, or is a further node."""
     manager = engine.tokenizer_manager
     return manager.why_inactive if manager is not None else None
 
 
-def require_home(engine: AdoptedEngine) -> None:
+def require_home(engine: PatchedEngine) -> None:
     """Raises ``RuntimeError`` on another event loop than the one that the engine lives on."""
     home = manager_of(engine).event_loop
     if home is not None and home is not asyncio.get_running_loop():

@@ -52,12 +52,12 @@ from sglang_inflight.grants import (
 )
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.status import Status, describe_inactive
-from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedEngine
-    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
+    from sglang_inflight.frontend.patched_types import PatchedEngine
+    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
 
 Outcome = Receipt | StagedSoFar | Begun | Deferred | SuccessAndMessage | tuple[bool, str, int]
 
@@ -74,7 +74,7 @@ class NoArguments(Body, kw_only=True):
 
 @engine_method(PauseBody, "mode")
 async def pause_generation(
-    engine: AdoptedEngine, body: PauseBody
+    engine: PatchedEngine, body: PauseBody
 ) -> Grant | NamelessGrant | WindowGrant:
     """Pause generation, or renew a pause. Returns when every rank stands still.
 
@@ -89,7 +89,7 @@ async def pause_generation(
 
 
 @engine_method(ContinueBody)
-async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> Release | WindowRelease:
+async def continue_generation(engine: PatchedEngine, body: ContinueBody) -> Release | WindowRelease:
     """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
 
     Raises ``Conflict`` where ``pause_id`` is not held any more.
@@ -98,13 +98,13 @@ async def continue_generation(engine: AdoptedEngine, body: ContinueBody) -> Rele
 
 
 @engine_method(NoArguments)
-async def is_paused(engine: AdoptedEngine, body: NoArguments) -> bool:
+async def is_paused(engine: PatchedEngine, body: NoArguments) -> bool:
     """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
     return await manager_of(engine).inflight.calls.is_paused()
 
 
 @engine_method(NoArguments, without_us=describe_inactive)
-async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> Status:
+async def inflight_status(engine: PatchedEngine, body: NoArguments) -> Status:
     """State, holders, versions and staging: of the first rank, and in ``ranks`` of each.
 
     Of an engine that runs without SGLang Inflight: ``{"active": False}``, and why.
@@ -115,7 +115,7 @@ async def inflight_status(engine: AdoptedEngine, body: NoArguments) -> Status:
 # ---- updates -----------------------------------------------------------------------
 
 
-def _say_where(engine: AdoptedEngine, given: Given) -> Given:
+def _say_where(engine: PatchedEngine, given: Given) -> Given:
     for name in ("model_path", "lora_path"):
         if isinstance(given.get(name), os.PathLike):
             given[name] = os.fspath(given[name])
@@ -123,7 +123,7 @@ def _say_where(engine: AdoptedEngine, given: Given) -> Given:
 
 
 @engine_method(DiskBody, "model_path", "load_format", prepare=_say_where)
-async def update_weights_from_disk(engine: AdoptedEngine, body: DiskBody) -> Outcome:
+async def update_weights_from_disk(engine: PatchedEngine, body: DiskBody) -> Outcome:
     """Update from a checkpoint's folder: a whole one, unless ``partial`` is true.
 
     docs/api.md has a table of the fields. With ``non_blocking=True`` requests run on
@@ -133,7 +133,7 @@ async def update_weights_from_disk(engine: AdoptedEngine, body: DiskBody) -> Out
     return (*outcome, 0) if isinstance(outcome, tuple) else outcome
 
 
-def _serialize(engine: AdoptedEngine, given: Given) -> Given:
+def _serialize(engine: PatchedEngine, given: Given) -> Given:
     """One payload per rank: a payload may be readable only once."""
     tensors = given.pop("named_tensors")
     if given.get("load_format") == FLATTENED_BUCKET:
@@ -160,7 +160,7 @@ def _by_value(tensors: Iterable[tuple[str, Any]]) -> bytes:
 
 
 @engine_method(TensorBody, "named_tensors", "load_format", "flush_cache", prepare=_serialize)
-async def update_weights_from_tensor(engine: AdoptedEngine, body: TensorBody) -> Outcome:
+async def update_weights_from_tensor(engine: PatchedEngine, body: TensorBody) -> Outcome:
     """Update from ``(name, tensor)`` pairs, or from one serialized payload per rank.
 
     Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
@@ -168,7 +168,7 @@ async def update_weights_from_tensor(engine: AdoptedEngine, body: TensorBody) ->
     return await _update(engine, body)
 
 
-def _name_dtypes(engine: AdoptedEngine, given: Given) -> Given:
+def _name_dtypes(engine: PatchedEngine, given: Given) -> Given:
     """Upstream takes the dtypes themselves, too."""
     names = [
         str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
@@ -187,7 +187,7 @@ def _name_dtypes(engine: AdoptedEngine, given: Given) -> Given:
     "load_format",
     prepare=_name_dtypes,
 )
-async def update_weights_from_distributed(engine: AdoptedEngine, body: DistributedBody) -> Outcome:
+async def update_weights_from_distributed(engine: PatchedEngine, body: DistributedBody) -> Outcome:
     """Update from what rank 0 of ``group_name`` broadcasts.
 
     Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
@@ -196,13 +196,13 @@ async def update_weights_from_distributed(engine: AdoptedEngine, body: Distribut
 
 
 @engine_method(IPCBody, "zmq_handles", "flush_cache")
-async def update_weights_from_ipc(engine: AdoptedEngine, body: IPCBody) -> Outcome:
+async def update_weights_from_ipc(engine: PatchedEngine, body: IPCBody) -> Outcome:
     """Update from a checkpoint-engine process. docs/api.md has a table of the fields."""
     return await _update(engine, body)
 
 
 @engine_method(BeginBody, "selector")
-async def begin_weight_update(engine: AdoptedEngine, body: BeginBody) -> Outcome:
+async def begin_weight_update(engine: PatchedEngine, body: BeginBody) -> Outcome:
     """Open a session: its calls go live together, at ``end_weight_update``.
 
     With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
@@ -212,25 +212,25 @@ async def begin_weight_update(engine: AdoptedEngine, body: BeginBody) -> Outcome
 
 
 @engine_method(SealBody)
-async def seal_weight_update(engine: AdoptedEngine, body: SealBody) -> StagedSoFar:
+async def seal_weight_update(engine: PatchedEngine, body: SealBody) -> StagedSoFar:
     """Check the session and vote for it on every rank, without committing it."""
     return await manager_of(engine).inflight.calls.seal(body)
 
 
 @engine_method(EndBody)
-async def end_weight_update(engine: AdoptedEngine, body: EndBody) -> Outcome:
+async def end_weight_update(engine: PatchedEngine, body: EndBody) -> Outcome:
     """Commit the session on every rank."""
     return await _answer(manager_of(engine).inflight.calls.end(body), body.non_blocking)
 
 
 @engine_method(AbortUpdateBody)
-async def abort_weight_update(engine: AdoptedEngine, body: AbortUpdateBody) -> None:
+async def abort_weight_update(engine: PatchedEngine, body: AbortUpdateBody) -> None:
     """Drop the session, and the tensors staged in it."""
     await manager_of(engine).inflight.calls.abort(body)
 
 
 @engine_method(RollbackBody)
-async def rollback_weights(engine: AdoptedEngine, body: RollbackBody) -> Receipt:
+async def rollback_weights(engine: PatchedEngine, body: RollbackBody) -> Receipt:
     """Return to the version before the last commit.
 
     Raises ``Conflict`` where another version than ``expected_version`` is serving.
@@ -247,21 +247,21 @@ async def rollback_weights(engine: AdoptedEngine, body: RollbackBody) -> Receipt
     "group_name",
     "backend",
 )
-async def init_weights_update_group(engine: AdoptedEngine, body: JoinGroupBody) -> tuple[bool, str]:
+async def init_weights_update_group(engine: PatchedEngine, body: JoinGroupBody) -> tuple[bool, str]:
     """Join a group with a trainer, whose ranks count from ``rank_offset``."""
     return await as_sglang_answers(manager_of(engine).inflight.groups.join(body))
 
 
 @engine_method(LeaveGroupBody, "group_name")
 async def destroy_weights_update_group(
-    engine: AdoptedEngine, body: LeaveGroupBody
+    engine: PatchedEngine, body: LeaveGroupBody
 ) -> tuple[bool, str]:
     """Leave the group with a trainer."""
     return await as_sglang_answers(manager_of(engine).inflight.groups.leave(body))
 
 
 async def _update(
-    engine: AdoptedEngine, body: UpdateBody
+    engine: PatchedEngine, body: UpdateBody
 ) -> Receipt | StagedSoFar | SuccessAndMessage:
     return await _answer(manager_of(engine).inflight.calls.update(body), body.non_blocking)
 
@@ -274,7 +274,7 @@ async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndM
 
 
 @engine_method(LoadFolderBody, "lora_name", "lora_path", "pinned", prepare=_say_where)
-async def load_lora_adapter(engine: AdoptedEngine, body: LoadFolderBody) -> AdapterAnswer:
+async def load_lora_adapter(engine: PatchedEngine, body: LoadFolderBody) -> AdapterAnswer:
     """Load an adapter from a folder.
 
     With ``replace=True`` it may take the name from the adapter that has it. ``running`` says
@@ -284,7 +284,7 @@ async def load_lora_adapter(engine: AdoptedEngine, body: LoadFolderBody) -> Adap
     return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.load(body))
 
 
-def _serialize_adapter(engine: AdoptedEngine, given: Given) -> Given:
+def _serialize_adapter(engine: PatchedEngine, given: Given) -> Given:
     tensors = given.pop("tensors")
     payloads = engine._serialize_tensors_per_rank(tensors, given.get("load_format"))
     return {**given, "serialized_named_tensors": payloads}
@@ -299,14 +299,14 @@ def _serialize_adapter(engine: AdoptedEngine, given: Given) -> Given:
     prepare=_serialize_adapter,
 )
 async def load_lora_adapter_from_tensors(
-    engine: AdoptedEngine, body: LoadTensorsBody
+    engine: PatchedEngine, body: LoadTensorsBody
 ) -> AdapterAnswer:
     """Load an adapter from its tensors, by name. The other fields are as of a folder."""
     return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.load(body))
 
 
 @engine_method(UnloadAdapterBody, "lora_name")
-async def unload_lora_adapter(engine: AdoptedEngine, body: UnloadAdapterBody) -> AdapterAnswer:
+async def unload_lora_adapter(engine: PatchedEngine, body: UnloadAdapterBody) -> AdapterAnswer:
     """Unload an adapter when its last request has ended; ``non_blocking`` waits for none."""
     return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.unload(body))
 
@@ -323,13 +323,13 @@ async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> Ada
 
 
 @engine_method(NoArguments)
-async def flush_cache(engine: AdoptedEngine, body: NoArguments) -> Any:
+async def flush_cache(engine: PatchedEngine, body: NoArguments) -> Any:
     """Forget every cached prefix. The answer says whether requests kept it from that."""
     return await manager_of(engine).flush_cache()
 
 
 @engine_method(ReleaseMemoryBody, "tags")
-async def release_memory_occupation(engine: AdoptedEngine, body: ReleaseMemoryBody) -> MemoryMoved:
+async def release_memory_occupation(engine: PatchedEngine, body: ReleaseMemoryBody) -> MemoryMoved:
     """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph.
 
     ``keep_weights`` is "host" (they come back as they were) or "discard" (they are to be sent).
@@ -339,7 +339,7 @@ async def release_memory_occupation(engine: AdoptedEngine, body: ReleaseMemoryBo
 
 
 @engine_method(ResumeMemoryBody, "tags")
-async def resume_memory_occupation(engine: AdoptedEngine, body: ResumeMemoryBody) -> MemoryMoved:
+async def resume_memory_occupation(engine: PatchedEngine, body: ResumeMemoryBody) -> MemoryMoved:
     """Take back the memory of ``tags`` that were released. Raises ``Conflict`` for others."""
     return await manager_of(engine).inflight.calls.resume_memory(body)
 

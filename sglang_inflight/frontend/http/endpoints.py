@@ -19,7 +19,7 @@ from sglang_inflight.errors import Dropped, InflightError
 from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
 from sglang_inflight.frontend.calls import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 

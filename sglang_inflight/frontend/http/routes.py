@@ -38,7 +38,6 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.adapters import with_adapter
-from sglang_inflight.frontend.http.attended import attended_by
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     guarded,
@@ -48,13 +47,14 @@ from sglang_inflight.frontend.http.endpoints import (
     with_body,
     with_payloads,
 )
+from sglang_inflight.frontend.http.fails_on_shutdown import fails_on_shutdown
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.grants import Grant
 from sglang_inflight.receipt import Begun
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ B = TypeVar("B", bound=Body)
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put our routes before upstream's of the same path."""
     routes = _Routes(frontend, tokenizer_manager)
-    router = APIRouter(tags=[TAG], route_class=attended_by(frontend.lifetime))
+    router = APIRouter(tags=[TAG], route_class=fails_on_shutdown(frontend.lifetime))
 
     def post(
         path: str,

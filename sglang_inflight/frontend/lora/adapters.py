@@ -42,13 +42,13 @@ from sglang_inflight.messages import (
     MoveRequestsCall,
     NameAdaptersCall,
 )
+from sglang_inflight.sglang_types.runtime_context import get_lora, get_memory, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
-from sglang_inflight.upstream.runtime_context import get_lora, get_memory, get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
-    from sglang_inflight.frontend.workers.board import Board
+    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Adapters:
         self._ranks = ranks
         self._in_background = in_background
         # to the processes whose requests use adapters, where this one takes none
-        self.board: Board | None = None
+        self.broadcast: StateBroadcast | None = None
         # of all adapters
         self._loads = itertools.count(1)
         # by name: what was loaded last from a folder, and its version
@@ -267,8 +267,8 @@ class Adapters:
         """
         registry = self._tokenizer_manager.lora_registry
         try:
-            if self.board is not None:
-                await self.board.until_heard()
+            if self.broadcast is not None:
+                await self.broadcast.wait_acked()
             counter = registry._counters.get(old_id)
             while counter is not None and counter.value():
                 try:
@@ -308,9 +308,9 @@ class Adapters:
         # the ranks of a replica hold the same requests
         retracted = {answer.dp_rank: answer.retracted for answer in answers}
         await count_as_moved(self._tokenizer_manager, rids, old_id, move.to_id)
-        if self.board is not None and rids:
-            self.board.tell_of_move(sorted(rids), old_id, move.to_id)
-            await self.board.until_heard()
+        if self.broadcast is not None and rids:
+            self.broadcast.tell_of_move(sorted(rids), old_id, move.to_id)
+            await self.broadcast.wait_acked()
         await new.decrement()
         return len(rids), sum(retracted.values())
 

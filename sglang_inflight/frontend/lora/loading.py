@@ -20,15 +20,15 @@ from sglang_inflight.frontend.lora.unloading import why_no_room_in_a_pause
 from sglang_inflight.messages import LoadAdapter, LoadAdapterFromTensors
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
-    from sglang_inflight.upstream.requests import LoadAdapterRequest
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 Load = Callable[..., Awaitable[Any]]
 
 
 async def load_everywhere(
-    load: Load, tm: AdoptedTokenizerManager, obj: LoadAdapterRequest, *args: Any
+    load: Load, tm: PatchedTokenizerManager, obj: LoadAdapterRequest, *args: Any
 ) -> Any:
     """Around SGLang's own loading, whoever asks for it. In a worker that is a request."""
     if (worker := tm.inflight.worker) is not None:
@@ -41,7 +41,7 @@ async def load_everywhere(
 
 
 async def _load_everywhere(
-    load: Load, tm: AdoptedTokenizerManager, request: Any, *args: Any
+    load: Load, tm: PatchedTokenizerManager, request: Any, *args: Any
 ) -> Any:
     if (reason := await why_no_room_in_a_pause(tm)) is not None:
         return LoRAUpdateOutput(success=False, error_message=reason)
@@ -66,7 +66,7 @@ def new_name(name: str) -> str:
     return f"{name}#{uuid.uuid4().hex}"
 
 
-def _as_ours(tm: AdoptedTokenizerManager, obj: Any) -> Any:
+def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:
     """SGLang's own request, with a version."""
     shape: Any = LoadAdapter
     if isinstance(obj, LoadLoRAAdapterFromTensorsReqInput):

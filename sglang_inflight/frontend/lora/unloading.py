@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import ADAPTER_IN_USE
-from sglang_inflight.upstream.runtime_context import get_lora
+from sglang_inflight.sglang_types.runtime_context import get_lora
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
-    from sglang_inflight.upstream.requests import UnloadAdapterRequest
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.sglang_types.requests import UnloadAdapterRequest
 
 # How often an unloading that waits for requests looks whether somebody paused them.
 LOOK_S = 0.2
@@ -26,7 +26,7 @@ Unload = Callable[..., Awaitable[Any]]
 
 
 async def refuse_to_unload_in_a_pause(
-    unload: Unload, tm: AdoptedTokenizerManager, obj: UnloadAdapterRequest, *args: Any
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest, *args: Any
 ) -> Any:
     """Around the call of a user. Raises ``Conflict`` before anything is changed.
 
@@ -43,7 +43,7 @@ async def refuse_to_unload_in_a_pause(
 
 
 async def stop_unloading_in_a_pause(
-    unload: Unload, tm: AdoptedTokenizerManager, obj: UnloadAdapterRequest
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest
 ) -> Any:
     """Around what holds the lock of adapters, also to make room for one that is loaded.
 
@@ -65,7 +65,7 @@ async def stop_unloading_in_a_pause(
 
 
 async def _unload_when_ranks_let(
-    unload: Unload, tm: AdoptedTokenizerManager, obj: UnloadAdapterRequest
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest
 ) -> Any:
     while True:
         result = await unload(tm, obj)
@@ -76,7 +76,7 @@ async def _unload_when_ranks_let(
         await asyncio.sleep(LOOK_S)
 
 
-async def why_no_room_in_a_pause(tm: AdoptedTokenizerManager) -> str | None:
+async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
     """Why one more adapter cannot be loaded now, or None where it can.
 
     Upstream loads it, and unloads the one that was used least recently, whose name requests do
@@ -93,7 +93,7 @@ async def why_no_room_in_a_pause(tm: AdoptedTokenizerManager) -> str | None:
     return None
 
 
-def _users(tm: AdoptedTokenizerManager, name: str) -> int:
+def _users(tm: PatchedTokenizerManager, name: str) -> int:
     """How many requests use the adapter, which may wait to be unloaded already."""
     ref = tm.lora_registry.get_all_adapters().get(name)
     lora_id = ref.lora_id if ref is not None else tm.pending_lora_unloads.get(name)

@@ -64,7 +64,7 @@ class Groups:
         await self._ranks.carry_out(call, LEAVE_TIMEOUT_S)
 
     @asynccontextmanager
-    async def in_step(self, source: Source) -> AsyncIterator[None]:
+    async def mark_broken_on_failure(self, source: Source) -> AsyncIterator[None]:
         """Around a call that brings weights: where it fails, its group knows."""
         if not isinstance(source, DistributedSource):
             yield

@@ -6,7 +6,7 @@ import functools
 import logging
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.frontend.tiers import why_out_of_reach
+from sglang_inflight.frontend.tiers import why_cache_cannot_be_flushed
 from sglang_inflight.messages import KVPolicy
 from sglang_inflight.unsupported import why_no_retraction
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
     """Raises ``Refused``. ``retracts`` where requests may be running at the commit."""
-    if kv_cache != "keep" and (reason := why_out_of_reach()) is not None:
+    if kv_cache != "keep" and (reason := why_cache_cannot_be_flushed()) is not None:
         raise Refused(f'kv_cache={kv_cache!r} is not supported: {reason}; pass kv_cache="keep"')
     if retracts and kv_cache == "recompute" and (reason := why_no_retraction()) is not None:
         raise Refused(
@@ -26,7 +26,7 @@ def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
 
 def as_sglang_does(kv_cache: KVPolicy) -> KVPolicy:
     """For a caller who asks for nothing of ours: SGLang flushes what it can, or nothing."""
-    if kv_cache == "keep" or (reason := why_out_of_reach()) is None:
+    if kv_cache == "keep" or (reason := why_cache_cannot_be_flushed()) is None:
         return kv_cache
     _warn(reason)
     return "keep" if kv_cache == "fence" else kv_cache

@@ -126,7 +126,7 @@ class OpenUpdate:
         self.weight_version = wanted.weight_version or self.weight_version
         self.torch_empty_cache |= wanted.torch_empty_cache
         self.aborts_requests |= wanted.aborts_requests
-        if self.kv_cache is None or wanted.insists_on_kv_policy:
+        if self.kv_cache is None or wanted.kv_policy_is_explicit:
             self.kv_cache = wanted.kv_policy
         of_draft = "draft" in (wanted.selector, self.opening.selector)
         if isinstance(wanted.source, DiskSource) and not of_draft:

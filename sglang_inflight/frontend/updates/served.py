@@ -10,7 +10,7 @@ from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import CommitCall, Committed, Described, RankAnswer
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 
 class Served:

@@ -41,10 +41,10 @@ from sglang_inflight.messages import (
     TensorSource,
 )
 from sglang_inflight.receipt import Receipt
-from sglang_inflight.upstream.runtime_context import get_disagg
+from sglang_inflight.sglang_types.runtime_context import get_disagg
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class TwoPhase:
     def _add(self, update: OpenUpdate, wanted: Wanted) -> None:
         update.move(Event.STAGE)
         update.add(wanted)
-        if wanted.exceeds_sglang:
+        if wanted.uses_our_fields:
             require_supported(update.kv_policy, retracts=wanted.non_blocking)
 
     async def _call(self, call: InflightCall[A], deadline: Deadline) -> list[A]:

@@ -25,11 +25,11 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.tasks import keep
+from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event, Phase
-from sglang_inflight.frontend.updates.quiet import Quiet
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import RenameCall, RollbackCall
@@ -37,7 +37,7 @@ from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 
 class Updates:
@@ -48,13 +48,13 @@ class Updates:
         tokenizer_manager: TokenizerManager,
         two_phase: TwoPhase,
         groups: Groups,
-        quiet: Quiet,
+        idle: NoRequestsRunning,
         settings: Settings,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._two_phase = two_phase
         self._groups = groups
-        self._quiet = quiet
+        self._idle = idle
         self._settings = settings
         # the session that was begun last, whatever became of it, until a caller has ended it
         self._last: OpenUpdate | None = None
@@ -89,7 +89,7 @@ class Updates:
         committed and others could not.
         """
         source = body.source
-        async with self._groups.in_step(source):
+        async with self._groups.mark_broken_on_failure(source):
             wanted = Wanted.of(body, source, self._deadline(body.timeout_s))
             session = self._session_for(wanted)
             if session is not None:
@@ -102,7 +102,7 @@ class Updates:
         async with self._two_phase.dropped_on_failure(update), AsyncExitStack() as stack:
             # one that ends all requests at its commit need not wait for their end
             if not wanted.non_blocking and not wanted.aborts_requests:
-                await self._quiet.enter(stack, update, wanted.deadline)
+                await self._idle.enter(stack, update, wanted.deadline)
             await self._two_phase.stage_whole(update, wanted)
             await self._two_phase.vote_on_kv(update, wanted.deadline)
             return await self._two_phase.commit(update)
@@ -199,7 +199,7 @@ class Updates:
         with self._no_more_pieces(body.session_id):
             session = self._require_named(body.session_id)
             ending = Ending.of(body)
-            if ending.exceeds_sglang:
+            if ending.uses_our_fields:
                 policy = ending.kv_policy or session.kv_policy
                 require_supported(policy, retracts=ending.non_blocking)
             return await session.being_ended.join(lambda: self._end(session, ending))
@@ -214,7 +214,7 @@ class Updates:
             # requests that are held would be waited for in vain
             waits = not (ending.non_blocking or session.aborts_requests or session.in_place)
             if waits:
-                await self._quiet.enter(stack, session, deadline)
+                await self._idle.enter(stack, session, deadline)
             await self._seal(session, deadline)
             await self._two_phase.vote_on_kv(session, deadline)
             return await self._two_phase.commit(session)

@@ -73,9 +73,9 @@ class Wanted:
     weight_version: str | None
     kv_policy: KVPolicy
     # whether SGLang has no such call, so that less than the policy is an error
-    exceeds_sglang: bool
+    uses_our_fields: bool
     # whether the policy holds for the whole session, whatever calls before said
-    insists_on_kv_policy: bool
+    kv_policy_is_explicit: bool
     # stage while requests run
     non_blocking: bool
     # at the commit, all of them
@@ -85,7 +85,7 @@ class Wanted:
     @classmethod
     def of(cls, body: UpdateBody, source: Source, deadline: Deadline) -> Wanted:
         """``source`` is that of ``body``: each time it is asked for, it is another one."""
-        exceeds_sglang = body.kv_cache is not None or body.non_blocking
+        uses_our_fields = body.kv_cache is not None or body.non_blocking
         return cls(
             source=source,
             deadline=deadline,
@@ -97,9 +97,9 @@ class Wanted:
             partial=body.is_partial,
             expected_version=body.expected_version,
             weight_version=body.weight_version,
-            kv_policy=body.kv_policy if exceeds_sglang else as_sglang_does(body.kv_policy),
-            exceeds_sglang=exceeds_sglang,
-            insists_on_kv_policy=body.kv_cache is not None or body.flush_cache,
+            kv_policy=body.kv_policy if uses_our_fields else as_sglang_does(body.kv_policy),
+            uses_our_fields=uses_our_fields,
+            kv_policy_is_explicit=body.kv_cache is not None or body.flush_cache,
             non_blocking=body.non_blocking,
             aborts_requests=body.abort_all_requests,
             torch_empty_cache=body.torch_empty_cache,
@@ -116,7 +116,7 @@ class Ending:
     torch_empty_cache: bool
 
     @property
-    def exceeds_sglang(self) -> bool:
+    def uses_our_fields(self) -> bool:
         return self.kv_policy is not None or self.non_blocking
 
     @classmethod

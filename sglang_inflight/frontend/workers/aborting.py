@@ -3,7 +3,7 @@
 SGLang's worker hands a name that it does not know to the schedulers, which end whatever they have
 of that name when the message arrives: perhaps a later request than the one that was meant, and no
 request of a group, whose name the schedulers do not know. Here the worker that has a request ends
-it (``Board.abort``).
+it (``StateBroadcast.abort``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from sglang_inflight.frontend.http.endpoints import refusal
 from sglang_inflight.frontend.workers.forward import owners_client
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
-    from sglang_inflight.frontend.workers.board import Board
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 # SGLang's, of which a worker's app has its own form
 _PATH = "/abort_request"
@@ -53,7 +53,7 @@ async def abort(calls: Path, names: list[str]) -> int:
     return msgspec.json.decode(response.content, type=int)
 
 
-def mount_in_worker(app: FastAPI, tokenizer_manager: AdoptedTokenizerManager) -> None:
+def mount_in_worker(app: FastAPI, tokenizer_manager: PatchedTokenizerManager) -> None:
     """Before SGLang's route. Answers as it does: 200 and no content, whatever has the name."""
 
     async def abort_request(request: Request) -> Response:
@@ -71,12 +71,12 @@ def mount_in_worker(app: FastAPI, tokenizer_manager: AdoptedTokenizerManager) ->
     app.router.routes.insert(0, Route(_PATH, endpoint, methods=["POST"], include_in_schema=False))
 
 
-def mount(app: FastAPI, board: Board) -> None:
+def mount(app: FastAPI, broadcast: StateBroadcast) -> None:
     """In the owner."""
 
     async def end(request: Request) -> Response:
         names = msgspec.json.decode(await request.body(), type=list[str])
-        content = msgspec.json.encode(await board.abort(names))
+        content = msgspec.json.encode(await broadcast.abort(names))
         return Response(content, media_type="application/json")
 
     app.router.add_api_route(_OWNERS_PATH, end, methods=["POST"])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_inflight.frontend.workers.invitation import ATTRIBUTE
+from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import GenerationContinues, RankIsSilent
 
@@ -31,7 +31,7 @@ def invite_workers(write: Callable[..., Any], obj: Any, name: str) -> Any:
     _owner = Owner(server_args, port_args)
     _owner.start()
     invited = copy.copy(port_args)
-    setattr(invited, ATTRIBUTE, _owner.invitation)
+    setattr(invited, ATTRIBUTE, _owner.owner_endpoint)
     return write((invited, server_args, scheduler_info), name)
 
 

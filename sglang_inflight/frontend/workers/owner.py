@@ -9,7 +9,7 @@ them and the schedulers. It lives as long as the server, so the owner is there: 
 to it as HTTP (``forward.py``), so it answers each by the very routes, reads bodies, and sees a
 caller leave. A worker that dies takes its connections along, and nothing else.
 
-What a call has changed every worker knows before its answer goes out (``board.py``): an answer
+What a call has changed every worker knows before its answer goes out (``broadcast.py``): an answer
 begins with the owner's, and the owner's waits until all have heard. So a version that a receipt
 names is the one that any worker names from then on.
 
@@ -38,20 +38,20 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.farewell import let_go
+from sglang_inflight.frontend.shutdown import let_go
 from sglang_inflight.frontend.workers import aborting, reloading
-from sglang_inflight.frontend.workers.board import Board
+from sglang_inflight.frontend.workers.adapter_refcounts import OwnersRegistry
+from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
 from sglang_inflight.frontend.workers.folder import OwnersFolder
 from sglang_inflight.frontend.workers.forward import FLUSH
-from sglang_inflight.frontend.workers.invitation import Invitation
-from sglang_inflight.frontend.workers.news import LONGEST_LINE, Adapter, News
-from sglang_inflight.frontend.workers.told_to_go import ToldToGo
-from sglang_inflight.frontend.workers.uses import OwnersRegistry
+from sglang_inflight.frontend.workers.protocol import LONGEST_LINE, Adapter, ServerState
+from sglang_inflight.frontend.workers.shutdown_signal import ShutdownSignal
+from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
-    from sglang_inflight.frontend.upstream.lora_registry import LoRARef, LoRARegistry
-    from sglang_inflight.upstream.server_args import PortArgs, ServerArgs
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.sglang_types.lora_registry import LoRARef, LoRARegistry
+    from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Preprocessed:
 class OwnersManager(TokenizerManager):
     """A ``TokenizerManager`` without requests, and so without what only they need."""
 
-    board: Board | None = None
+    broadcast: StateBroadcast | None = None
     lora_registry: LoRARegistry
 
     def init_tokenizer_and_processor(self) -> None:
@@ -92,13 +92,13 @@ class OwnersManager(TokenizerManager):
         self.lora_registry = OwnersRegistry(adapters, self._until_known)
 
     async def _until_known(self) -> None:
-        assert self.board is not None
-        await self.board.until_heard()
+        assert self.broadcast is not None
+        await self.broadcast.wait_acked()
 
     def record_config_updates(self, source: str, **fields: Any) -> None:
         super().record_config_updates(source, **fields)
-        if self.board is not None:
-            self.board.post()
+        if self.broadcast is not None:
+            self.broadcast.post()
 
     async def sigterm_watchdog(self) -> None:
         """The workers end the server, when the last of their requests has ended."""
@@ -111,12 +111,12 @@ class Owner:
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
         self._folder = OwnersFolder()
-        self.invitation = Invitation(self._folder.path)
+        self.owner_endpoint = OwnerEndpoint(self._folder.path)
         self._server_args = server_args
         self._port_args = copy.copy(port_args)
-        self._port_args.tokenizer_ipc_name = f"ipc://{self.invitation.folder / 'answers'}"
+        self._port_args.tokenizer_ipc_name = f"ipc://{self.owner_endpoint.folder / 'answers'}"
         self._preprocessed = Preprocessed()
-        self._told_to_go = ToldToGo()
+        self._shutdown_signal = ShutdownSignal()
         self._serves: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     @property
@@ -143,35 +143,37 @@ class Owner:
         made: Any = OwnersManager(
             self._server_args, self._port_args, start_pd_bootstrap_service=False
         )
-        manager: AdoptedTokenizerManager = made
+        manager: PatchedTokenizerManager = made
         made.mm_processor = self._preprocessed
         manager.auto_create_handle_loop()
-        board = Board(
-            lambda: self._news(manager),
+        broadcast = StateBroadcast(
+            lambda: self._state(manager),
             made.lora_registry.count,
             lambda: manager._dispatch_to_scheduler(ShutdownReq()),
         )
-        made.board = manager.inflight.adapters.board = board
-        manager.inflight.in_background(self._told_to_go.listen(lambda: self._go(manager, board)))
-        manager.set_engine_state_changed_callback(board.post)
+        made.broadcast = manager.inflight.adapters.broadcast = broadcast
+        manager.inflight.in_background(
+            self._shutdown_signal.listen(lambda: self._go(manager, broadcast))
+        )
+        manager.set_engine_state_changed_callback(broadcast.post)
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
         reloading.mount(app, manager)
-        aborting.mount(app, board)
+        aborting.mount(app, broadcast)
         calls = socket.socket(socket.AF_UNIX)
-        calls.bind(str(self.invitation.calls))
+        calls.bind(str(self.owner_endpoint.calls))
         calls.listen(128)
-        config = uvicorn.Config(AnswersWhenHeard(app, board), lifespan="off", log_config=None)
+        config = uvicorn.Config(AnswersWhenHeard(app, broadcast), lifespan="off", log_config=None)
         # the worker that was called has a line of it, and nobody else answers here
         logging.getLogger("uvicorn.access").addFilter(lambda _: False)
         async with await asyncio.start_unix_server(
-            board.attend, self.invitation.news, limit=LONGEST_LINE
+            broadcast.attend, self.owner_endpoint.state, limit=LONGEST_LINE
         ):
             self._serves.set_result(None)
             await uvicorn.Server(config).serve(sockets=[calls])
 
-    def _news(self, manager: AdoptedTokenizerManager) -> News:
-        return News(
+    def _state(self, manager: PatchedTokenizerManager) -> ServerState:
+        return ServerState(
             weight_version=manager.config_value("weight_version"),
             model_path=manager.model_path,
             load_format=manager.config_value("load_format"),
@@ -183,13 +185,13 @@ class Owner:
             reloadable=_rows(manager.lora_ref_cache),
         )
 
-    def _go(self, manager: AdoptedTokenizerManager, board: Board) -> None:
+    def _go(self, manager: PatchedTokenizerManager, broadcast: StateBroadcast) -> None:
         """Pauses end, and none is taken; ranks end when the last request has."""
         if manager.gracefully_exit:
             return
         manager.gracefully_exit = True
         let_go(manager)
-        board.end_when_drained()
+        broadcast.end_when_drained()
 
 
 def _rows(adapters: Mapping[str, LoRARef]) -> tuple[Adapter, ...]:
@@ -199,20 +201,20 @@ def _rows(adapters: Mapping[str, LoRARef]) -> tuple[Adapter, ...]:
 class AnswersWhenHeard:
     """ASGI middleware: an answer begins when every worker has heard what it may say."""
 
-    def __init__(self, app: FastAPI, board: Board) -> None:
+    def __init__(self, app: FastAPI, broadcast: StateBroadcast) -> None:
         self._app = app
-        self._board = board
+        self._broadcast = broadcast
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_when_heard(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await self._board.until_heard()
+                await self._broadcast.wait_acked()
             await send(message)
 
         await self._app(scope, receive, send_when_heard)
 
 
-def _mount_flush(app: FastAPI, manager: AdoptedTokenizerManager) -> None:
+def _mount_flush(app: FastAPI, manager: PatchedTokenizerManager) -> None:
     """SGLang's route asks the manager of the process that it runs in, which here is none."""
 
     async def flush_cache(timeout: float = Query(0.0, ge=0.0)) -> Response:

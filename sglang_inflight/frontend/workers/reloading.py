@@ -14,9 +14,9 @@ from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOut
 from sglang_inflight.frontend.workers.forward import owners_client
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.adopted import AdoptedTokenizerManager
-    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
-    from sglang_inflight.upstream.requests import LoadAdapterRequest
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 # on the owner's socket alone
 _PATH = "/inflight/reload_lora_adapter"
@@ -43,7 +43,7 @@ async def reload(calls: Path, request: LoadAdapterRequest) -> AdapterAnswer:
     return LoRAUpdateOutput(success=answer.success, error_message=answer.error_message)
 
 
-def mount(app: FastAPI, manager: AdoptedTokenizerManager) -> None:
+def mount(app: FastAPI, manager: PatchedTokenizerManager) -> None:
     """In the owner."""
 
     async def load(request: Request) -> Response:

@@ -14,29 +14,29 @@ from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.sglangs_pause import let_requests_in
 from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.workers import aborting
+from sglang_inflight.frontend.workers.adapter_refcounts import WorkersRegistry, as_sglangs
+from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
 from sglang_inflight.frontend.workers.forward import Forward
-from sglang_inflight.frontend.workers.invitation import Invitation
-from sglang_inflight.frontend.workers.news import (
+from sglang_inflight.frontend.workers.protocol import (
     LONGEST_LINE,
     Abort,
     Aborted,
-    Drained,
-    Heard,
+    Ack,
+    AdapterRefs,
+    Idle,
     Moved,
-    News,
     Said,
+    ServerState,
     Uses,
-    Using,
     line,
     read_told,
 )
 from sglang_inflight.frontend.workers.reloading import reload
-from sglang_inflight.frontend.workers.uses import WorkersRegistry, as_sglangs
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.lora_registry import AdapterAnswer
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
-    from sglang_inflight.upstream.requests import LoadAdapterRequest
+    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Takes requests, and tells SGLang's readers in this process what the owner says.
 
-    Made before the worker takes its first request, and it has heard the news by then: also one
+    Made before the worker takes its first request, and it has heard the state by then: also one
     that is started anew, after another one died, whose arguments are those of the server's
     start. Lives on the worker's event loop.
     """
 
     def __init__(
         self,
-        invitation: Invitation,
+        owner_endpoint: OwnerEndpoint,
         forward: Forward,
         frontend: Frontend,
         tokenizer_manager: TokenizerManager,
@@ -59,19 +59,19 @@ class Worker:
         self._frontend = frontend
         self._tokenizer_manager = tokenizer_manager
         self._writer: asyncio.StreamWriter | None = None
-        self._calls = invitation.calls
+        self._calls = owner_endpoint.calls
         self._forward = forward
         self._adapters = WorkersRegistry(self._uses_have_changed)
         tokenizer_manager.lora_registry = self._adapters
         self._told_uses: Uses = {}
         self._tells_uses_soon = False
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(str(invitation.news))
+        connection.connect(str(owner_endpoint.state))
         # no byte more than the line, because the rest is read elsewhere
         with connection.makefile("rb", buffering=0) as file:
             first = read_told(file.readline())
-        assert isinstance(first, News)
-        self._news = first
+        assert isinstance(first, ServerState)
+        self._state = first
         self._act(first)
         connection.setblocking(False)
         keep(tokenizer_manager.asyncio_tasks, self._listen(connection))
@@ -83,7 +83,7 @@ class Worker:
         """Its requests have ended. SGLang would end the schedulers now, and with them the
         requests of other workers.
         """
-        self._say(Drained())
+        self._say(Idle())
 
     async def until_answered(self) -> None:
         """The owner has ended the schedulers by then, and answered what waited for them."""
@@ -115,38 +115,38 @@ class Worker:
             sock=connection, limit=LONGEST_LINE
         )
         self._tell_uses()
-        self._say(Heard(self._news.number))
+        self._say(Ack(self._state.number))
         while told := await reader.readline():
             match read_told(told):
-                case News() as news:
-                    self._act(news)
-                    await self._adapters.until_counted()
+                case ServerState() as state:
+                    self._act(state)
+                    await self._adapters.flush_lookups()
                     self._tell_uses()
-                    self._say(Heard(news.number))
+                    self._say(Ack(state.number))
                 case Abort(number=number, names=names):
                     self._say(Aborted(number, self._frontend.aborts.here(names)))
                 case Moved(rids=rids, from_id=from_id, to_id=to_id):
                     await count_as_moved(self._tokenizer_manager, rids, from_id, to_id)
                     self._tell_uses()
 
-    def _act(self, news: News) -> None:
-        tokenizer_manager, before = self._tokenizer_manager, self._news
-        self._news = news
-        tokenizer_manager._update_weight_version_if_provided(news.weight_version)
-        tokenizer_manager.model_path = news.model_path
-        if news.load_format != tokenizer_manager.config_value("load_format"):
+    def _act(self, state: ServerState) -> None:
+        tokenizer_manager, before = self._tokenizer_manager, self._state
+        self._state = state
+        tokenizer_manager._update_weight_version_if_provided(state.weight_version)
+        tokenizer_manager.model_path = state.model_path
+        if state.load_format != tokenizer_manager.config_value("load_format"):
             tokenizer_manager.record_config_updates(
-                "tokenizer.update_weights", load_format=news.load_format
+                "tokenizer.update_weights", load_format=state.load_format
             )
-        if news.forgotten != before.forgotten:
+        if state.forgotten != before.forgotten:
             clear_preprocessed(tokenizer_manager)
-        tokenizer_manager.initial_weights_loaded = news.initial_weights_loaded
-        tokenizer_manager.is_pause = news.paused
-        if before.paused and not news.paused:
+        tokenizer_manager.initial_weights_loaded = state.initial_weights_loaded
+        tokenizer_manager.is_pause = state.paused
+        if before.paused and not state.paused:
             keep(tokenizer_manager.asyncio_tasks, let_requests_in(tokenizer_manager))
-        self._frontend.is_hollow = news.hollow
-        self._adapters.become(news.adapters)
-        refs = map(as_sglangs, news.reloadable)
+        self._frontend.is_hollow = state.hollow
+        self._adapters.replace_all(state.adapters)
+        refs = map(as_sglangs, state.reloadable)
         tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}
 
     def _uses_have_changed(self) -> None:
@@ -160,7 +160,7 @@ class Worker:
         uses = self._adapters.uses()
         if uses != self._told_uses and self._writer is not None:
             self._told_uses = uses
-            self._say(Using(uses))
+            self._say(AdapterRefs(uses))
 
     def _say(self, said: Said) -> None:
         if self._writer is not None:

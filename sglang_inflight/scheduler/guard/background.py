@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.upstream.by_version import send_control_output
+from sglang_inflight.scheduler.sglang_types.by_version import send_control_output
 from sglang_inflight.threads import start_thread
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 Handler = Callable[[Any], Any]
 

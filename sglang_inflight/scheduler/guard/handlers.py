@@ -35,13 +35,13 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.background import BackgroundHandlers
 from sglang_inflight.scheduler.guard.other_writers import OtherWriters
 from sglang_inflight.scheduler.guard.preconditions import Preconditions
-from sglang_inflight.scheduler.memory.occupation import Occupation
+from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.dispatcher import TypeBasedDispatcher
-    from sglang_inflight.upstream.requests import BatchRequest, OpenSessionRequest, Request
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.dispatcher import TypeBasedDispatcher
+    from sglang_inflight.sglang_types.requests import BatchRequest, OpenSessionRequest, Request
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,14 @@ class Containment:
         self,
         scheduler: Scheduler,
         boundary: Boundary,
-        occupation: Occupation,
+        memory_release: MemoryRelease,
         answers: AnswerChannel,
     ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
         self._answers = answers
-        self._preconditions = Preconditions(scheduler, boundary, occupation)
-        self._writers = OtherWriters(scheduler, boundary, occupation)
+        self._preconditions = Preconditions(scheduler, boundary, memory_release)
+        self._writers = OtherWriters(scheduler, boundary, memory_release)
         self.background = BackgroundHandlers(scheduler)
 
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:

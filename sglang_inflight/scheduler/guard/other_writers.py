@@ -35,13 +35,13 @@ from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_of_any
 from sglang_inflight.scheduler.memory.copies import Copy
-from sglang_inflight.scheduler.memory.occupation import Occupation
+from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.shadow import weights_of
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import CheckWeightsRequest, MemoryRequest, RpcRequest
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.requests import CheckWeightsRequest, MemoryRequest, RpcRequest
 
 _UPDATES = (
     UpdateWeightFromDiskReqInput,
@@ -58,10 +58,12 @@ _RESET = "reset_tensors"
 class OtherWriters:
     """Only the scheduler's thread calls it."""
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary, occupation: Occupation) -> None:
+    def __init__(
+        self, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
+    ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
-        self._occupation = occupation
+        self._occupation = memory_release
 
     @contextmanager
     def around(self, request: Any) -> Iterator[None]:

@@ -23,12 +23,12 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.memory.occupation import Occupation
-from sglang_inflight.upstream.runtime_context import get_device
+from sglang_inflight.scheduler.memory.release import MemoryRelease
+from sglang_inflight.sglang_types.runtime_context import get_device
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import BatchRequest, MemoryRequest, SlowDownRequest
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.requests import BatchRequest, MemoryRequest, SlowDownRequest
 
 # Every step sleeps that long, and the watchdog takes a longer one for a hang: of its time, what a
 # step may sleep beside what it does.
@@ -45,10 +45,12 @@ _READS_WEIGHTS = (
 class Preconditions:
     """Raises ``Refused`` (or a child) before anything is changed."""
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary, occupation: Occupation) -> None:
+    def __init__(
+        self, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
+    ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
-        self._occupation = occupation
+        self._occupation = memory_release
 
     def check(self, request: Any) -> None:
         if isinstance(request, _READS_WEIGHTS):

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.forward_batch import ForwardBatch
-    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
-    from sglang_inflight.scheduler.upstream.req import Req
-    from sglang_inflight.scheduler.upstream.schedule_batch import ScheduleBatch
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.forward_batch import ForwardBatch
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 

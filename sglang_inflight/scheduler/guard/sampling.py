@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from sglang_inflight.scheduler.upstream.sampling_batch_info import SamplingBatchInfo
+    from sglang_inflight.scheduler.sglang_types.sampling_batch_info import SamplingBatchInfo
 
 
-def leave_a_token(_: object, info: SamplingBatchInfo, logits: torch.Tensor, *args: object) -> None:
+def unmask_rows_without_tokens(
+    _: object, info: SamplingBatchInfo, logits: torch.Tensor, *args: object
+) -> None:
     """A grammar may allow what no token of the vocabulary begins with. Nothing has a probability
     then, and drawing from that ends the process, or the scheduler on a CPU.
 

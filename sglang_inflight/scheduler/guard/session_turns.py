@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.pools import SessionSlot, StreamingSession
-    from sglang_inflight.scheduler.upstream.req import Req, Session
+    from sglang_inflight.scheduler.sglang_types.pools import SessionSlot, StreamingSession
+    from sglang_inflight.scheduler.sglang_types.req import Req, Session
 
 
 def hand_back(sessions: StreamingSession, slot: SessionSlot, req: Req) -> None:

@@ -22,15 +22,15 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.lora.fit import why_it_does_not_fit
-from sglang_inflight.scheduler.provenance.adapter_versions import FIRST_VERSION, AdapterVersions
-from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.adapter_versions import FIRST_VERSION, AdapterVersions
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.version_label import AdapterLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.lora import LoRAManager, LoRAUpdateOutput
-    from sglang_inflight.scheduler.upstream.req import Req
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
-    from sglang_inflight.upstream.requests import LoadAdapterRequest, UnloadAdapterRequest
+    from sglang_inflight.scheduler.sglang_types.lora import LoRAManager, LoRAUpdateOutput
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.requests import LoadAdapterRequest, UnloadAdapterRequest
 
 logger = logging.getLogger(__name__)
 

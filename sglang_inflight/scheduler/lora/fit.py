@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang_inflight.scheduler.upstream.lora import LoRAAdapter, LoRAManager, LoRAMemoryPool
+from sglang_inflight.scheduler.sglang_types.lora import LoRAAdapter, LoRAManager, LoRAMemoryPool
 
 Tensors = dict[str, torch.Tensor]
 

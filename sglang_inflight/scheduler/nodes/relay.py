@@ -27,8 +27,8 @@ from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.messages import ANSWERS, GenerationContinues, Pulse, RankAnswer, RankIsSilent
 from sglang_inflight.scheduler.nodes.address import Address, choose_address
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.unsupported import Unsupported
-from sglang_inflight.upstream.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
 

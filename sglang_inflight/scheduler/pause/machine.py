@@ -176,7 +176,7 @@ class Grant:
 
 
 @dataclass(frozen=True)
-class LetGo:
+class Released:
     call: ContinueCall
 
 
@@ -189,7 +189,7 @@ class Refuse:
 
 
 @dataclass(frozen=True)
-class SayThatLeaseIsOver:
+class LeaseExpired:
     pause_id: str
 
 
@@ -198,7 +198,7 @@ class SayThatGenerationContinues:
     """Nobody asked for it."""
 
 
-Saying = Grant | LetGo | Refuse | SayThatLeaseIsOver | SayThatGenerationContinues
+Reply = Grant | Released | Refuse | LeaseExpired | SayThatGenerationContinues
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Transition(NamedTuple):
 
     pauses: HeldPauses
     moves: tuple[Move, ...] = ()
-    sayings: tuple[Saying, ...] = ()
+    sayings: tuple[Reply, ...] = ()
 
 
 def transition(pauses: HeldPauses, event: Event) -> Transition:
@@ -265,9 +265,9 @@ def transition(pauses: HeldPauses, event: Event) -> Transition:
         case Drained(now):
             return _freeze_drained(pauses, now) if pauses.waiting else Transition(pauses)
         case MemoryAway(why):
-            return _fall_asleep(pauses, why)
+            return _memory_released(pauses, why)
         case MemoryBack():
-            return _wake(pauses)
+            return _memory_resumed(pauses)
 
 
 def _ask(pauses: HeldPauses, asked: Asked) -> Transition:
@@ -324,24 +324,24 @@ def _continue(pauses: HeldPauses, call: ContinueCall) -> Transition:
     memory = pauses.memory
     if memory is not None and call.pause_id in (None, MEMORY):
         if call.pause_id is None and pauses.taken_since_memory_went:
-            return Transition(replace(pauses, holders=(memory,)), sayings=(LetGo(call),))
+            return Transition(replace(pauses, holders=(memory,)), sayings=(Released(call),))
         why = f"generation cannot go on: {memory.why}"
         return Transition(pauses, sayings=(Refuse(call, why),))
     if call.pause_id is None:
         _, refusals = _withdraw(pauses, "generation was continued before it was granted")
         moves = _run_on(pauses, torch_empty_cache=call.torch_empty_cache)
-        return Transition(HeldPauses(), moves, (*refusals, LetGo(call)))
+        return Transition(HeldPauses(), moves, (*refusals, Released(call)))
     if pauses.find(call.pause_id) is None:
         return Transition(pauses, sayings=(_refuse_unheld(call, call.pause_id),))
     left = _let_go(pauses, call.pause_id, torch_empty_cache=call.torch_empty_cache)
-    return left._replace(sayings=(*left.sayings, LetGo(call)))
+    return left._replace(sayings=(*left.sayings, Released(call)))
 
 
 def _end_lease(pauses: HeldPauses, pause_id: str) -> Transition:
     if pauses.find(pause_id) is None:
         return Transition(pauses)
     left = _let_go(pauses, pause_id, torch_empty_cache=False)
-    said: tuple[Saying, ...] = (*left.sayings, SayThatLeaseIsOver(pause_id))
+    said: tuple[Reply, ...] = (*left.sayings, LeaseExpired(pause_id))
     if not left.pauses.holders:
         said = (*said, SayThatGenerationContinues())
     return left._replace(sayings=said)
@@ -372,7 +372,7 @@ def _freeze_drained(pauses: HeldPauses, now: float) -> Transition:
     return Transition(HeldPauses(PauseState.FROZEN, holders), (Freeze(),), grants)
 
 
-def _fall_asleep(pauses: HeldPauses, why: str) -> Transition:
+def _memory_released(pauses: HeldPauses, why: str) -> Transition:
     if pauses.state is PauseState.DRAINING:
         return Transition(pauses)
     held = pauses.memory
@@ -384,7 +384,7 @@ def _fall_asleep(pauses: HeldPauses, why: str) -> Transition:
     return Transition(replace(pauses, holders=holders))
 
 
-def _wake(pauses: HeldPauses) -> Transition:
+def _memory_resumed(pauses: HeldPauses) -> Transition:
     if pauses.memory is None:
         return Transition(pauses)
     return _let_go(pauses, MEMORY, torch_empty_cache=False)

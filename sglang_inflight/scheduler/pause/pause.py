@@ -41,29 +41,29 @@ from sglang_inflight.scheduler.pause.machine import (
     Freeze,
     Grant,
     HeldPauses,
+    LeaseExpired,
     LeaseOver,
-    LetGo,
     MemoryAway,
     MemoryBack,
     Move,
     PauseState,
     Refuse,
+    Released,
+    Reply,
     Retract,
     RunOn,
-    Saying,
     SayThatGenerationContinues,
-    SayThatLeaseIsOver,
     WaitOver,
     transition,
 )
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 from sglang_inflight.scheduler.pause.transfers import Transfers
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.status import Holder, PauseStatus
-from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.req import Req
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ class Pause:
             case _:
                 assert_never(move)
 
-    def _say(self, saying: Saying) -> None:
+    def _say(self, saying: Reply) -> None:
         match saying:
             case Grant(call):
                 aborted = self._aborted.pop(call.call_id, 0)
@@ -272,13 +272,13 @@ class Pause:
                     aborted=aborted,
                 )
                 self._answers.succeed(call, answer)
-            case LetGo(released):
+            case Released(released):
                 paused = self.state is not PauseState.RUNNING
                 self._answers.succeed(released, Resumed(paused=paused))
             case Refuse(refused, why):
                 self._aborted.pop(refused.call_id, None)
                 self._answers.fail(refused, Conflict(why))
-            case SayThatLeaseIsOver(pause_id):
+            case LeaseExpired(pause_id):
                 logger.warning("The lease of pause %s ran out.", pause_id)
             case SayThatGenerationContinues():
                 logger.warning("Nobody holds a pause any more: generation continues.")
@@ -319,7 +319,7 @@ class Pause:
         if self._frozen_at is None:
             return
         seconds = time.perf_counter() - self._frozen_at
-        self.forgive(seconds)
+        self.extend_request_timeouts(seconds)
         self._frozen_at = None
         self._metrics.paused.set(0)
         self._metrics.paused_seconds.inc(seconds)
@@ -327,7 +327,7 @@ class Pause:
             ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
         )
 
-    def forgive(self, seconds: float) -> None:
+    def extend_request_timeouts(self, seconds: float) -> None:
         """Time in which no step was made does not count against a request's time limits.
 
         Nor does more than that: one that came amid the pause has waited for a part of it.
@@ -339,4 +339,4 @@ class Pause:
                 stats.wait_queue_entry_time = min(stats.wait_queue_entry_time + seconds, now)
             if stats.forward_entry_time > 0:
                 stats.forward_entry_time = min(stats.forward_entry_time + seconds, now)
-        self._transfers.forgive(seconds)
+        self._transfers.extend_request_timeouts(seconds)

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 # How long a loop sleeps at most: the ranks behind the first one wait in a gloo
 # broadcast meanwhile, and its time limit is minutes.

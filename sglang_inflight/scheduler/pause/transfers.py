@@ -22,8 +22,8 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.pause.machine import DRAINING_MODES
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.req import KVConnection
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.req import KVConnection
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 # How often a frozen loop looks after transfers. They last milliseconds.
 LOOK_S = 0.005
@@ -66,7 +66,7 @@ class Transfers:
             not req.pending_bootstrap for req in scheduler.disagg_prefill_inflight_queue
         )
 
-    def forgive(self, seconds: float) -> None:
+    def extend_request_timeouts(self, seconds: float) -> None:
         """Count the last ``seconds``, for which this server was frozen, to no time limit."""
         now = time.time()
         for connection in self._connections():

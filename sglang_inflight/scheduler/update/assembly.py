@@ -26,11 +26,11 @@ from sglang_inflight.scheduler.update.worker import (
     streams_of,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.unsupported import why_no_retraction, why_no_update
-from sglang_inflight.upstream.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.adopted import ReservingScheduler
+    from sglang_inflight.scheduler.patched_types import ReservingScheduler
 
 
 def make_staging(

@@ -25,13 +25,13 @@ from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCa
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_of_any
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.provenance.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.provenance.staleness import Staleness
-from sglang_inflight.scheduler.provenance.token_versions import Versions
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.staleness import Staleness
+from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.status import WeightsStatus
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Sealed, Update
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
 
 
 class Jobs:

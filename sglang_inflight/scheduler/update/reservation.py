@@ -15,16 +15,16 @@ from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.collectives import is_true_of_any, smallest
 from sglang_inflight.scheduler.memory.host import pinned_bytes
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
-from sglang_inflight.scheduler.update.checks.derived import why_not_shadowed
+from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
-from sglang_inflight.scheduler.update.shadow import Kept, weights_of
+from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
+from sglang_inflight.sglang_types.runtime_context import get_schedule
 from sglang_inflight.storages import memory_of
 from sglang_inflight.unsupported import why_no_update
-from sglang_inflight.upstream.runtime_context import get_schedule
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
-    from sglang_inflight.scheduler.upstream.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Reservation:
     """
 
     mode: StagingMode
-    storage: dict[int, Kept] = field(default_factory=dict)
+    storage: dict[int, ReservedStorage] = field(default_factory=dict)
     room: int = 0
 
     def warn_of_its_cost(self, tokens: int) -> None:
@@ -101,12 +101,16 @@ def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservat
     return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {}, room)
 
 
-def set_aside(weights: Iterable[torch.Tensor], device: torch.device) -> dict[int, Kept] | None:
+def set_aside(
+    weights: Iterable[torch.Tensor], device: torch.device
+) -> dict[int, ReservedStorage] | None:
     """Storage for the shadows of ``weights``; None, and none taken, where it does not fit."""
-    storage: dict[int, Kept] = {}
+    storage: dict[int, ReservedStorage] = {}
     try:
         for weight in weights:
-            storage[id(weight)] = Kept(weight, torch.empty_like(weight.data, device=device))
+            storage[id(weight)] = ReservedStorage(
+                weight, torch.empty_like(weight.data, device=device)
+            )
     except torch.OutOfMemoryError:
         pass
     else:

@@ -15,7 +15,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.checks.digest import Digest
 
 
-class Kept(NamedTuple):
+class ReservedStorage(NamedTuple):
     """Storage for the shadow of ``original``, which is held so that its id stays its own."""
 
     original: torch.Tensor
@@ -29,7 +29,7 @@ class ShadowParameters:
     has one shadow.
     """
 
-    def __init__(self, reserved: dict[int, Kept] | None = None) -> None:
+    def __init__(self, reserved: dict[int, ReservedStorage] | None = None) -> None:
         self._reserved = reserved or {}
         self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
         # by storage, of originals and of shadows

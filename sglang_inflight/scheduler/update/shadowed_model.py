@@ -16,12 +16,12 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DIRECT, FLATTENED_BUCKET, DiskSource, Source, TensorSource
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write, memory_key
-from sglang_inflight.scheduler.update.checks.derived import (
+from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
+from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
     why_not_loaded,
     why_not_shadowed,
 )
-from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.checks.tied_head import TiedHead
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
@@ -33,12 +33,12 @@ from sglang_inflight.scheduler.update.shadow import (
     weights_of,
 )
 from sglang_inflight.scheduler.update.shorten import list_names
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -158,8 +158,8 @@ class ShadowedModel:
     def read_served(self, check: Callable[[], None]) -> None:
         """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
         if self._served is None:
-            with Aside(check) as aside:
-                self._served = aside.do(self._read_shapes)
+            with AbandonableThread(check) as thread:
+                self._served = thread.do(self._read_shapes)
 
     @property
     def served(self) -> Shapes:

@@ -11,7 +11,7 @@ from sglang_inflight.messages import DiskSource, OpenCall
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.model_runner import ModelRunner
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from sglang_inflight.frontend.http.vllm.sampling import Count, Sampling
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.model_names import ModelNames
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.http.attended import attended_by
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     Endpoint,
@@ -33,6 +32,7 @@ from sglang_inflight.frontend.http.endpoints import (
     with_body,
     with_query,
 )
+from sglang_inflight.frontend.http.fails_on_shutdown import fails_on_shutdown
 from sglang_inflight.frontend.http.vllm.adapters import LoadBody, VLLMAdapters
 from sglang_inflight.frontend.http.vllm.bodies import (
     AbortBody,
@@ -57,11 +57,11 @@ from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
 from sglang_inflight.grants import MemoryMoved
+from sglang_inflight.sglang_types.runtime_context import get_device, get_parallel
 from sglang_inflight.status import MEMORY
-from sglang_inflight.upstream.runtime_context import get_device, get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.upstream.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
@@ -72,7 +72,7 @@ SLEEP_TAGS = ("kv_cache", "weights")
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
     """Put vLLM's routes before upstream's, of which some have the same path."""
     routes = _Routes(frontend, tokenizer_manager)
-    router = APIRouter(route_class=attended_by(frontend.lifetime))
+    router = APIRouter(route_class=fails_on_shutdown(frontend.lifetime))
 
     def add(path: str, endpoint: Endpoint, method: str = "POST") -> None:
         router.add_api_route(path, endpoint, methods=[method])

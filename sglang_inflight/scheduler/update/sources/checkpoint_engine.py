@@ -20,7 +20,7 @@ from sglang.srt.platforms import current_platform
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import IPCSource
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Batches
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
@@ -63,8 +63,8 @@ def _converse(
     try:
         handle = _receive(socket, check)
         # of what another process has, which may be stopped or gone
-        with Aside(check, device) as aside:
-            buffer: torch.Tensor | None = aside.do(lambda: _rebuild(handle, device))
+        with AbandonableThread(check, device) as thread:
+            buffer: torch.Tensor | None = thread.do(lambda: _rebuild(handle, device))
         _acknowledge(socket, device)
         while (listing := _unpickle(_receive(socket, check), rest)) is not None:
             assert buffer is not None

@@ -16,7 +16,7 @@ import torch
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.shorten import shorten
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
@@ -30,14 +30,18 @@ F = TypeVar("F", bound=RegularFile)
 
 
 def read_safetensors(
-    paths: list[str], aside: Aside, rate_limit: RateLimit, *, forgets_pages: bool = False
+    paths: list[str],
+    thread: AbandonableThread,
+    rate_limit: RateLimit,
+    *,
+    forgets_pages: bool = False,
 ) -> Weights:
     """The tensors of each file in the order in which they lie there.
 
     What comes next is read while the caller is at work on what it was given.
     ``forgets_pages`` asks the kernel to keep none of a file in memory that has been read.
     """
-    with _opened(paths, SafetensorsFile, aside) as files:
+    with _opened(paths, SafetensorsFile, thread) as files:
         _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
         batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
         buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
@@ -49,13 +53,13 @@ def read_safetensors(
                 return None
             file, batch = batches[index]
             content = buffers.take(max(1, _span(batch)))[: _span(batch)]
-            aside.begin(partial(_read, file, content, batch, rate_limit, forgets_pages))
+            thread.begin(partial(_read, file, content, batch, rate_limit, forgets_pages))
             return content
 
         coming = begin(0)
         try:
             for index, (_, batch) in enumerate(batches):
-                aside.end()
+                thread.end()
                 content, coming = coming, begin(index + 1)
                 assert content is not None
                 for place in batch:
@@ -91,32 +95,36 @@ def _read(
 
 
 def read_pickled(
-    paths: list[str], aside: Aside, rate_limit: RateLimit, *, forgets_pages: bool = False
+    paths: list[str],
+    thread: AbandonableThread,
+    rate_limit: RateLimit,
+    *,
+    forgets_pages: bool = False,
 ) -> Weights:
     """Those of files of ``torch.save``, a whole one at a time: their tensors lie in no order."""
     seen: dict[str, str] = {}
-    with _opened(paths, RegularFile, aside) as files:
+    with _opened(paths, RegularFile, thread) as files:
         for file in files:
-            tensors = aside.do(partial(_unpickle, file))
+            tensors = thread.do(partial(_unpickle, file))
             rate_limit.spend(file.size)
             _refuse_twice([(file.name, tensors)], seen)
             for name in list(tensors):
                 # out of the dict, which would keep all their memory to the end
                 yield name, tensors.pop(name)
-            aside.do(partial(_finish, file, forgets_pages))
+            thread.do(partial(_finish, file, forgets_pages))
 
 
 @contextmanager
-def _opened(paths: list[str], kind: type[F], aside: Aside) -> Iterator[list[F]]:
+def _opened(paths: list[str], kind: type[F], thread: AbandonableThread) -> Iterator[list[F]]:
     files: list[F] = []
     with ExitStack() as stack:
         for path in paths:
-            file = aside.do(partial(kind, path, os.path.basename(path)))
+            file = thread.do(partial(kind, path, os.path.basename(path)))
             stack.callback(file.close)
             files.append(file)
         yield files
         for file in files:
-            aside.do(file.check_unchanged)
+            thread.do(file.check_unchanged)
 
 
 def _finish(file: RegularFile, forgets_pages: bool) -> None:

@@ -2,7 +2,8 @@
 
 Nothing that somebody does to the directory meanwhile can stop the server or end it. Files are
 read and not mapped (``RegularFile``), and no mixture of two checkpoints is loaded
-(``checkpoint_files``). Whatever touches the directory is done ``Aside``: its mount may stall.
+(``checkpoint_files``). An ``AbandonableThread`` does whatever touches the directory: its mount may
+stall.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ from sglang.srt.model_loader.weight_utils import (
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DiskSource
 from sglang_inflight.scheduler.update.shorten import shorten
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
-from sglang_inflight.upstream.runtime_context import get_model
+from sglang_inflight.sglang_types.runtime_context import get_model
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.upstream.model_runner import ModelConfig, ModelRunner
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelConfig, ModelRunner
 
 # What these name is how SGLang's default loader finds files; all others load by other means,
 # which write the live model, or fetch from elsewhere, or make weights up.
@@ -73,17 +74,17 @@ def read_disk(
     ``check`` raises when it is time to give up.
     """
     load_format = _known(source.load_format)
-    with Aside(check) as aside, ExitStack() as stack:
-        folder = aside.do(lambda: _open(source.model_path, runner, load_format))
+    with AbandonableThread(check) as thread, ExitStack() as stack:
+        folder = thread.do(lambda: _open(source.model_path, runner, load_format))
         stack.callback(folder.close)
         with _named(folder):
             if not of_draft:
-                aside.do(lambda: _check_architecture(folder, runner))
-            paths, is_safetensors = aside.do(lambda: _select(folder, runner, load_format))
+                thread.do(lambda: _check_architecture(folder, runner))
+            paths, is_safetensors = thread.do(lambda: _select(folder, runner, load_format))
             read = read_safetensors if is_safetensors else read_pickled
             forgets = get_model().weight_loader_drop_cache_after_load
             with _prefetched(paths, is_safetensors):
-                yield from read(paths, aside, rate_limit, forgets_pages=forgets)
+                yield from read(paths, thread, rate_limit, forgets_pages=forgets)
 
 
 def _known(load_format: str | None) -> LoadFormat:

@@ -13,7 +13,7 @@ from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import NEEDS_ONE_GPU, GPUMemorySource
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.gpu_handles import (
     GPUHandle,
     HandleOfEach,
@@ -54,25 +54,25 @@ class GPUMemory:
     ) -> Weights:
         """Yield the tensors that ``source`` says of.
 
-        A trainer may be stopped or gone, so its memory is opened ``Aside``; ``check`` raises
-        when it is time to give up. Raises ``Refused``.
+        A trainer may be stopped or gone, so an ``AbandonableThread`` opens its memory;
+        ``check`` raises when it is time to give up. Raises ``Refused``.
         """
         if self._device.type != "cuda":
             raise Refused(NEEDS_ONE_GPU)
         layouts = read_layouts(source.names, source.dtypes, source.shapes)
         gpu = current_platform.get_device_uuid(self._device.index or 0)
         rest = partial(rate_limit.for_another_thread().spend, 0)
-        with Aside(check, self._device) as aside:
-            handles = aside.do(partial(read_handles, source.handles, rest))
+        with AbandonableThread(check, self._device) as thread:
+            handles = thread.do(partial(read_handles, source.handles, rest))
             if isinstance(handles, list):
                 own = own_handles(handles, gpu, layouts)
-                tensors = aside.do(lambda: [self._open(handle) for handle in own])
+                tensors = thread.do(lambda: [self._open(handle) for handle in own])
                 tensors.reverse()
                 for layout in layouts:
                     yield layout.name, tensors.pop()
                 return
             handle = own_handle(handles, gpu)
-            buffer = aside.do(partial(self._open_again, handle, keep=source.keeps_buffer))
+            buffer = thread.do(partial(self._open_again, handle, keep=source.keeps_buffer))
         with closing(cut(buffer, layouts, source.sizes)) as views:
             yield from views
 

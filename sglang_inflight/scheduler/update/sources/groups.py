@@ -22,12 +22,12 @@ from sglang_inflight.messages import (
     JoinGroupCall,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
-from sglang_inflight.status import IN_STEP
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.status import CONTROL_SYNC
 
 logger = logging.getLogger(__name__)
 
@@ -298,8 +298,8 @@ class Group:
             self._refuse_if_left()
             self._is_meeting = True
         try:
-            with Aside(is_wanted, tensor.device) as aside:
-                aside.do(begin)
+            with AbandonableThread(is_wanted, tensor.device) as thread:
+                thread.do(begin)
         except BaseException:
             with self._in_use:
                 if self._is_meeting:
@@ -334,7 +334,7 @@ class Group:
             raise Refused(f"group {self._name!r} is left: {self._broken}")
 
     def describe(self) -> str:
-        return IN_STEP if self._broken is None else f"broken: {self._broken}"
+        return CONTROL_SYNC if self._broken is None else f"broken: {self._broken}"
 
     def _break(self, reason: str) -> None:
         self._broken = reason

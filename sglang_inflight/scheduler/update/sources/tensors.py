@@ -17,15 +17,15 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, Flattene
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
-from sglang_inflight.scheduler.update.sources.aside import Aside
+from sglang_inflight.scheduler.sglang_types.serialized_tensor import SerializedTensor
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.groups import own_index
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
-from sglang_inflight.scheduler.upstream.serialized_tensor import SerializedTensor
-from sglang_inflight.upstream.runtime_context import get_parallel
+from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 # Torch asks a process of its own for shared memory. On busy cores that may have none for a second:
 # then torch gives up, and has opened nothing.
@@ -39,7 +39,7 @@ def read_tensors(
     """Tensors that a trainer serialized for this rank, moved to ``device`` one by one.
 
     A payload may be a handle to what another process has, which may be stopped or gone: so it
-    is opened ``Aside``. ``check`` raises when it is time to give up.
+    is opened on an ``AbandonableThread``. ``check`` raises when it is time to give up.
     """
     for name, tensor in release_pages(_deserialize(source, device, check, rate_limit)):
         yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
@@ -54,8 +54,8 @@ def _deserialize(
         monkey_patch_torch_reductions()
     payload = _own_payload(source.serialized_named_tensors)
     rest = partial(rate_limit.for_another_thread().spend, 0)
-    with Aside(check, device) as aside:
-        named = aside.do(lambda: _unpickle(payload, rest))
+    with AbandonableThread(check, device) as thread:
+        named = thread.do(lambda: _unpickle(payload, rest))
         if source.load_format == FLATTENED_BUCKET:
             yield from _unflatten(named)
             return
@@ -72,7 +72,7 @@ def _deserialize(
                 raise Refused("serialized_named_tensors must hold a list of (name, tensor) pairs")
             name, tensor = pair
             if isinstance(tensor, LocalSerializedTensor):
-                tensor = aside.do(partial(_unpickle, _of_rank(tensor), rest))
+                tensor = thread.do(partial(_unpickle, _of_rank(tensor), rest))
             yield name, tensor
 
 

@@ -1,0 +1,65 @@
+"""Hooks of a server that runs with us, which leave any other as SGLang ships it.
+
+A process may have loaded us and launch a server that runs without us (``inactive.py``). What
+a hook is called on tells the two apart: a manager that was adopted has its ``Frontend``, and so
+have its communicators and its engine by way of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookType
+
+Hook = Callable[..., Any]
+
+
+def replace_if_active(replacement: Hook) -> tuple[Hook, HookType]:
+    """``replacement`` is called instead of SGLang's function."""
+
+    def stand_in(original: Hook, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_adopted(owner):
+            return replacement(owner, *args, **kwargs)
+        return original(owner, *args, **kwargs)
+
+    # what is held against SGLang's source is what it takes
+    own = inspect.signature(replacement).parameters.values()
+    original = inspect.Parameter("original", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    stand_in.__signature__ = inspect.Signature([original, *own])  # type: ignore[attr-defined]
+    stand_in.__name__ = stand_in.__qualname__ = replacement.__name__
+    return stand_in, HookType.AROUND
+
+
+def wrap_if_active(hook: Hook) -> tuple[Hook, HookType]:
+    @functools.wraps(hook)
+    def stand_in(original: Hook, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_adopted(owner):
+            return hook(original, owner, *args, **kwargs)
+        return original(owner, *args, **kwargs)
+
+    return stand_in, HookType.AROUND
+
+
+def before_if_active(hook: Hook) -> tuple[Hook, HookType]:
+    @functools.wraps(hook)
+    def stand_in(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(owner, *args, **kwargs) if is_adopted(owner) else None
+
+    return stand_in, HookType.BEFORE
+
+
+def after_if_active(hook: Hook) -> tuple[Hook, HookType]:
+    @functools.wraps(hook)
+    def stand_in(result: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return hook(result, owner, *args, **kwargs) if is_adopted(owner) else None
+
+    return stand_in, HookType.AFTER
+
+
+def is_adopted(owner: Any) -> bool:
+    """Whether it is, or belongs to, a manager with a ``Frontend``."""
+    manager = getattr(owner, "tokenizer_manager", owner)
+    return hasattr(manager, "inflight")

@@ -1,1 +1,0 @@
-"""What of a front end's objects we read, write or call. See ``sglang_inflight.upstream``."""

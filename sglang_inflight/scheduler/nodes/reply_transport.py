@@ -1,0 +1,98 @@
+"""How what a rank says comes to the front end, which is on the first node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Protocol
+
+import msgspec
+import zmq
+from sglang.srt.managers.io_struct import sock_send
+from sglang.srt.utils.network import get_zmq_socket, is_zmq_endpoint_ipv6
+
+from sglang_inflight.messages import BaseReq, Pulse
+from sglang_inflight.scheduler.collectives import as_first_rank_of_all_says
+from sglang_inflight.scheduler.nodes.relay import FRAME_BYTES, Relay
+from sglang_inflight.scheduler.own_rank import own_rank
+from sglang_inflight.scheduler.zmq_context import zmq_context
+from sglang_inflight.sglang_types.runtime_context import get_parallel
+
+# how often a rank of another node says that it is there
+PULSE_S = 1.0
+
+
+class ReplyTransport(Protocol):
+    """For any thread of the rank."""
+
+    def send(self, message: BaseReq) -> None: ...
+
+
+def find_reply_transport(ipc_name: str) -> ReplyTransport:
+    """``ipc_name`` is the front end's socket, which only ranks of its own node can connect to.
+
+    With several nodes a collective over all ranks of the replica, on the scheduler's thread. So
+    the first one's key comes to the others by connections that a stranger has no part in.
+    """
+    parallel = get_parallel()
+    if parallel.nnodes == 1:
+        return LocalReplies(ipc_name)
+    group = parallel.world_group
+    relay: list[str | bytes] = []
+    if group.rank == group.ranks[0]:
+        relay = [*Relay.start(ipc_name)]
+    endpoint, key = as_first_rank_of_all_says(relay)
+    if parallel.node_rank == 0:
+        return LocalReplies(ipc_name)
+    assert isinstance(endpoint, str)
+    assert isinstance(key, bytes)
+    return RemoteReplies(endpoint, key)
+
+
+class LocalReplies:
+    """On the front end's own node.
+
+    Both the scheduler loop and the staging thread send. A zmq socket may move between
+    threads only through a full fence, which the lock is.
+    """
+
+    def __init__(self, ipc_name: str) -> None:
+        self._socket = get_zmq_socket(zmq_context(), zmq.PUSH, ipc_name, False)
+        self._lock = threading.Lock()
+
+    def send(self, message: BaseReq) -> None:
+        with self._lock:
+            sock_send(self._socket, message)
+
+
+class RemoteReplies:
+    """On another node: over TCP to the replica's first rank, which hands it on.
+
+    A thread says once a second that this process is there, so that the first node can tell a
+    rank that is silent from one that has nothing to say. It shares the socket under the lock.
+    """
+
+    def __init__(self, endpoint: str, key: bytes) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._socket = zmq_context().socket(zmq.PUSH)
+        # a first node that is gone must not hold up this one's loop
+        self._socket.sndhwm = 0
+        self._socket.ipv6 = is_zmq_endpoint_ipv6(endpoint)
+        self._socket.curve_serverkey = key
+        self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.connect(endpoint)
+        self._lock = threading.Lock()
+        threading.Thread(target=self._say_that_we_are_here, name="pulse", daemon=True).start()
+
+    def send(self, message: BaseReq) -> None:
+        content = self._encode(message)
+        frames = [content[at : at + FRAME_BYTES] for at in range(0, len(content), FRAME_BYTES)]
+        with self._lock:
+            self._socket.send_multipart(frames)
+
+    def _say_that_we_are_here(self) -> None:
+        dp_rank, pp_rank, tp_rank = own_rank()
+        pulse = Pulse(dp_rank=dp_rank, pp_rank=pp_rank, tp_rank=tp_rank)
+        while True:
+            self.send(pulse)
+            time.sleep(PULSE_S)

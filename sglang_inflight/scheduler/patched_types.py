@@ -1,0 +1,71 @@
+"""SGLang's objects with ours on them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from sglang_inflight.scheduler.sglang_types.ipc_channels import SenderWrapper
+from sglang_inflight.scheduler.sglang_types.output_streamer import SchedulerOutputStreamer
+from sglang_inflight.scheduler.sglang_types.pools import (
+    L2TransferEngine,
+    ReqToTokenPool,
+    StreamingSession,
+    UnifiedRadixCache,
+)
+from sglang_inflight.scheduler.sglang_types.queues import DecodePreallocQueue, DecodeTransferQueue
+from sglang_inflight.scheduler.sglang_types.result_processor import SchedulerBatchResultProcessor
+from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.controller import Controller
+    from sglang_inflight.scheduler.update.reservation import Reservation
+
+
+class ReservingScheduler(Scheduler, Protocol):
+    """One that has its models, and nothing else of ours yet."""
+
+    inflight_reservation: Reservation | None
+
+
+class PatchedReqToTokenPool(ReqToTokenPool, Protocol):
+    inflight: Controller
+
+
+class PatchedRadixCache(UnifiedRadixCache, Protocol):
+    req_to_token_pool: PatchedReqToTokenPool
+
+
+class PatchedStreamingSession(StreamingSession, Protocol):
+    cache: PatchedRadixCache
+
+
+class PatchedTransferEngine(L2TransferEngine, Protocol):
+    inflight: Controller
+
+
+class PatchedResultProcessor(SchedulerBatchResultProcessor, Protocol):
+    req_to_token_pool: PatchedReqToTokenPool
+
+
+class PatchedPreallocQueue(DecodePreallocQueue, Protocol):
+    scheduler: PatchedScheduler
+
+
+class PatchedOutputStreamer(SchedulerOutputStreamer, Protocol):
+    inflight: Controller
+
+
+class PatchedSender(SenderWrapper, Protocol):
+    """The one to the tokenizer. The one to the detokenizer has none of ours."""
+
+    inflight: Controller
+
+
+class PatchedScheduler(ReservingScheduler, Protocol):
+    inflight: Controller
+    output_streamer: PatchedOutputStreamer
+    req_to_token_pool: PatchedReqToTokenPool
+
+
+class PatchedTransferQueue(DecodeTransferQueue, Protocol):
+    scheduler: PatchedScheduler

@@ -1,0 +1,31 @@
+"""Requests that search beams: one request and rows beside it, which are a group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_inflight.sglang_types.describes import describes
+
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_inflight.scheduler.sglang_types.req import Req
+
+
+@describes("sglang.srt.beam_search.beam_group.BeamGroup")
+class BeamGroup(Protocol):
+    beam_width: int
+    length_penalty: float
+    max_new_tokens: int
+    num_return: int
+    stop_token_ids: torch.Tensor
+    # the request
+    leader: Any
+
+
+@describes("sglang.srt.beam_search.coordinator.BeamCoordinator")
+class BeamCoordinator(Protocol):
+    _num_live_groups: int
+
+    def retire_group(self, req: Req) -> None: ...
+    def _free_member_rows(self, group: Any) -> None: ...

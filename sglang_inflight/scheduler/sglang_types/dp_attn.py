@@ -1,0 +1,15 @@
+"""What the ranks of attention DP tell each other before each forward."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from sglang_inflight.sglang_types.describes import describes
+
+
+@describes("sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo")
+class MLPSyncBatchInfo(Protocol):
+    # on the host, [attention DP groups, numbers of each]
+    tp0_info_cpu: torch.Tensor

@@ -1,0 +1,67 @@
+"""Where requests are that do not run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_inflight.scheduler.sglang_types.req import KVConnection, Req
+from sglang_inflight.sglang_types.describes import describes
+
+if TYPE_CHECKING:
+    import torch
+
+
+@describes("sglang.srt.constrained.grammar_manager.GrammarManager")
+class GrammarManager(Protocol):
+    grammar_queue: list[Req]
+
+
+@describes("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue")
+class PrefillBootstrapQueue(Protocol):
+    queue: list[Req]
+
+
+@describes("sglang.srt.disaggregation.decode.DecodeRequest")
+class DecodeRequest(Protocol):
+    req: Req
+    # the row of ``MetadataBuffers`` that is sent with the KV
+    metadata_buffer_index: int
+    kv_receiver: KVConnection | None
+
+
+@describes("sglang.srt.disaggregation.decode.DecodePreallocQueue")
+class DecodePreallocQueue(Protocol):
+    queue: list[DecodeRequest]
+    retracted_queue: list[Req]
+    # retracted by a pause, until generation continues
+    held_rebootstrap_reqs: list[Req]
+
+
+@describes("sglang.srt.disaggregation.decode.DecodeTransferQueue")
+class DecodeTransferQueue(Protocol):
+    queue: list[DecodeRequest]
+    # of the ranks that take the same requests over in the same step, on the host
+    gloo_group: Any
+
+    def has_pending_deferred_releases(self) -> bool: ...
+
+
+@describes("sglang.srt.disaggregation.utils.MetadataBuffers")
+class MetadataBuffers(Protocol):
+    """A row for each request between two servers. Of each, SGLang sends all 16 numbers."""
+
+    output_ids: torch.Tensor
+    cached_tokens: torch.Tensor
+
+
+@describes("sglang.srt.managers.hisparse_coordinator.HiSparseAct")
+class HiSparseAct(Protocol):
+    req: Req
+
+
+@describes("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator")
+class HiSparseCoordinator(Protocol):
+    # of requests whose KV is backed up after their prefill
+    ack_staging_queue: list[HiSparseAct]
+
+    def request_finished(self, req: Req) -> None: ...

@@ -1,0 +1,13 @@
+"""A tensor of which each rank has a part."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from sglang_inflight.sglang_types.describes import describes
+
+
+@describes("sglang.srt.model_executor.model_runner_components.weight_updater.LocalSerializedTensor")
+class SerializedTensor(Protocol):
+    # a payload for each tensor-parallel rank
+    values: list[Any]

@@ -1,0 +1,188 @@
+"""From a prefill server to a decode server: KV, a first token, and who made them.
+
+The prefill server writes a note beside a request's first token, before the last of its KV is
+sent. The decode server reads it when the transfer is committed to the request: the first token
+is labelled with the version that made it, and so is the prompt's KV, but for a prefix that the
+decode server had in its own cache.
+
+The note is in the row that SGLang sends after the KV, in numbers that SGLang leaves at 0. Its
+checksum is that of the transfer's room: so what another request has left in the row is no note.
+
+Two servers count their epochs each for itself. A label with a name and an epoch that this
+server has had is taken for its own. Any other is the prefill server's, and says so.
+
+Only the scheduler's thread is here. It writes before the row is handed to the threads that
+send, and reads when they have received it, on every rank in the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
+from sglang.srt.utils.weight_versions import WeightVersionEvent
+
+from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.versions.handover_note import (
+    Part,
+    hash_name,
+    read_note,
+    write_note,
+)
+from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.request_record import record_of
+from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.version_label import VersionLabel
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.sglang_types.queues import DecodeRequest, MetadataBuffers
+    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+
+PREFILL = "prefill"
+UNKNOWN = "unknown"
+
+# of a row: the first of its 16 numbers (int32) that SGLang leaves at 0
+_AFTER_THE_TOKEN = 1
+_AFTER_THE_COUNTS = 7
+_NUMBERS = 16
+_SIZE = 4 * (2 * _NUMBERS - _AFTER_THE_TOKEN - _AFTER_THE_COUNTS)
+
+
+class Handover:
+    """Notes of one scheduler, of either server of a pair."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        versions: Versions,
+        kv_versions: KVVersions,
+        fence: PrefixFence,
+        metrics: Metrics,
+        *,
+        ends_mismatched: bool,
+    ) -> None:
+        """``ends_mismatched``: a request ends that comes with another version than serves here."""
+        self._scheduler = scheduler
+        self._versions = versions
+        self._kv_versions = kv_versions
+        self._fence = fence
+        self._metrics = metrics
+        self._ends_mismatched = ends_mismatched
+
+    # ---- the prefill server ----------------------------------------------------------
+
+    def send(self, req: Req) -> None:
+        """The last of the KV of ``req`` is about to be sent, and its first token."""
+        prompt = self._kv_versions.runs(req, self._versions.label)
+        if prompt is None:
+            parts = [Part(self._versions.epoch, None, len(req.origin_input_ids))]
+        else:
+            parts = [Part(label.epoch, label.version, length) for label, length in prompt]
+        first = self._versions.of_first_token(req)
+        parts.append(Part(first.epoch, first.version, 1))
+        note = write_note(_join(parts), room=_room(req), size=_SIZE)
+        _put(self._scheduler.disagg_metadata_buffers, req.metadata_buffer_index, note)
+
+    # ---- the decode server -----------------------------------------------------------
+
+    def receive(self, commit: Callable[[], None], decode_req: DecodeRequest) -> None:
+        """``commit`` gives the request its first token. Its KV is there."""
+        req = decode_req.req
+        # a prompt that was sent for again comes with a token that is thrown away: the request
+        # goes on with the one that it had
+        has_first = req.pd_rebootstrap_forced_output_id is None
+        commit()
+        if req.finished():
+            return
+        made_by = self._read(decode_req)
+        self._kv_versions.record_received(req, made_by, self._versions.label)
+        current = self._versions.current
+        self._fence.receive(req, is_of_others=any(who.version != current for who, _ in made_by))
+        first, _ = made_by[-1]
+        if has_first:
+            self._label_first_token(req, first)
+        is_mismatched = first.version not in (current, UNKNOWN)
+        if is_mismatched:
+            self._metrics.prefill_mismatches.inc()
+        if self._ends_mismatched and self._is_so_on_any_rank(is_mismatched):
+            prepare_abort(
+                req,
+                f"The prefill server had version {first.version!r} and the decode server "
+                f"{current!r}: send the request again.",
+                status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+            )
+
+    def _is_so_on_any_rank(self, here: bool) -> bool:
+        """Each rank has its row from another rank, and one that cannot read it ends nothing."""
+        group = self._scheduler.disagg_decode_transfer_queue.gloo_group
+        said = torch.tensor([here], dtype=torch.int32)
+        if torch.distributed.get_world_size(group) > 1:
+            torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=group)
+        return bool(said)
+
+    def _label_first_token(self, req: Req, label: VersionLabel) -> None:
+        if label != self._versions.processed:
+            req.weight_version_events.append(
+                WeightVersionEvent(old_version=label.pack(), num_output_tokens=len(req.output_ids))
+            )
+        if not label.server:
+            record_of(req).first_epoch = label.epoch
+
+    def _read(self, decode_req: DecodeRequest) -> LabelRuns:
+        req = decode_req.req
+        length = req.kv.kv_committed_len + 1
+        if _is_fake_transfer(req):
+            return [(self._versions.label, length)]
+        note = _take(self._scheduler.disagg_metadata_buffers, decode_req.metadata_buffer_index)
+        parts = read_note(note, room=_room(req))
+        if parts is None:
+            return [(VersionLabel(0, UNKNOWN, PREFILL), length)]
+        return [(self._label(part), part.length) for part in parts]
+
+    def _label(self, part: Part) -> VersionLabel:
+        name = part.version
+        if isinstance(name, bytes):
+            name = self._name_of(name)
+        elif name is None:
+            name = UNKNOWN
+        label = VersionLabel(part.epoch, name)
+        is_own = label == self._versions.label or self._kv_versions.has_been(label)
+        return label if is_own else label._replace(server=PREFILL)
+
+    def _name_of(self, hashed: bytes) -> str:
+        """Servers of a pair are told the same names, so this one may have heard it."""
+        for label in (self._versions.label, *self._kv_versions.own_labels()):
+            if hash_name(label.version) == hashed:
+                return label.version
+        return f"sha256:{hashed.hex()}"
+
+
+def _room(req: Req) -> int:
+    return req.bootstrap_room or 0
+
+
+def _join(parts: list[Part]) -> list[Part]:
+    """Neighbours that say the same are one."""
+    *before, last, token = parts
+    if (last.epoch, last.version) != (token.epoch, token.version):
+        return parts
+    return [*before, last._replace(length=last.length + token.length)]
+
+
+def _put(buffers: MetadataBuffers, row: int, note: bytes) -> None:
+    numbers = torch.frombuffer(bytearray(note), dtype=torch.int32)
+    cut = _NUMBERS - _AFTER_THE_TOKEN
+    buffers.output_ids[row, _AFTER_THE_TOKEN:] = numbers[:cut].to(buffers.output_ids.device)
+    buffers.cached_tokens[row, _AFTER_THE_COUNTS:] = numbers[cut:].to(buffers.output_ids.device)
+
+
+def _take(buffers: MetadataBuffers, row: int) -> bytes:
+    numbers = torch.cat(
+        [buffers.output_ids[row, _AFTER_THE_TOKEN:], buffers.cached_tokens[row, _AFTER_THE_COUNTS:]]
+    )
+    return numbers.cpu().numpy().tobytes()

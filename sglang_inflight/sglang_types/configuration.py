@@ -1,0 +1,225 @@
+"""What SGLang's arguments were resolved to, by the names of its ``arg_groups.fields``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from sglang_inflight.sglang_types.describes import describes
+
+if TYPE_CHECKING:
+    import torch
+
+_FIELDS = "sglang.srt.arg_groups.fields"
+
+
+@describes("sglang.srt.distributed.parallel_state.GroupCoordinator")
+class GroupCoordinator(Protocol):
+    """Ranks that compute together."""
+
+    rank: int
+    ranks: list[int]
+    world_size: int
+    cpu_group: torch.distributed.ProcessGroup
+
+
+@describes(f"{_FIELDS}.parallel.Parallel")
+class Parallel(Protocol):
+    """What is derived, and what belongs to this rank, is read here too."""
+
+    @property
+    def tp_size(self) -> int: ...
+    @property
+    def tp_rank(self) -> int: ...
+    @property
+    def tp_group(self) -> GroupCoordinator: ...
+    @property
+    def world_group(self) -> GroupCoordinator: ...
+    @property
+    def pp_size(self) -> int: ...
+    @property
+    def pp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def dp_rank(self) -> int | None: ...
+    @property
+    def nnodes(self) -> int: ...
+    @property
+    def node_rank(self) -> int: ...
+    @property
+    def dist_init_addr(self) -> str | None: ...
+    @property
+    def attn_tp_rank(self) -> int: ...
+    @property
+    def attn_cp_rank(self) -> int: ...
+    @property
+    def attn_dp_enabled(self) -> bool: ...
+    @property
+    def attn_dp_size(self) -> int: ...
+    @property
+    def attn_dp_rank(self) -> int: ...
+    @property
+    def enable_dp_attention_local_control_broadcast(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.device.Device")
+class Device(Protocol):
+    @property
+    def device(self) -> str | None: ...
+    @property
+    def watchdog_timeout(self) -> float: ...
+
+
+@describes(f"{_FIELDS}.disagg.Disagg")
+class Disaggregation(Protocol):
+    @property
+    def disaggregation_mode(self) -> str: ...
+    @property
+    def disaggregation_transfer_backend(self) -> str: ...
+    @property
+    def disaggregation_decode_host_receive_threshold(self) -> float: ...
+    @property
+    def enable_pdmux(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.exec_.ExecMoe")
+class Experts(Protocol):
+    @property
+    def enable_eplb(self) -> bool: ...
+    @property
+    def elastic_ep_backend(self) -> str | None: ...
+
+
+@describes(f"{_FIELDS}.exec_.ExecFeatures")
+class Features(Protocol):
+    @property
+    def enable_weights_cpu_backup(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.exec_.ExecOffload")
+class Offloading(Protocol):
+    @property
+    def cpu_offload_gb(self) -> int: ...
+    # below 1 where no layer is offloaded
+    @property
+    def offload_group_size(self) -> int: ...
+
+
+@describes("sglang.srt.model_executor.cuda_graph_config.PhaseConfig")
+class GraphsOfAPhase(Protocol):
+    """``backend`` is "disabled" where forwards of the phase run without graphs."""
+
+    backend: str | None
+
+
+@describes("sglang.srt.model_executor.cuda_graph_config.CudaGraphConfig")
+class GraphConfig(Protocol):
+    decode: GraphsOfAPhase
+    prefill: GraphsOfAPhase
+
+
+@describes(f"{_FIELDS}.exec_.ExecGraph")
+class Graphs(Protocol):
+    @property
+    def cuda_graph_config(self) -> GraphConfig: ...
+
+
+class Execution(Protocol):
+    """A bag of bags, which SGLang makes at run time: no class of it has members."""
+
+    @property
+    def offload(self) -> Offloading: ...
+    @property
+    def graph(self) -> Graphs: ...
+    @property
+    def features(self) -> Features: ...
+    @property
+    def moe(self) -> Experts: ...
+
+
+@describes(f"{_FIELDS}.lora.Lora")
+class Lora(Protocol):
+    @property
+    def enable_lora(self) -> bool | None: ...
+    @property
+    def max_loaded_loras(self) -> int | None: ...
+    @property
+    def max_loras_per_batch(self) -> int: ...
+    @property
+    def max_lora_rank(self) -> int | None: ...
+
+
+@describes(f"{_FIELDS}.memory.Memory")
+class Memory(Protocol):
+    @property
+    def disable_radix_cache(self) -> bool: ...
+    @property
+    def enable_hierarchical_cache(self) -> bool: ...
+    @property
+    def hicache_storage_backend(self) -> str | None: ...
+    @property
+    def enable_lmcache(self) -> bool: ...
+    @property
+    def enable_flexkv(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.model.Model")
+class Model(Protocol):
+    # others have handles to the weights' memory, and can write it over RDMA
+    @property
+    def remote_instance_weight_loader_start_seed_via_transfer_engine(self) -> bool: ...
+    @property
+    def weight_cache_mode(self) -> str: ...
+    @property
+    def weight_loader_drop_cache_after_load(self) -> bool: ...
+    @property
+    def weight_loader_prefetch_checkpoints(self) -> bool: ...
+    @property
+    def weight_loader_prefetch_num_threads(self) -> int: ...
+
+
+@describes(f"{_FIELDS}.observability.Observability")
+class Observability(Protocol):
+    @property
+    def enable_metrics(self) -> bool: ...
+
+
+@describes(f"{_FIELDS}.schedule.Schedule")
+class Schedule(Protocol):
+    # not None any more, when it is read
+    @property
+    def mem_fraction_static(self) -> float: ...
+    # None where the KV cache takes what is left
+    @property
+    def max_total_tokens(self) -> int | None: ...
+    @property
+    def chunked_prefill_size(self) -> int: ...
+
+
+@describes(f"{_FIELDS}.serving.Serving")
+class Serving(Protocol):
+    @property
+    def weight_version(self) -> str: ...
+    @property
+    def tokenizer_worker_num(self) -> int: ...
+    @property
+    def api_key(self) -> str | None: ...
+    @property
+    def admin_api_key(self) -> str | None: ...
+
+
+@describes(f"{_FIELDS}.spec.Spec")
+class Speculation(Protocol):
+    @property
+    def speculative_algorithm(self) -> str | None: ...
+
+
+@describes("sglang.srt.runtime_context.Resources")
+class Resources(Protocol):
+    # named side streams
+    streams: dict[str, Any]
+
+
+@describes("sglang.srt.runtime_context.RuntimeContext")
+class RuntimeContext(Protocol):
+    def override(self, source: str, **values: object) -> None: ...

@@ -1,0 +1,50 @@
+"""A server's arguments, before and while they are resolved."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang_inflight.sglang_types.describes import describes
+
+_FIELDS = "sglang.srt.arg_groups.fields"
+
+
+@describes(
+    "sglang.srt.server_args.ServerArgs",
+    f"{_FIELDS}.device.Device",
+    f"{_FIELDS}.model.Model",
+    f"{_FIELDS}.device.Device",
+    f"{_FIELDS}.parallel.Parallel",
+    f"{_FIELDS}.serving.Serving",
+    f"{_FIELDS}.disagg.Disagg",
+    f"{_FIELDS}.exec_.ExecMoe",
+)
+class ServerArgs(Protocol):
+    """SGLang puts its fields together from these classes."""
+
+    model_path: str
+    revision: str | None
+    trust_remote_code: bool
+    quantization: str | None
+    dtype: str
+    sleep_on_idle: bool
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    enable_dp_attention: bool
+    attn_dp_size: int
+    enable_dp_attention_local_control_broadcast: bool
+    dwdp_size: int
+    elastic_ep_backend: str | None
+    tokenizer_worker_num: int
+    use_ray: bool
+    disaggregation_mode: str
+    enable_pd_role_switch: bool
+    enable_pdmux: bool
+
+    def resolve_once(self) -> None: ...
+
+
+@describes("sglang.srt.server_args.PortArgs")
+class PortArgs(Protocol):
+    tokenizer_ipc_name: str

@@ -1,0 +1,91 @@
+"""What does not return is left behind, and what it returns in the end reaches nobody."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from sglang_inflight.errors import Dropped
+from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
+
+LONG_S = 60
+
+
+def go_on() -> None:
+    pass
+
+
+def named(name: str = "inflight-aside") -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == name}
+
+
+def give_up_when(event: threading.Event) -> Callable[[], None]:
+    def check() -> None:
+        assert event.wait(LONG_S)
+        raise Dropped("time is up")
+
+    return check
+
+
+def test_calls_are_made_in_order_on_one_other_thread() -> None:
+    with AbandonableThread(go_on) as aside:
+        threads = {aside.do(threading.current_thread) for _ in range(3)}
+        assert [aside.do(partial(pow, i, 2)) for i in range(4)] == [0, 1, 4, 9]
+        assert aside.do(torch.is_grad_enabled) is False
+    (thread,) = threads
+    assert thread is not threading.current_thread()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+
+
+def test_an_error_is_raised_and_the_next_call_made() -> None:
+    with AbandonableThread(go_on) as aside:
+        with pytest.raises(ZeroDivisionError):
+            aside.do(lambda: 1 / 0)
+        assert aside.do(lambda: 5) == 5
+
+
+def test_a_call_that_does_not_return_is_left_behind() -> None:
+    before = named()
+    began, may_end = threading.Event(), threading.Event()
+    late = []
+
+    class Answer:
+        pass
+
+    def stuck() -> Answer:
+        began.set()
+        assert may_end.wait(LONG_S)
+        answer = Answer()
+        late.append(weakref.ref(answer))
+        return answer
+
+    with (
+        pytest.raises(Dropped, match="time is up"),
+        AbandonableThread(give_up_when(began)) as aside,
+    ):
+        aside.do(stuck)
+    (thread,) = named() - before
+    assert thread.is_alive()
+    # the next one is not held up by it
+    with AbandonableThread(go_on) as another:
+        assert another.do(lambda: 1) == 1
+    may_end.set()
+    thread.join(LONG_S)
+    assert not thread.is_alive()
+    del aside
+    assert [reference() for reference in late] == [None]
+
+
+def test_what_a_call_returned_is_kept_by_the_caller_alone() -> None:
+    """A tensor of a gigabyte must not stay until the next call is made."""
+    with AbandonableThread(go_on) as aside:
+        answer = weakref.ref(aside.do(lambda: torch.ones(3)))
+        # the thread is through with the call when it has made another
+        aside.do(go_on)
+        assert answer() is None

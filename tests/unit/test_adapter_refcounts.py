@@ -1,0 +1,142 @@
+"""Counts of those who use an adapter, in two workers and in the owner."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+from sglang_inflight.frontend.lora.moving import count_as_moved
+from sglang_inflight.frontend.workers.adapter_refcounts import (
+    OwnersRegistry,
+    WorkersRegistry,
+    as_sglangs,
+)
+from sglang_inflight.frontend.workers.protocol import Adapter, Uses
+
+OLD = Adapter(lora_id="old", lora_name="policy", lora_path="p", pinned=False)
+NEW = Adapter(lora_id="new", lora_name="policy", lora_path="p", pinned=False)
+OTHER = Adapter(lora_id="other", lora_name="another", lora_path="q", pinned=False)
+
+
+def run(doing: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await doing()
+
+    asyncio.run(bounded())
+
+
+def test_an_adapter_is_counted_until_its_last_request_has_ended() -> None:
+    changes = []
+
+    async def do() -> None:
+        registry = WorkersRegistry(lambda: changes.append(registry.uses()))
+        registry.replace_all([OLD, OTHER])
+        assert await registry.acquire("policy") == "old"
+        registry.replace_all([NEW, OTHER])
+        assert await registry.acquire(["policy", "another"]) == ["new", "other"]
+        assert registry.uses() == {"old": 1, "new": 1, "other": 1}
+        await registry.release("old")
+        await registry.release(["new", "other"])
+        assert changes == [
+            {"old": 1},
+            {"old": 1, "new": 1, "other": 1},
+            {"new": 1, "other": 1},
+            {},
+        ]
+        # the old one is gone for good, and the others may be found again
+        assert set(registry._counters) == {"new", "other"}
+
+    run(do)
+
+
+def test_a_lookup_that_is_not_counted_yet_is_waited_for() -> None:
+    """It has found the adapter, and counts it a turn later."""
+
+    async def do() -> None:
+        registry = WorkersRegistry(lambda: None)
+        registry.replace_all([OLD, OTHER])
+        # what holds the counter's lock
+        async with registry._counters["old"]._condition:
+            found = asyncio.ensure_future(registry.acquire("policy"))
+            while not registry._counters["old"]._condition._lock._waiters:
+                await asyncio.sleep(0)
+            registry.replace_all([NEW, OTHER])
+            assert registry.uses() == {}
+            counted = asyncio.ensure_future(registry.flush_lookups())
+            await asyncio.sleep(0)
+            assert not counted.done()
+        await counted
+        assert registry.uses() == {"old": 1}
+        assert await found == "old"
+
+    run(do)
+
+
+def test_a_request_moves_to_an_adapter_that_has_lost_its_name() -> None:
+    """No request of this worker had it, so that it was forgotten here."""
+
+    async def do() -> None:
+        registry = WorkersRegistry(lambda: None)
+        registry.replace_all([OLD])
+        state = SimpleNamespace(
+            obj=SimpleNamespace(lora_id=await registry.acquire("policy")), lora_released=False
+        )
+        registry.replace_all([NEW])
+        registry.replace_all([OTHER])
+        manager: Any = SimpleNamespace(lora_registry=registry, rid_to_state={"r": state})
+        await count_as_moved(manager, ["r", "of another worker"], "old", "new")
+        assert registry.uses() == {"new": 1}
+        await registry.release(state.obj.lora_id)
+        assert registry.uses() == {}
+        assert set(registry._counters) == {"other"}
+
+    run(do)
+
+
+class Owner:
+    """Its workers say that they have heard when they are let."""
+
+    def __init__(self) -> None:
+        self.heard = asyncio.Event()
+        self.registry = OwnersRegistry([as_sglangs(OTHER), as_sglangs(OLD)], self._until_known)
+
+    async def _until_known(self) -> None:
+        await self.heard.wait()
+
+    def uses(self) -> Uses:
+        return {name: each.value() for name, each in self.registry._counters.items()}
+
+
+def test_the_owner_counts_them_all() -> None:
+    async def do() -> None:
+        owner = Owner()
+        assert await owner.registry.lru_lora_name() == "another"
+        await owner.registry.count({}, {"old": 2, "unloaded": 1})
+        await owner.registry.count({}, {"other": 1})
+        assert owner.uses() == {"old": 2, "other": 1}
+        assert await owner.registry.lru_lora_name() == "policy"
+        await owner.registry.count({"old": 2, "unloaded": 1}, {"old": 1})
+        await owner.registry.count({"other": 1}, {})
+        assert owner.uses() == {"old": 1, "other": 0}
+
+    run(do)
+
+
+def test_an_unloading_waits_for_what_workers_say_last() -> None:
+    """A worker that has not heard that the name is gone may count more requests of it."""
+
+    async def do() -> None:
+        owner = Owner()
+        unloading = asyncio.ensure_future(owner.registry.wait_for_unload("old"))
+        await owner.registry.count({}, {"old": 1})
+        owner.heard.set()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not unloading.done()
+        await owner.registry.count({"old": 1}, {})
+        await unloading
+
+    run(do)

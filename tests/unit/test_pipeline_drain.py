@@ -1,0 +1,41 @@
+"""Calls that wait until nothing is in flight are handled in the order in which they came."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.scheduler.pause import pipeline_drain
+from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain
+
+
+@pytest.fixture
+def boundary(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a stage of a pipeline, with one microbatch in flight."""
+    monkeypatch.setattr(pipeline_drain, "get_parallel", lambda: SimpleNamespace(pp_size=2))
+    return SimpleNamespace(pending_batches=["a microbatch"])
+
+
+def test_the_order(boundary: Any) -> None:
+    still = PipelineDrain(boundary)
+    handled: list[str] = []
+    always = still.defer(handled.append)
+    sometimes = still.defer(handled.append, lambda call: call == "recompute")
+
+    sometimes("keep")
+    assert handled == ["keep"]
+    always("pause")
+    # it needs no still pipeline, and must not overtake what does
+    sometimes("keep again")
+    assert handled == ["keep"]
+    assert still.is_waited_for
+    assert still.run_if_drained()
+
+    boundary.pending_batches.clear()
+    assert not still.run_if_drained()
+    assert handled == ["keep", "pause", "keep again"]
+    assert not still.is_waited_for
+    always("continue")
+    assert handled[-1] == "continue"

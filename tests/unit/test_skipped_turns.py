@@ -1,0 +1,63 @@
+"""Requests of a pipeline that were prefilled before their microbatch's turn was held."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.scheduler import hooks
+from sglang_inflight.scheduler.pause.skipped_turns import SkippedTurns
+
+
+class Req:
+    def __init__(self, *, finished: bool = False) -> None:
+        self._finished = finished
+
+    def finished(self) -> bool:
+        return self._finished
+
+
+def test_a_turn_is_owed_until_each_microbatch_had_one() -> None:
+    turns = SkippedTurns()
+    turns.begin(held=False, microbatches=3)
+    assert not turns.pending
+    turns.begin(held=True, microbatches=3)
+    # two others have theirs, and then the one whose turn was held
+    for still_owed in (True, True, False, False):
+        turns.begin(held=False, microbatches=3)
+        assert turns.pending is still_owed
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What generates again, at a turn of a microbatch that has no requests. The other one has
+    prefilled one that is in no batch which SGLang asks.
+    """
+    monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(pp_size=2))
+    inflight = SimpleNamespace(is_frozen=False, holds_back=True)
+    last_mbs = [SimpleNamespace(reqs=[Req(finished=True), Req()]), None]
+    return SimpleNamespace(inflight=inflight, last_mbs=last_mbs)
+
+
+def test_a_pipeline_that_owes_a_turn_is_not_idle(stage: Any) -> None:
+    def sglang_sees_nothing(_: object) -> bool:
+        return True
+
+    assert not hooks.is_idle(sglang_sees_nothing, stage)
+    checked: list[object] = []
+    hooks.stay_idle_while_held(checked.append, stage)
+    assert checked == []
+    assert hooks.count_those_held(lambda _: [], stage) == [stage.last_mbs[0]]
+
+    stage.inflight.holds_back = False
+    assert hooks.is_idle(sglang_sees_nothing, stage)
+    hooks.stay_idle_while_held(checked.append, stage)
+    assert checked == [stage]
+    assert hooks.count_those_held(lambda _: [], stage) == []
+
+
+def test_what_has_ended_keeps_no_pipeline_busy(stage: Any) -> None:
+    stage.last_mbs[0].reqs.pop()
+    assert hooks.is_idle(lambda _: True, stage)

@@ -1,0 +1,233 @@
+"""Models and servers whose weights cannot be staged, told by upstream's own classes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationStrategy
+from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsLinearMethod,
+)
+from sglang.srt.layers.quantization.compressed_tensors.schemes.compressed_tensors_w8a8_fp8 import (
+    CompressedTensorsW8A8Fp8,
+)
+from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.models.deepseek_v2 import DeepseekV2ForCausalLM
+from sglang.srt.models.inkling_common.dense_mlp import _InklingUnquantizedFusedMoEMethod
+from sglang.srt.models.kimi_vl import KimiVLForConditionalGeneration
+from torch import nn
+
+from sglang_inflight import unsupported
+from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, why_not_shadowed
+from sglang_inflight.unsupported import why_no_update
+
+try:
+    from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
+except ImportError:  # 0.5.22 has none
+    BeamUnquantizedFusedMoEMethod = UnquantizedFusedMoEMethod
+
+
+def bare(kind: type, **attributes: Any) -> Any:
+    """An object of ``kind`` as it is after loading, as far as that can be without a server."""
+    made: Any = object.__new__(kind)
+    if issubclass(kind, nn.Module):
+        nn.Module.__init__(made)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def model_with(**attributes: Any) -> nn.Module:
+    return nn.Sequential(bare(nn.Linear, **attributes))
+
+
+def moe_method(kind: type = UnquantizedFusedMoEMethod, **flags: bool) -> Any:
+    flags = {"use_flashinfer_trtllm_moe": False, "w13_swiglu_interleaved": False} | flags
+    return bare(kind, **flags)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        None,
+        bare(UnquantizedLinearMethod),
+        bare(UnquantizedEmbeddingMethod),
+        moe_method(),
+        moe_method(BeamUnquantizedFusedMoEMethod),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_weights_that_stay_as_they_are_loaded(method: Any) -> None:
+    assert why_not_shadowed(model_with(quant_method=method)) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        (bare(Fp8LinearMethod), "0 (Linear) is quantized by Fp8LinearMethod"),
+        (moe_method(use_flashinfer_trtllm_moe=True), "--moe-runner-backend flashinfer_trtllm"),
+        (moe_method(w13_swiglu_interleaved=True), "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
+        (
+            moe_method(_InklingUnquantizedFusedMoEMethod),
+            "changes its weights after loading (_InklingUnquantizedFusedMoEMethod)",
+        ),
+    ],
+    ids=["fp8", "trtllm", "interleaved", "inkling"],
+)
+def test_weights_that_are_laid_out_anew(method: Any, reason: str) -> None:
+    assert reason in (why_not_shadowed(model_with(quant_method=method)) or "")
+
+
+def test_weights_that_are_finished_can_be_loaded_in_place() -> None:
+    assert why_not_loaded(model_with(quant_method=bare(Fp8LinearMethod))) is None
+    assert why_not_loaded(bare(DeepseekV2ForCausalLM)) is None
+    packed = model_with(use_intel_amx_backend=True)
+    assert "is packed for AMX" in (why_not_loaded(packed) or "")
+
+
+def test_a_wrapper_around_a_model_that_derives_weights() -> None:
+    wrapper = bare(KimiVLForConditionalGeneration)
+    assert why_not_shadowed(wrapper) is None
+    wrapper.language_model = bare(DeepseekV2ForCausalLM)
+    assert why_not_shadowed(wrapper) == (
+        "language_model (DeepseekV2ForCausalLM) derives further weights after loading"
+    )
+
+
+def test_a_copy_of_a_weight_that_is_made_while_serving() -> None:
+    model = model_with(_split2_hi=None)
+    assert why_not_shadowed(model) is None
+    model[0]._split2_hi = torch.ones(1)  # type: ignore[index]
+    for why_not in (why_not_shadowed, why_not_loaded):
+        assert "keeps a copy of a weight (_split2_hi)" in (why_not(model) or "")
+
+
+def fp8_layer() -> Any:
+    """A linear layer of GLM-4.5-Air-FP8 as it is created."""
+    scheme: Any = bare(CompressedTensorsW8A8Fp8)
+    scheme.strategy = QuantizationStrategy.CHANNEL
+    scheme.is_static_input_scheme, scheme.weight_block_size = False, None
+    layer = bare(nn.Module, quant_method=bare(CompressedTensorsLinearMethod), scheme=scheme)
+    scheme.create_weights(
+        layer, 16, [8, 8], 16, 16, torch.bfloat16, weight_loader=lambda *args, **kwargs: None
+    )
+    return layer
+
+
+def test_a_weight_that_finishing_replaces_for_good_is_refused_before_it_is_written() -> None:
+    layer = fp8_layer()
+    model = nn.Sequential(layer)
+    assert why_not_loaded(model) is None
+    layer.scheme.process_weights_after_loading(layer)
+    assert why_not_loaded(model) == (
+        "0 (Module) is quantized by CompressedTensorsLinearMethod, which loads 'weight' once: it "
+        "then replaces the parameter by one without a weight_loader"
+    )
+
+
+def test_a_weight_that_its_method_restores_can_be_loaded() -> None:
+    layer = fp8_layer()
+    layer.scheme.process_weights_after_loading(layer)
+
+    class Restoring(CompressedTensorsLinearMethod):
+        def restore_weights_before_loading(self, layer: nn.Module) -> None:
+            raise NotImplementedError
+
+    layer.quant_method = bare(Restoring)
+    assert why_not_loaded(nn.Sequential(layer)) is None
+
+
+def test_a_loader_that_was_replaced() -> None:
+    model = nn.Sequential()
+    assert why_not_shadowed(model) is None
+    model.load_weights = lambda weights: None  # type: ignore[assignment]
+    assert "has had its loader replaced" in (why_not_shadowed(model) or "")
+
+
+def test_upstream_is_asked_for_caches_of_its_own() -> None:
+    reason = "Online weight updates are not supported with a cache of mine."
+    assert why_not_shadowed(model_with(_derived_weight_cache_error=reason)) == reason
+    split = why_not_shadowed(model_with(_hc_attn_tf32_parts=(1,))) or ""
+    assert "SGLANG_OPT_DEEPGEMM_HC_PRENORM=0" in split
+
+
+class Server:
+    """The settings that are asked for, as SGLang's defaults are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = SimpleNamespace(weight_cache_mode="off")
+        self.disagg = SimpleNamespace(enable_pdmux=False)
+        self.moe = SimpleNamespace(enable_eplb=False, elastic_ep_backend=None)
+        monkeypatch.setattr(unsupported, "get_model", lambda: self.model)
+        monkeypatch.setattr(unsupported, "get_disagg", lambda: self.disagg)
+        self.offload = SimpleNamespace(cpu_offload_gb=0, offload_group_size=-1)
+        self.decode, self.prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend=None)
+        graphs = SimpleNamespace(decode=self.decode, prefill=self.prefill)
+        settings = SimpleNamespace(
+            moe=self.moe,
+            offload=self.offload,
+            graph=SimpleNamespace(cuda_graph_config=graphs),
+        )
+        monkeypatch.setattr(unsupported, "get_exec", lambda: settings)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    return Server(monkeypatch)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_plain_server_can_be_updated(server: Server, in_place: bool) -> None:
+    assert why_no_update(in_place=in_place) is None
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("mode", ["daemon", "client"])
+def test_weights_that_engines_share(server: Server, mode: str, in_place: bool) -> None:
+    server.model.weight_cache_mode = mode
+    assert f"--weight-cache-mode {mode}" in (why_no_update(in_place=in_place) or "")
+
+
+def test_forwards_on_several_streams(server: Server) -> None:
+    server.disagg.enable_pdmux = True
+    assert "--enable-pdmux" in (why_no_update(in_place=False) or "")
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_layers_that_are_fetched_ahead(server: Server, in_place: bool) -> None:
+    server.offload.offload_group_size = 4
+    server.decode.backend = server.prefill.backend = "disabled"
+    assert "--offload-group-size" in (why_no_update(in_place=in_place) or "")
+
+
+def test_weights_on_the_host(server: Server) -> None:
+    server.offload.cpu_offload_gb = 4
+    for in_place in (True, False):
+        assert "without CUDA graphs" in (why_no_update(in_place=in_place) or "")
+    server.decode.backend = "disabled"
+    assert "without CUDA graphs" in (why_no_update(in_place=True) or "")
+    server.prefill.backend = "disabled"
+    assert "--cpu-offload-gb" in (why_no_update(in_place=False) or "")
+    assert why_no_update(in_place=True) is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "field", "value"),
+    [
+        ("--enable-eplb", "enable_eplb", True),
+        ("--elastic-ep-backend", "elastic_ep_backend", "mooncake"),
+    ],
+)
+def test_experts_that_move(server: Server, flag: str, field: str, value: Any) -> None:
+    setattr(server.moe, field, value)
+    assert flag in (why_no_update(in_place=False) or "")
+    # no step comes between the first write and the last
+    assert why_no_update(in_place=True) is None
