@@ -6,6 +6,6 @@ the first, ``make port VERSION=…`` the second. What we say of SGLang is in fou
 
 1. ``patches/``: the lines that we change;
 2. the lists of hooks: functions, and the parameters that ours take of them;
-3. the Protocols of ``upstream/`` folders: attributes and methods that we read, write or call;
+3. the Protocols of ``sglang_types/`` folders: attributes and methods that we read, write or call;
 4. the imports in our modules.
 """

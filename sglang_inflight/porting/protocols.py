@@ -23,7 +23,7 @@ from sglang_inflight.porting.source_tree import (
 )
 from sglang_inflight.sglang_types.describes import DESCRIBED, Description
 
-FOLDERS = ("upstream", "scheduler.upstream", "frontend.upstream")
+FOLDERS = ("sglang_types", "scheduler.sglang_types", "frontend.sglang_types")
 
 
 def look_at_protocols(tree: SourceTree, version: str) -> list[Finding]:

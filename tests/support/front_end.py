@@ -319,13 +319,13 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none, whose arguments these are."""
     front = "sglang_inflight.frontend"
     for name, modules in {
-        "why_no_pause": ("pauses", "sglangs_pause", "updates.quiet"),
+        "why_no_pause": ("pauses", "sglangs_pause", "updates.drain"),
         "why_no_retraction": ("memory", "updates.kv_policy"),
         "why_cache_cannot_be_flushed": ("updates.kv_policy", "transparent"),
     }.items():
         for module in modules:
             monkeypatch.setattr(f"{front}.{module}.{name}", lambda: None)
     disagg = SimpleNamespace(disaggregation_mode="null")
-    for module in ("pauses", "updates.quiet", "updates.two_phase"):
+    for module in ("pauses", "updates.drain", "updates.two_phase"):
         monkeypatch.setattr(f"{front}.{module}.get_disagg", lambda: disagg)
     monkeypatch.setattr(f"{front}.ranks._all_ranks", lambda: frozenset({FIRST}))
