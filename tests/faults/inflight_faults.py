@@ -26,6 +26,7 @@ Pairs = Iterator[tuple[str, Any]]
 
 
 def install() -> None:
+    from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_inflight.reference.memory import PageSaver
@@ -36,6 +37,9 @@ def install() -> None:
 
     consistency.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", consistency.WAIT_S))
     relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
+    if "INFLIGHT_TEST_FURTHER_NODE" in os.environ:
+        # the first node, on the same machine, may have bound the server's ports already
+        server_args.wait_port_available = lambda port, name, **_: True
     for method, hook in (
         (Jobs.fill, first),
         (Jobs.take_in, middle),

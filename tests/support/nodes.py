@@ -72,7 +72,8 @@ def serve_nodes(
         *two, *flags,
     ]  # fmt: skip
     with log.open("wb") as output:
-        process = start(command, output=output, env={**env, **(second_env or {})}, cwd=folder)
+        further = {**env, "INFLIGHT_TEST_FURTHER_NODE": "1", **(second_env or {})}
+        process = start(command, output=output, env=further, cwd=folder)
     try:
         flags = ("--node-rank", "0", *two, *flags)
         with serve(model, *flags, log=folder / "first.log", env=env) as first:
