@@ -55,7 +55,7 @@ def read_empty_lines(server: Server, count: int) -> None:
 def test_every_request_of_the_benchmark_succeeds(
     server: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """Those that wait for their first token in a pause, and those that are amid their answer."""
+    """A pause finds requests that wait for their first token, and requests amid their answer."""
     outs = {backend: tmp_path / f"{backend}.jsonl" for backend in ("sglang", "sglang-oai-chat")}
     pause(server, "in_place")
     with ExitStack() as benchmarks:

@@ -58,7 +58,7 @@ class Asked:
         self._thread.start()
 
     def wait_for_tokens(self, n: int) -> None:
-        """Of a stream of SGLang's own route."""
+        """Only a stream of SGLang's own route can be waited for."""
         with self._changed:
             assert self._changed.wait_for(
                 lambda: len(self._answer.tokens) >= n or not self._thread.is_alive(), PATIENCE_S

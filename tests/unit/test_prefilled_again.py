@@ -1,4 +1,4 @@
-"""What a prefill makes of requests that have made tokens before."""
+"""A prefill of requests that have made tokens before keeps what they have."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmbedsItself(Model):
 
 
 def batch(*requests: tuple[list[list[float]] | None, int, int]) -> Any:
-    """Of requests with these embeddings, tokens that are cached, and tokens that are computed."""
+    """A batch of requests with these embeddings, cached tokens and tokens to compute."""
     embeddings, prefixes, lengths = zip(*requests, strict=True)
     return SimpleNamespace(
         reqs=[SimpleNamespace(input_embeds=each) for each in embeddings],

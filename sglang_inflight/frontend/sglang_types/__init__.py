@@ -1,1 +1,1 @@
-"""What of a front end's objects we read, write or call. See ``sglang_inflight.sglang_types``."""
+"""Protocols of a front end's objects: see ``sglang_inflight.sglang_types``."""

@@ -63,7 +63,7 @@ class OtherWriters:
     ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
-        self._occupation = memory_release
+        self._memory_release = memory_release
 
     @contextmanager
     def around(self, request: Any) -> Iterator[None]:
@@ -84,7 +84,7 @@ class OtherWriters:
         elif isinstance(request, ResumeMemoryOccupationReqInput):
             resume: MemoryRequest = request
             yield
-            self._occupation.brought_back_by_sglang(resume.tags)
+            self._memory_release.brought_back_by_sglang(resume.tags)
         else:
             yield
 
@@ -102,15 +102,17 @@ class OtherWriters:
             yield
         finally:
             kept.put_back()
-            self._occupation.overwritten("/weights_checker has overwritten them (reset_tensors)")
+            self._memory_release.overwritten(
+                "/weights_checker has overwritten them (reset_tensors)"
+            )
 
     def _keep_what_no_update_brings(self) -> Copy:
         """Raises ``Conflict`` where the weights must stay what they are, on any rank."""
         kept: Copy | None = None
-        refusal = self._occupation.why_not_overwritten() or self._who_would_be_ended()
+        refusal = self._memory_release.why_not_overwritten() or self._who_would_be_ended()
         if refusal is None:
             try:
-                kept = self._occupation.copy_beside_updates()
+                kept = self._memory_release.copy_beside_updates()
             except (OSError, RuntimeError) as error:
                 refusal = f"what no update brings cannot be kept: {error}"
         if is_true_of_any(refusal is not None) or kept is None:
@@ -140,7 +142,7 @@ class OtherWriters:
             yield
         finally:
             if is_true_of_any(self._read() != before):
-                self._occupation.overwritten(f"the RPC {method!r} has written them")
+                self._memory_release.overwritten(f"the RPC {method!r} has written them")
 
     def _read(self) -> str:
         """A checksum of all weights as they are, for a comparison on this rank alone."""

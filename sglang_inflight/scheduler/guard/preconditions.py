@@ -50,11 +50,11 @@ class Preconditions:
     ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
-        self._occupation = memory_release
+        self._memory_release = memory_release
 
     def check(self, request: Any) -> None:
         if isinstance(request, _READS_WEIGHTS):
-            self._occupation.require_weights(type(request).__name__)
+            self._memory_release.require_weights(type(request).__name__)
         elif isinstance(request, ReleaseMemoryOccupationReqInput):
             self._may_release(_tags(request))
         elif isinstance(request, ResumeMemoryOccupationReqInput):

@@ -1,1 +1,1 @@
-"""What of a scheduler's objects we read, write or call. See ``sglang_inflight.sglang_types``."""
+"""Protocols of a scheduler's objects: see ``sglang_inflight.sglang_types``."""
