@@ -178,6 +178,18 @@ def retract(server: Server, checkpoints: Path, how: str) -> None:
 HOW = ("pause", "update", "memory")
 
 
+def begin_and_retract(
+    server: Server, checkpoints: Path, flavour: str, how: str, length: int, *, after: int
+) -> dict[str, Asked]:
+    """Requests of every kind that were retracted once ``after`` tokens had been streamed."""
+    if how == "memory":
+        crowd(server, flavour)
+    asked = begin_all(server, flavour, length)
+    asked["stream"].wait_for_tokens(after)
+    retract(server, checkpoints, how)
+    return asked
+
+
 @pytest.mark.parametrize("how", HOW)
 def test_what_a_retracted_request_has_at_its_end(
     server: Server,
@@ -187,11 +199,7 @@ def test_what_a_retracted_request_has_at_its_end(
     how: str,
 ) -> None:
     expected = undisturbed(flavour)
-    if how == "memory":
-        crowd(server, flavour)
-    asked = begin_all(server, flavour, LENGTH)
-    asked["stream"].wait_for_tokens(20)
-    retract(server, checkpoints, how)
+    asked = begin_and_retract(server, checkpoints, flavour, how, LENGTH, after=20)
     resume(server)
     answers = {name: each.answer() for name, each in asked.items()}
     # memory drives out some, whose answers may be of OpenAI's routes
@@ -234,11 +242,8 @@ def test_what_a_retracted_request_has_when_it_is_aborted(
     how: str,
 ) -> None:
     whole = undisturbed(flavour)
-    if how == "memory":
-        crowd(server, flavour)
-    asked = begin_all(server, flavour, LENGTH if how == "memory" else ENDLESS)
-    asked["stream"].wait_for_tokens(UNTOLD + 10)
-    retract(server, checkpoints, how)
+    length = LENGTH if how == "memory" else ENDLESS
+    asked = begin_and_retract(server, checkpoints, flavour, how, length, after=UNTOLD + 10)
     told_of = asked["stream"].count
     ask(server, "POST", "/abort_request", {"abort_all": True})
     resume(server)
