@@ -12,6 +12,7 @@ from harness import marker
 from harness.server import Server, serve
 from harness.trainer import Trainers
 from tests.support import finishing
+from tests.support.checkpoint_engine import leaves_once_met
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -67,6 +68,19 @@ def test_updates_amid_requests(server: Server, sender: Sender) -> None:
     for output in expect_all_go_on(running):
         assert versions_of(output) == [before, "v1", "v2", "v3", "v4", "v5"]
     refuse(server.post("/inflight/rollback", {}), "in place", "FinishingForCausalLM")
+
+
+def test_a_trainer_leaves_before_it_sends_a_tensor(server: Server) -> None:
+    """The rank receives on the scheduler's thread, and must not wait for the update's timeout."""
+    before = status(server)["weight_version"]
+    running = start_running(server, 2, tokens=ENDLESS)
+    with leaves_once_met() as handles:
+        body = {"zmq_handles": handles, "weight_version": "lost", "non_blocking": True}
+        refuse(server.post("/update_weights_from_ipc", body), "closed its socket")
+    assert status(server)["staging"]["dirty"] is None
+    more_tokens(running)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == [before]
 
 
 def test_as_sglangs_clients_update_it(server: Server) -> None:

@@ -47,6 +47,16 @@ class CheckpointEngine:
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._hand_over()
+        except Exception as error:
+            self.error = repr(error)
+            raise
+        finally:
+            # a rank that waits for the next message learns that there is none
+            self._socket.close()
+
+    def _hand_over(self) -> None:
         buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
         handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         messages = [handle, *_fill(buffer, self._weights), None, None]
@@ -101,3 +111,25 @@ def checkpoint_engine(
             engine.start()
             yield engine, {f"GPU-{platform.machine()}": address}
             engine.join()
+
+
+@contextlib.contextmanager
+def leaves_once_met() -> Iterator[dict[str, str]]:
+    """The ``zmq_handles`` of a trainer that closes its socket when a rank has connected."""
+    with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
+        address = f"ipc://{Path(folder) / 'trainer'}"
+        socket = context.socket(zmq.REQ)
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        socket.bind(address)
+
+        def leave() -> None:
+            met = monitor.poll(PATIENCE_MS)
+            socket.disable_monitor()
+            monitor.close()
+            socket.close()
+            assert met, "no rank connected"
+
+        thread = threading.Thread(target=leave, daemon=True)
+        thread.start()
+        yield {f"GPU-{platform.machine()}": address}
+        thread.join()

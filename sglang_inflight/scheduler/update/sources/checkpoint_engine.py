@@ -37,59 +37,100 @@ def receive_ipc(
     """Yield the tensors in the shared buffer, a batch for each time that the trainer fills it.
 
     A batch is acknowledged when the next one is asked for, and has to be loaded by then, because
-    the trainer fills the buffer again. ``check`` raises when it is time to give up.
+    the trainer fills the buffer again. ``check`` raises when it is time to give up. Raises
+    ``Refused`` when the trainer ends, or closes its socket, before the last message.
     """
     key = _device_key(device)
     if key not in source.zmq_handles:
         known = ", ".join(source.zmq_handles) or "none"
         raise Refused(f"zmq_handles has no entry for this rank's device {key!r} (there is {known})")
-    with zmq_context().socket(zmq.REP) as socket:
+    with zmq_context().socket(zmq.REP) as socket, _Trainer(socket, check) as trainer:
         socket.linger = 1000
         try:
             socket.connect(source.zmq_handles[key])
         except zmq.ZMQError as error:
             raise Refused(f"zmq_handles: {source.zmq_handles[key]!r}: {error}") from error
-        yield from _converse(socket, device, check, rate_limit)
+        yield from _converse(trainer, device, rate_limit)
 
 
-def _converse(
-    socket: zmq.Socket[bytes],
-    device: torch.device,
-    check: Callable[[], None],
-    rate_limit: RateLimit,
-) -> Batches:
+class _Trainer:
+    """The REP socket to a trainer, and a monitor that says when the trainer has left.
+
+    One thread makes it, and is the only one that touches it. ZeroMQ puts a message into the
+    socket before it reports the disconnect that follows. So a message that the trainer sent
+    before it left is still received.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], check: Callable[[], None]) -> None:
+        """Make it before ``socket`` connects, or a disconnect could be missed."""
+        self._socket = socket
+        self._give_up = check
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def check(self) -> None:
+        """Raise when it is time to give up, or when the trainer has left."""
+        self._give_up()
+        if self._has_left():
+            raise _left()
+
+    def receive(self) -> bytes:
+        while not self._socket.poll(POLL_MS):
+            self._give_up()
+            if self._has_left() and not self._socket.poll(0):
+                raise _left()
+        return self._socket.recv()
+
+    def _has_left(self) -> bool:
+        # the event is never read, so it stays
+        return bool(self._monitor.poll(0))
+
+    def acknowledge(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            torch.get_device_module(device).current_stream().synchronize()
+        self._socket.send(b"")
+
+    def tell_of_failure(self) -> None:
+        """The trainer waits for an answer and reads text as an error. It may be gone."""
+        with suppress(zmq.ZMQError):
+            self._socket.send_string("the update was refused", zmq.NOBLOCK)
+
+    def __enter__(self) -> _Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+
+def _left() -> Refused:
+    return Refused("the checkpoint engine closed its socket before its last message")
+
+
+def _converse(trainer: _Trainer, device: torch.device, rate_limit: RateLimit) -> Batches:
     rest = partial(rate_limit.spend, 0)
     finished = False
     try:
-        handle = _receive(socket, check)
-        # of what another process has, which may be stopped or gone
-        with AbandonableThread(check, device) as thread:
+        handle = trainer.receive()
+        # another process owns the memory, and may be stopped or gone
+        with AbandonableThread(trainer.check, device) as thread:
             buffer: torch.Tensor | None = thread.do(lambda: _rebuild(handle, device))
-        _acknowledge(socket, device)
-        while (listing := _unpickle(_receive(socket, check), rest)) is not None:
+        trainer.acknowledge(device)
+        while (listing := _unpickle(trainer.receive(), rest)) is not None:
             assert buffer is not None
             yield _extract(listing, buffer)
-            _acknowledge(socket, device)
+            trainer.acknowledge(device)
         buffer = None
-        _acknowledge(socket, device)
-        _receive(socket, check)
+        trainer.acknowledge(device)
+        trainer.receive()
         finished = True
-        _acknowledge(socket, device)
+        trainer.acknowledge(device)
     finally:
         if not finished:
-            # the other side waits for an answer, and reads text as an error; it may be gone
-            with suppress(zmq.ZMQError):
-                socket.send_string("the update was refused", zmq.NOBLOCK)
+            trainer.tell_of_failure()
 
 
 def _device_key(device: torch.device) -> str:
     return f"GPU-{current_platform.get_device_uuid(device.index or 0)}"
-
-
-def _receive(socket: zmq.Socket[bytes], check: Callable[[], None]) -> bytes:
-    while not socket.poll(POLL_MS):
-        check()
-    return socket.recv()
 
 
 def _unpickle(message: bytes, rest: Callable[[], None] = lambda: None) -> Any:
@@ -99,12 +140,6 @@ def _unpickle(message: bytes, rest: Callable[[], None] = lambda: None) -> Any:
         raise Refused(
             f"the checkpoint engine's message cannot be unpickled: {describe(error)}"
         ) from error
-
-
-def _acknowledge(socket: zmq.Socket[bytes], device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).current_stream().synchronize()
-    socket.send(b"")
 
 
 def _rebuild(handle: bytes, device: torch.device) -> torch.Tensor:

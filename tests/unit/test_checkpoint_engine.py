@@ -1,0 +1,105 @@
+"""A trainer that leaves ends the hand-over at once, and loses no message that it has sent."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from sglang.srt.platforms import current_platform
+from torch.multiprocessing.reductions import reduce_tensor
+
+from sglang_inflight.errors import Dropped, Refused
+from sglang_inflight.messages import IPCSource
+from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from tests.support.checkpoint_engine import leaves_once_met
+
+CPU = torch.device("cpu")
+LEFT = "closed its socket"
+
+
+@pytest.fixture(autouse=True)
+def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name the device as the trainers of these tests do."""
+    monkeypatch.setattr(
+        type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
+    )
+
+
+def within_a_minute() -> Callable[[], None]:
+    end = time.monotonic() + 60.0
+
+    def check() -> None:
+        if time.monotonic() > end:
+            raise Dropped("the update's time ran out")
+
+    return check
+
+
+def batches_of(handles: dict[str, str]) -> Any:
+    return receive_ipc(IPCSource(zmq_handles=handles), CPU, within_a_minute(), RateLimit(0, bool))
+
+
+class Impatient:
+    """A trainer that sends without waiting for an answer."""
+
+    def __init__(self, folder: Path) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        address = f"ipc://{folder / 'trainer'}"
+        self._socket.bind(address)
+        self.handles = {f"GPU-{platform.machine()}": address}
+        self._buffer = torch.zeros(16, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+
+    def send_handle(self) -> None:
+        self._send(reduce_tensor(self._buffer))  # type: ignore[no-untyped-call]
+
+    def send_listing(self, name: str) -> None:
+        shape = torch.Size([4])
+        self._send([{"name": name, "shape": shape, "dtype": torch.float32, "offset": 0}])
+
+    def leave(self) -> None:
+        """Return when all messages are out and the socket is closed."""
+        self._socket.close()
+        self._context.term()
+
+    def _send(self, message: Any) -> None:
+        self._socket.send_multipart([b"", bytes(ForkingPickler.dumps(message))])
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Impatient]:
+    trainer = Impatient(tmp_path)
+    yield trainer
+    trainer._context.destroy()
+
+
+def names_of(batch: Any) -> list[str]:
+    return [name for name, _ in batch]
+
+
+def test_a_trainer_that_sent_nothing() -> None:
+    with leaves_once_met() as handles, pytest.raises(Refused, match=LEFT):
+        next(batches_of(handles))
+
+
+def test_the_last_message_of_a_trainer_that_left(trainer: Impatient) -> None:
+    batches = batches_of(trainer.handles)
+    with ThreadPoolExecutor(1) as rank:
+        first = rank.submit(next, batches)
+        trainer.send_handle()
+        trainer.send_listing("a")
+        assert names_of(first.result()) == ["a"]
+    trainer.send_listing("b")
+    trainer.leave()
+    assert names_of(next(batches)) == ["b"]
+    with pytest.raises(Refused, match=LEFT):
+        next(batches)
