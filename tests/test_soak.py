@@ -15,7 +15,7 @@ from tests.support.updates import Sender
 pytest_plugins = ["tests.support.fixtures"]
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))
-MINUTES = float(os.environ.get("INFLIGHT_TEST_SOAK_MINUTES", "1"))
+MINUTES = float(os.environ.get("INFLIGHT_TEST_SOAK_MINUTES", "0.5"))
 
 
 @pytest.mark.timeout(60 * MINUTES + 240)
