@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         PatchedStreamingSession,
         PatchedTransferEngine,
         PatchedTransferQueue,
-        ReservingScheduler,
     )
     from sglang_inflight.scheduler.sglang_types.dp_attn import MLPSyncBatchInfo
     from sglang_inflight.scheduler.sglang_types.ipc_channels import SenderWrapper
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.queues import DecodeRequest
     from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.update.reservation import ReservingScheduler
     from sglang_inflight.sglang_types.requests import (
         AbortRequest,
         LoadAdapterRequest,
@@ -93,7 +93,7 @@ def create_controller(
     cast("PatchedSender", scheduler.ipc_channels.send_to_tokenizer).inflight = controller
     look_for_embeddings(scheduler)
     if (engine := engine_of(scheduler.tree_cache)) is not None:
-        engine.inflight = controller
+        cast("PatchedTransferEngine", engine).inflight = controller
 
 
 def hold_back_while_draining(

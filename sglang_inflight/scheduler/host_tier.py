@@ -7,25 +7,23 @@ on the scheduler's thread.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.sglang_types.runtime_context import get_memory
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.patched_types import PatchedTransferEngine
     from sglang_inflight.scheduler.sglang_types.pools import (
         HiCacheController,
         L2Transfer,
+        L2TransferEngine,
         UnifiedRadixCache,
     )
 
 
-def engine_of(tree_cache: Any) -> PatchedTransferEngine | None:
+def engine_of(tree_cache: Any) -> L2TransferEngine | None:
     """Who copies, or None where there is one tier."""
     controller = _controller_of(tree_cache)
-    return (
-        None if controller is None else cast("PatchedTransferEngine", controller.l2_transfer_engine)
-    )
+    return None if controller is None else controller.l2_transfer_engine
 
 
 def count_host_slots(tree_cache: Any) -> int:

@@ -14,17 +14,10 @@ from sglang_inflight.scheduler.sglang_types.pools import (
 )
 from sglang_inflight.scheduler.sglang_types.queues import DecodePreallocQueue, DecodeTransferQueue
 from sglang_inflight.scheduler.sglang_types.result_processor import SchedulerBatchResultProcessor
-from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+from sglang_inflight.scheduler.update.reservation import ReservingScheduler
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.controller import Controller
-    from sglang_inflight.scheduler.update.reservation import Reservation
-
-
-class ReservingScheduler(Scheduler, Protocol):
-    """One that has its models, and nothing else of ours yet."""
-
-    inflight_reservation: Reservation | None
 
 
 class PatchedReqToTokenPool(ReqToTokenPool, Protocol):

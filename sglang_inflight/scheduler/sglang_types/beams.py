@@ -9,8 +9,6 @@ from sglang_inflight.sglang_types.describes import describes
 if TYPE_CHECKING:
     import torch
 
-    from sglang_inflight.scheduler.sglang_types.req import Req
-
 
 @describes("sglang.srt.beam_search.beam_group.BeamGroup")
 class BeamGroup(Protocol):
@@ -21,11 +19,3 @@ class BeamGroup(Protocol):
     stop_token_ids: torch.Tensor
     # the request
     leader: Any
-
-
-@describes("sglang.srt.beam_search.coordinator.BeamCoordinator")
-class BeamCoordinator(Protocol):
-    _num_live_groups: int
-
-    def retire_group(self, req: Req) -> None: ...
-    def _free_member_rows(self, group: Any) -> None: ...

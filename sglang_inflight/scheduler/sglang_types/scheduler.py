@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from typing import Any, Protocol
 
-from sglang_inflight.scheduler.sglang_types.beams import BeamCoordinator
 from sglang_inflight.scheduler.sglang_types.ipc_channels import SchedulerIpcChannels
 from sglang_inflight.scheduler.sglang_types.load import (
     SchedulerLoadInquirer,
@@ -36,6 +35,14 @@ from sglang_inflight.scheduler.sglang_types.schedule_batch import (
 from sglang_inflight.sglang_types.describes import describes
 from sglang_inflight.sglang_types.dispatcher import TypeBasedDispatcher
 from sglang_inflight.sglang_types.requests import Request
+
+
+@describes("sglang.srt.beam_search.coordinator.BeamCoordinator")
+class BeamCoordinator(Protocol):
+    _num_live_groups: int
+
+    def retire_group(self, req: Req) -> None: ...
+    def _free_member_rows(self, group: Any) -> None: ...
 
 
 @describes("sglang.srt.managers.scheduler.Scheduler")

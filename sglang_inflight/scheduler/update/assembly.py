@@ -30,7 +30,7 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.unsupported import why_no_retraction, why_no_update
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.patched_types import ReservingScheduler
+    from sglang_inflight.scheduler.update.reservation import ReservingScheduler
 
 
 def make_staging(

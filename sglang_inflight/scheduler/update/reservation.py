@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from sglang.srt.utils import get_available_gpu_memory
@@ -14,6 +14,7 @@ from torch import nn
 from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.collectives import is_true_of_any, smallest
 from sglang_inflight.scheduler.memory.host import pinned_bytes
+from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
@@ -24,7 +25,6 @@ from sglang_inflight.unsupported import why_no_update
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ class Reservation:
             tokens,
             100 * nbytes / self.room,
         )
+
+
+class ReservingScheduler(Scheduler, Protocol):
+    """A scheduler with its models loaded, and the reservation as its only field of ours."""
+
+    inflight_reservation: Reservation | None
 
 
 def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservation | None:
