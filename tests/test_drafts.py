@@ -141,7 +141,7 @@ def test_one_whose_target_sglang_finishes(tmp_path: Path) -> None:
         says(server, 0)
         # what one update has torn another one mends only if it brings that model
         refuse(server.post(disk, {"model_path": str(torn_target)}), "model.norm.weight")
-        refuse(server.post(disk, of_draft), "target", "mixture")
+        refuse(server.post(disk, of_draft), "target", "partially written")
         ask(server, "POST", disk, {"model_path": str(target)})
         says(server, 0)
 

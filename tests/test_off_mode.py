@@ -108,11 +108,11 @@ def test_a_mixture_of_weights_generates_nothing(
         assert running.result()["status_code"] == 503
     refusal = off_server.post("/generate", body)
     assert refusal["status_code"] == 503
-    assert "mixture" in refusal["message"]
+    assert "partially written" in refusal["message"]
     assert update(off_server, checkpoints / "v2", "v2", partial=True)["status_code"] == 400
     # nor does a session that brings nothing
     succeed(off_server.post("/begin_weight_update", {"partial": False}))
-    refuse(off_server.post("/end_weight_update", {}), "target", "mixture")
+    refuse(off_server.post("/end_weight_update", {}), "target", "partially written")
     assert staging(off_server)["dirty"]
 
     assert update(off_server, checkpoints / "v2", "v2")["success"]

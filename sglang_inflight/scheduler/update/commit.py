@@ -1,16 +1,17 @@
 """Phase two of an update: the new weights go live between two steps.
 
-Why no rank can be ahead of another: a ``CommitCall`` is sent once, after every rank of
-every replica voted for it. SGLang hands a control message to all ranks of a replica in
-the same pass of their loops (one receives, then broadcasts), and a commit happens in its
-handler. So step n runs with the old weights on all ranks, and step n+1 with the new.
-In a pipeline a stage hands a message on to the next one ahead of the microbatch of the
-same pass, so it comes before the same microbatch in all stages; one that recomputes waits there
-until nothing is in flight (``pause/still_pipeline.py``). Replicas do not compute together and may
-be a step apart.
+No rank can be ahead of another. A ``CommitCall`` is sent once, after every rank of every replica
+voted for it. SGLang hands a control message to all ranks of a replica in the same pass of their
+loops: one rank receives the message and broadcasts it. The message's handler commits. So step n
+runs with the old weights on all ranks, and step n+1 with the new.
 
-Why it cannot fail: everything that can was done while staging. What is left is swapping
-pointers, or enqueuing copies between tensors that exist (``swap.py``).
+In a pipeline, a stage hands a message on ahead of the microbatch of the same pass. So the message
+comes before the same microbatch in all stages. A commit that recomputes waits there until nothing
+is in flight (``pause/pipeline_drain.py``). Replicas do not compute together and may be a step
+apart.
+
+A commit cannot fail: all fallible work was done while staging. The commit only swaps pointers, or
+enqueues copies between existing tensors (``swap.py``).
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ class Commits:
         self._metrics = metrics
 
     def commit(self, call: CommitCall) -> Committed:
-        """Swap in a sealed update. Returns the rank's part of the receipt.
+        """Swap in a sealed update, and return the rank's part of the receipt.
 
-        Its ``stall_ms`` is how long this took here: a device may not have made the swap yet.
+        ``stall_ms`` is the time on this thread. A device may not have made the swap yet.
         """
         sealed = self._staging.take(call.update_id)
         if call.kv_cache == "recompute":
-            # all ranks were asked before; somebody may have continued generation since
+            # checked on all ranks before, but a caller may have continued generation since
             self.require_recomputable()
         committed = self._go_live(
             sealed.digest,
@@ -79,7 +80,7 @@ class Commits:
         return committed
 
     def roll_back(self, call: RollbackCall) -> Committed:
-        """Swap the previous version back in. It then is what a rollback would undo."""
+        """Swap the previous version back in. A second rollback undoes the first."""
         if call.expected_version not in (None, self._versions.current):
             raise Conflict(
                 f"expected_version is {call.expected_version!r}, but "
@@ -87,7 +88,8 @@ class Commits:
             )
         previous = self._live.previous
         reason = self._staging.why_no_rollback()
-        # one to which no tensor came has none, and ranks that step together change together
+        # a rank without tensors in the last update has no previous version, and ranks that step
+        # together change together
         if is_true_of_any(reason is not None):
             reason = reason or "another rank of this replica has none"
         if reason is not None or previous is None:
@@ -110,7 +112,7 @@ class Commits:
         )
 
     def require_recomputable(self) -> None:
-        """Raises ``Conflict`` where KV is held that cannot be made anew."""
+        """Raise ``Conflict`` if some held KV cannot be recomputed."""
         if (why := self._boundary.why_not_recomputed()) is not None:
             raise Conflict(
                 f'kv_cache="recompute" (flush_cache=true) is not possible now: {why}; pause with '
@@ -157,18 +159,18 @@ class Commits:
         )
 
     def _follow(self, version: str | None, kv_cache: KVPolicy, *, empty_cache: bool) -> None:
-        """All that must know of weights that have just been swapped in."""
+        """Update versions, lags, fence and cache after a swap."""
         self._versions.begin_epoch(version)
         self._staleness.begin_epoch(self._versions.epoch)
         if kv_cache != "keep":
-            # before the flush: nothing old is reused even where that fails
+            # before the flush: no old prefix is reused even if the flush fails
             self._fence.raise_to(self._versions.epoch)
         if kv_cache == "recompute":
             self._boundary.flush(empty_cache=empty_cache)
 
 
 def _name_checkpoints(sealed: Sealed) -> None:
-    """Tell upstream's readers of the path where the weights came from."""
+    """Store the checkpoint's path where SGLang reads the model's path."""
     for runner, source in sealed.checkpoints:
         load_format = source.load_format or "auto"
         runner.update_model_fields(

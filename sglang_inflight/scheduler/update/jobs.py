@@ -1,4 +1,4 @@
-"""What is done to a shadow while decoding goes on: prepared, filled, sealed."""
+"""The jobs of an update: prepare, fill and seal the shadow while decoding goes on."""
 
 from __future__ import annotations
 
@@ -56,22 +56,21 @@ if TYPE_CHECKING:
 
 
 class Jobs:
-    """The jobs of updates. They run on the staging thread, one after the other.
+    """The jobs of updates. The staging thread runs them one after the other.
 
-    The shadow is theirs while an update is open, and the scheduler's thread's from its seal
-    on: what they leave to it is the ``Sealed`` of the update. A job looks between two tensors
-    whether its update was dropped, and gives up then; whatever it had written is never
-    committed.
+    While an update is open, its jobs own the shadow. The seal hands the shadow to the scheduler's
+    thread, as the update's ``Sealed``. Between two tensors a job checks whether its update was
+    dropped, and then gives up. The data of a dropped update are never committed.
 
-    In the mode ``off`` they write the live weights, and so run on the scheduler's thread, at
-    the boundary. Hollow weights are written in place, too, but on the staging thread: no step
-    is made before they are whole. What no update has brought bears marks, from the first
-    update on, so that many partial updates make a whole, and it is known when they do.
+    In the mode ``off`` jobs write the live weights, so they run on the scheduler's thread, at the
+    boundary. Hollow weights are written in place too, but on the staging thread: no step runs
+    before the weights are complete. The first update marks every element of hollow weights. So
+    several partial updates can make a whole version, and the marks left show the missing elements.
 
-    In a session of SGLang's own kind no tensor may come at all: then something else has written
-    the live weights until the seal, which reads them through as they are.
+    In a session of SGLang's own kind no tensor may come at all. Something else has then written
+    the live weights by the seal, and the seal reads them as they are.
 
-    What a test makes fail, it makes fail in ``fill``, ``take_in`` or ``seal``.
+    Tests inject failures in ``fill``, ``take_in`` or ``seal``.
     """
 
     def __init__(
@@ -97,16 +96,16 @@ class Jobs:
         self._gpu_memory = GPUMemory(device)
 
     def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Opened:
-        """Start from the live weights, or from marks that show what was not written.
+        """Fill the shadow with the live weights, or with marks on every element to be written.
 
-        The live weights are only read, and only the scheduler's thread changes them, in a
-        commit, which cannot be while an update is open. ``after`` is the last commit's event
-        on the device, or None: the shadow is not written before it.
+        Jobs only read the live weights here. The scheduler's thread writes them in a commit, and
+        no commit can come while an update is open. ``after`` is the last commit's event on the
+        device, or None: the shadow is not written before that event.
         """
         models = self._select(self._models, selector)
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this server")
-        # looked at again, because serving may have made copies of weights since
+        # checked again: serving may have made copies of weights since the start
         in_place = self._mode is StagingMode.OFF
         if (reason := why_not_updated(self._models, in_place=in_place)) is not None:
             raise Refused(reason)
@@ -150,7 +149,7 @@ class Jobs:
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this update")
         tensors = nbytes = 0
-        # closed at once, because the sender waits to hear how it ended
+        # close at once: the sender waits for the outcome
         with closing(self._read_for_each(models, update, source)) as loads:
             for model, weights in loads:
                 with closing(weights):
@@ -175,7 +174,7 @@ class Jobs:
         return Staged(staged_s=staged_s, tensors=tensors, bytes=nbytes)
 
     def take_in(self, update: Update, weights: Weights) -> Weights:
-        """Every tensor of an update comes through here on its way to a model's loader."""
+        """Count and hand on each tensor of an update, on its way to a model's loader."""
         for name, tensor in weights:
             update.check()
             if isinstance(tensor, torch.Tensor):
@@ -184,9 +183,9 @@ class Jobs:
             yield name, tensor
 
     def seal(self, update: Update, base_digest: str | None) -> Voted:
-        """Check that the update is whole; after this nothing can fail any more.
+        """Check the update for completeness. Nothing after the seal can fail.
 
-        ``base_digest`` is that of the live weights, or None where it is not known yet.
+        ``base_digest`` is the live weights' digest, or None if unknown.
         """
         self.let_go()
         update.check()
@@ -194,7 +193,7 @@ class Jobs:
         was_loaded = update.tensors > 0
         if not was_loaded and not update.may_be_empty:
             raise Refused("the update holds no tensor")
-        # only a way back needs it
+        # only a rollback needs this digest
         if base_digest is None and self._mode_of(update) is not StagingMode.OFF:
             update.base_digest = self._read_through(update, set(), set())
         shadowed = update.roles if was_loaded else set[str]()
@@ -226,11 +225,11 @@ class Jobs:
         return Voted(staged_s=time.perf_counter() - started)
 
     def let_go(self) -> None:
-        """Of what the sender has: the update takes in no more."""
+        """Release the sender's memory; the update receives nothing more."""
         self._gpu_memory.let_go()
 
     def forget_shadows(self) -> None:
-        """The scheduler's thread calls it, while there is no other job."""
+        """Free the shadows. Called on the scheduler's thread, while there is no job."""
         self._shadows.forget(self._device)
 
     def _mode_of(self, update: Update) -> StagingMode:
@@ -241,7 +240,7 @@ class Jobs:
         return {model.role for model in self._models}
 
     def _count_unwritten(self, update: Update) -> int:
-        """Elements of hollow weights that still bear their marks."""
+        """Count the marked elements of hollow weights."""
         missing = 0
         for live in self._brought_by_updates():
             for (piece,) in self._rate_limit.cut(live.data):
@@ -250,7 +249,7 @@ class Jobs:
         return missing
 
     def _brought_by_updates(self) -> Iterator[torch.Tensor]:
-        """The weights that can bear marks, and that are not set by the model itself."""
+        """Yield the weights able to bear marks, except those set by the model itself."""
         for model, name, live, _ in self._weights(self._all_roles):
             if can_mark(live) and name not in model.set_by_the_model:
                 yield live
@@ -274,9 +273,9 @@ class Jobs:
     def _read_for_each(
         self, models: list[ShadowedModel], update: Update, source: Source
     ) -> Generator[tuple[ShadowedModel, Weights], None, None]:
-        """Each model with the tensors of one call of its loader, in the order of the calls.
+        """Yield each model with the tensors of one loader call, in the order of the calls.
 
-        A target and its drafts load the same tensors, which most sources have only once.
+        A target and its drafts load the same tensors, but most sources deliver them once.
         """
         if isinstance(source, DiskSource):
             for model in models:
@@ -294,7 +293,7 @@ class Jobs:
                 if len(models) == 1:
                     yield models[0], batch
                     continue
-                # a loader of the user's may need all tensors of a call at once
+                # a custom loader may need all tensors of a call at once
                 most = math.inf if _has_custom_loader(source) else MOST_BYTES
                 for part in in_parts(batch, most):
                     for model in models:
@@ -314,12 +313,12 @@ class Jobs:
         return with_whole_modules(receive_ipc(source, self._device, update.check, self._rate_limit))
 
     def _read_through(self, update: Update, shadowed: set[str], whole: set[str]) -> str:
-        """The digest of all models of this rank, those of ``shadowed`` as they will be.
+        """Return the digest of all models of this rank, with the shadows of ``shadowed`` roles.
 
-        In the same reading, all elements of those of ``whole`` must have been written.
+        Raise ``Refused`` if the same reading finds an unwritten element in a ``whole`` role.
         """
         if self._mode_of(update) is StagingMode.OFF and not whole:
-            # requests wait for it
+            # requests wait for this digest
             served = [
                 (f"{model.role}.{name}", weight)
                 for model, name, weight, _ in self._weights(self._all_roles)
@@ -345,7 +344,7 @@ class Jobs:
         return digest.hexdigest()
 
     def _check_all_sent(self, update: Update, whole: set[str]) -> None:
-        """By name only: what is written in place bears no marks."""
+        """Compare names only: weights written in place bear no marks."""
         if unsent := self._unsent(update, whole):
             raise Refused(f"the update is not complete: {list_names(unsent)} were not sent")
 
@@ -356,8 +355,10 @@ class Jobs:
     def _weights(
         self, roles: Iterable[str]
     ) -> Iterator[tuple[ShadowedModel, str, torch.Tensor, torch.Tensor]]:
-        """Model, name, live weight and shadow of those of ``roles``: once each. What a draft
-        shares is its target's."""
+        """Yield model, name, live weight and shadow of each weight of ``roles``, once.
+
+        A weight shared by a draft and its target is the target's.
+        """
         wanted, seen = set(roles), set[int]()
         for model in self._models:
             for name, live, shadow in model.shadow.pairs:
@@ -367,17 +368,17 @@ class Jobs:
                     yield model, name, live, shadow
 
     def _is_partial(self, update: Update, model: ShadowedModel) -> bool:
-        # a draft takes what it shares with the target and keeps the rest
+        # a draft loads its part of the target's tensors and keeps its other weights
         return update.partial or model.role != "target"
 
     def _select(
         self, models: list[ShadowedModel], selector: Selector | None
     ) -> list[ShadowedModel]:
-        """Those of ``models`` that a call is for.
+        """Return the ``models`` addressed by a call.
 
-        Where it does not say, it is for the first, which is the target if that is among them,
-        and for those that were loaded from the same checkpoint. A draft with one of its own
-        (EAGLE, STANDALONE) may have tensors of the same names that mean something else.
+        Without a selector these are the first model (the target, if present) and all models loaded
+        from the same checkpoint. A draft with its own checkpoint (EAGLE, STANDALONE) may use the
+        same names for other tensors.
         """
         if selector is None:
             return [model for model in models if model.checkpoint == models[0].checkpoint]
@@ -385,11 +386,11 @@ class Jobs:
 
 
 def _refuse_to_leave_torn(update: Update, brought: set[str]) -> None:
-    """A commit says that all weights are whole."""
+    """Raise ``Refused`` if a partially written model got no tensor: a commit calls it whole."""
     if torn := update.mends - brought:
         raise Refused(
-            f"the weights of the {' and '.join(sorted(torn))} model are a mixture, and the update "
-            "has none of them: send the whole version (partial=false)"
+            f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
+            "update has none of them: send the whole version (partial=false)"
         )
 
 

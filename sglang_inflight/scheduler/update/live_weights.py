@@ -1,4 +1,4 @@
-"""The weights that a rank serves, and those that it served before."""
+"""The live weights of a rank, and the previous version."""
 
 from __future__ import annotations
 
@@ -14,21 +14,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Previous:
-    """What the shadow got when the live weights were swapped in, and how to swap it back."""
+    """The version moved to the shadow by the last swap, and the swap back."""
 
     version: str
-    # None where it was never read, because no way leads back
+    # None if never computed: then no rollback is possible
     digest: str | None
     swap: PreparedSwap
 
 
 class DeviceSwap:
-    """When a swap began and ended on the device: behind the forwards before it, ahead of those
-    after it.
-    """
+    """Begin and end of a swap on the device, between earlier and later forwards."""
 
     def __init__(self, began: Any, ended: Any) -> None:
-        """Events that measure time."""
+        """Keep two events with timing enabled."""
         self._began = began
         self.ended = ended
 
@@ -40,56 +38,56 @@ class DeviceSwap:
         self.ended.synchronize()
 
     def milliseconds(self) -> float:
-        """Once it is done."""
+        """Return the duration of a finished swap."""
         took: float = self._began.elapsed_time(self.ended)
         return took
 
 
 class LiveWeights:
-    """What is known of the live weights of one rank. Only the scheduler's thread touches it."""
+    """State of one rank's live weights. Only the scheduler's thread touches this object."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        # of all of them; None: nobody has read them through
+        # digest of all live weights; None if unknown
         self.digest: str | None = None
-        # why they are a mixture; only in the mode "off"
+        # why the weights are partially written, or None; only in the mode "off"
         self.dirty: str | None = None
-        # whether the label says what they are
+        # whether the version's label describes the weights
         self._is_named = True
-        # the models that are, by their roles
+        # roles of the partially written models
         self.torn: set[str] = set()
-        # why nobody knows what is in them, until updates have written all of them
+        # why the contents are undefined, until updates have written every element; or None
         self.hollow: str | None = None
-        # whether what was not written since then bears marks
+        # whether the unwritten elements of hollow weights bear marks
         self.is_marked = False
         self.previous: Previous | None = None
-        # whether the shadow still has what ``previous`` says
+        # whether the shadow still holds ``previous``
         self.holds_previous = False
-        # on a device
+        # None on a CPU
         self.last_swap: DeviceSwap | None = None
 
     @property
     def swapped(self) -> Any:
-        """On a device: its event after the last swap. The shadow is not written before."""
+        """The device's event after the last swap. The shadow is not written before it."""
         return None if self.last_swap is None else self.last_swap.ended
 
     @property
     def why_not_served(self) -> str | None:
-        """None where a forward may use them."""
+        """Reason why no forward may use the weights, or None."""
         if self.hollow is not None:
             return f"The weights are hollow: {self.hollow}."
-        return None if self.dirty is None else f"The weights are a mixture: {self.dirty}."
+        return None if self.dirty is None else f"The weights are partially written: {self.dirty}."
 
     def become_hollow(self, why: str) -> None:
         self.hollow, self.dirty, self.digest, self.is_marked = why, None, None, False
         self.torn.clear()
 
     def write_in_place(self, roles: Iterable[str]) -> None:
-        """A part of an update is written into those models."""
+        """Note the write of a part of an update into the models of ``roles``."""
         self.become_dirty("an update was written in place and not completed", roles)
 
     def become_dirty(self, why: str, roles: Iterable[str]) -> None:
-        """The models of ``roles`` are a mixture, which a whole update mends."""
+        """Mark the models of ``roles`` as partially written. A whole update repairs them."""
         if self.hollow is not None:
             return
         self.torn.update(roles)
@@ -97,25 +95,25 @@ class LiveWeights:
         self.digest = None
 
     def lose_name(self) -> None:
-        """They are served, and nobody knows what they are, until an update is committed."""
+        """Forget the served version until the next commit: something else wrote the weights."""
         self.forget_previous()
         self.digest, self._is_named = None, False
 
     def lose_previous(self) -> None:
-        """An update begins to be staged over it."""
+        """Give up the previous version in the shadow: an update is staged over it."""
         self.holds_previous = False
 
     def forget_previous(self) -> None:
-        """Its memory is given back."""
+        """Forget the previous version: its memory is freed."""
         self.previous, self.holds_previous = None, False
 
     def swap_in(
         self, digest: str, swap: PreparedSwap, *, base_version: str, missing: int = 0
     ) -> int:
-        """Make the weights of ``digest`` live; returns the bytes swapped.
+        """Make the weights of ``digest`` live, and return the bytes swapped.
 
-        ``base_version`` is the name of those that are live now. ``missing`` elements of hollow
-        weights were sent by no update so far.
+        ``base_version`` is the version live until now. ``missing`` counts the elements of hollow
+        weights not sent by any update so far.
         """
         swapped = self._swap(swap)
         if self.hollow is None and self._is_named:
@@ -133,13 +131,13 @@ class LiveWeights:
         return swapped
 
     def _swap(self, swap: PreparedSwap) -> int:
-        """Between the forwards launched so far and those launched next.
+        """Swap between the forwards launched so far and those launched next.
 
-        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else
-        on the loop's own, which is current here. The swap waits on the device for whatever
-        is on either, and what comes next on either waits for the swap: so it does not matter
-        where a forward runs. The host waits for nothing. The shadow was complete before this
-        rank voted, and its next user waits for the event.
+        With overlap scheduling, and in a pipeline, forwards run on the forward stream, else on the
+        loop's own, the current stream here. On the device the swap waits for the work on both
+        streams, and later work on both waits for the swap. So it does not matter where a forward
+        runs. The host waits for nothing. The shadow was complete before this rank voted, and the
+        shadow's next user waits for the event.
         """
         scheduler = self._scheduler
         if scheduler.device == "cpu":

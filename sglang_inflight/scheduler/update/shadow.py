@@ -16,27 +16,27 @@ from sglang_inflight.scheduler.update.checks.digest import Digest
 
 
 class ReservedStorage(NamedTuple):
-    """Storage for the shadow of ``original``, which is held so that its id stays its own."""
+    """Storage for the shadow of ``original``. A reference to ``original`` keeps its id unique."""
 
     original: torch.Tensor
     storage: torch.Tensor
 
 
 class ShadowParameters:
-    """The shadow storage of one rank, by the id of the tensor it shadows.
+    """The shadow storage of one rank, by the id of the shadowed tensor.
 
-    One for all models of the rank: what a draft shares with its target is one weight, and
-    has one shadow.
+    All models of the rank use one object: a weight shared by a draft and its target has one
+    shadow.
     """
 
     def __init__(self, reserved: dict[int, ReservedStorage] | None = None) -> None:
         self._reserved = reserved or {}
         self._by_original: dict[int, tuple[torch.Tensor, Any]] = {}
-        # by storage, of originals and of shadows
+        # pairs of original and shadow, by the storage of either
         self._weights: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
 
     def get(self, original: torch.Tensor) -> Any:
-        """The shadow of ``original``, or None where there is none yet."""
+        """Return the shadow of ``original``, or None if there is none yet."""
         known = self._by_original.get(id(original))
         return None if known is None else known[1]
 
@@ -46,7 +46,7 @@ class ShadowParameters:
             self._note_weight((original, shadow))
 
     def look_anew(self) -> None:
-        """Before an update: a commit on a CPU has exchanged the memory of weights and shadows."""
+        """Index the pairs anew before an update: a commit on a CPU exchanges their memory."""
         pairs = {id(pair[1]): pair for found in self._weights.values() for pair in found}
         self._weights = {}
         for pair in pairs.values():
@@ -60,7 +60,7 @@ class ShadowParameters:
         return memory_key(tensor) in self._weights
 
     def view_like(self, view: torch.Tensor) -> torch.Tensor | None:
-        """The part of a shadow that ``view`` is of the weight it lies in, or None for others."""
+        """Return the same view of the shadow if ``view`` lies in a weight, else None."""
         for original, shadow in self._weights.get(memory_key(view), ()):
             offset = view.storage_offset() - original.storage_offset()
             if offset >= 0 and _span_of(view) + offset <= _span_of(original):
@@ -70,22 +70,22 @@ class ShadowParameters:
         return None
 
     def keep_reserved_for(self, originals: Iterable[torch.Tensor]) -> None:
-        """Give back what was reserved for tensors that are in no model."""
+        """Free the storage reserved for tensors other than ``originals``."""
         used = {id(original) for original in originals}
         for unused in self._reserved.keys() - used:
             del self._reserved[unused]
 
     def storage_for(self, original: torch.Tensor, storage: torch.device) -> torch.Tensor:
-        """Like ``original``, on ``storage``; what was reserved for it, if something was."""
+        """Return storage like ``original`` on the device ``storage``, reserved or new."""
         kept = self._reserved.pop(id(original), None)
         if kept is not None and _are_alike(original, kept.storage):
             return kept.storage
-        # a host's copy for a device is pinned, so that copies need no host wait
+        # pinned on the host, so that copies from and to a device do not block the host
         pinned = storage.type == "cpu" and original.device.type != "cpu"
         return torch.empty_like(original.data, device=storage, pin_memory=pinned)
 
     def forget(self) -> None:
-        """Give all memory back, also that of shadows that somebody still holds."""
+        """Free all memory, even of shadows still referenced elsewhere."""
         for original, shadow in self._by_original.values():
             if shadow is not original:
                 shadow.data = shadow.data.new_empty(0)
@@ -95,18 +95,17 @@ class ShadowParameters:
 
 
 class Shadow:
-    """A structural clone of a model, whose tensors are storage of their own.
+    """A structural clone of a model, with tensors in storage of their own.
 
-    Every module is a shallow copy; parameters and buffers are replaced by shadows that keep
-    class, attributes, loader and ties of the originals, and so are tensors, parameters and
-    modules in plain attributes, and modules to which a loader is bound. So
-    ``load_weights`` of the clone knows how fused, sharded, tied and stacked parameters load, and
-    reaches nothing of the live model. A commit exchanges the weights, and the tensors that the
-    model derives from them in place. ``find_derived`` tells whether loading changed anything else.
+    Every module is a shallow copy. Shadows replace parameters and buffers, and keep the class,
+    attributes, loader and ties of the originals. Tensors, parameters and modules in plain
+    attributes are replaced too, and so are modules with a bound loader. So the clone's
+    ``load_weights`` loads fused, sharded, tied and stacked parameters as the model's does, and
+    reaches nothing of the live model. A commit exchanges the weights, and the tensors derived from
+    them in place. ``find_derived`` finds any other change made by loading.
 
-    Owners: the staging thread writes the shadows while an update is open. Once it is sealed
-    only the scheduler's thread touches them, in a ``PreparedSwap``. The message that carries
-    the commit orders the two.
+    Owners: the staging thread writes the shadows while an update is open. After the seal only the
+    scheduler's thread touches them, in a ``PreparedSwap``. The commit's message orders the two.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class Shadow:
         self._storage = storage
         self._live = model
         self._modules: dict[int, nn.Module] = {}
-        # by id: the shadows that were made here, and those that another model had before
+        # by id: shadows made here, and shadows shared with an earlier model
         self._own: set[int] = set()
         self._shared: set[int] = set()
         self.model: nn.Module = self._clone(model)
@@ -125,23 +124,23 @@ class Shadow:
         self.pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = [
             (name, live, shadows[name]) for name, live in weights_of(model)
         ]
-        # by module and name: what the clone got, and a checksum of it
+        # by the module's id and the attribute: the clone's value, and its checksum
         self._placed: dict[tuple[int, str], tuple[Any, str]] = {}
-        # (name, live, shadow) of each distinct tensor that is no weight
+        # (name, live, shadow) of each distinct tensor besides the weights
         self._derived: list[tuple[str, torch.Tensor, torch.Tensor]] = []
-        # the places in that list by the shadow's memory, in this update
+        # indices into ``_derived`` by the shadow's memory, in this update
         self._derived_at: dict[int, int] = {}
-        # the places of those that loading has written since they were as in the live model
+        # indices into ``_derived`` of the tensors written since ``begin``
         self._written: set[int] = set()
-        # the weights' shadows as they lay when the update began, by id
+        # by the shadow's id: its memory at the update's begin
         self._memory: dict[int, torch.Tensor] = {}
         self._targets: dict[int, Target] = {}
         self._replace_attributes()
 
     def begin(self) -> None:
-        """Before an update: what loading derives is as in the live model again.
+        """Reset the derived tensors to the live model's values, before an update.
 
-        Memory is looked at anew, because a commit on a CPU exchanges pointers.
+        The memory is indexed anew, because a commit on a CPU exchanges pointers.
         """
         for at in self._written:
             _, live, shadow = self._derived[at]
@@ -152,12 +151,12 @@ class Shadow:
         self._written.clear()
         self._parameters.look_anew()
         self._derived_at = {memory_key(own): at for at, (_, _, own) in enumerate(self._derived)}
-        # held until they are looked at, so that nothing else can lie there
+        # held until ``find_derived``: no other tensor can get this memory
         self._memory = {id(shadow): shadow.detach() for _, _, shadow in self.pairs}
         self._targets = self._find_targets()
 
     def targets(self) -> dict[int, Target]:
-        """Everything that a loader of this model could write, by its memory."""
+        """Return all memory in reach of the model's loader, by ``memory_key``."""
         return self._targets
 
     def _find_targets(self) -> dict[int, Target]:
@@ -172,17 +171,17 @@ class Shadow:
         return found
 
     def note_write(self, write: Write) -> None:
-        """A loader is about to write ``write.target``."""
+        """Note a loader's write before it happens."""
         if write.target.kind is Kind.DERIVED:
             self._written.add(self._derived_at[write.memory])
 
     @property
     def derived_pairs(self) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Name, live and shadow of the tensors that loading derived, which a commit exchanges."""
+        """Name, live tensor and shadow of each derived tensor for the commit to exchange."""
         return [self._derived[at] for at in sorted(self._written)]
 
     def find_derived(self) -> str | None:
-        """The name of something that loading changed and no commit can exchange."""
+        """Return the name of a change by loading that no commit can exchange, or None."""
         now, memory = dict(weights_of(self.model)), self._memory
         self._memory = {}
         for name, _, shadow in self.pairs:
@@ -205,7 +204,7 @@ class Shadow:
         return None
 
     def _is_changed(self, value: Any, live: Any, placed: tuple[Any, str] | None) -> bool:
-        """Whether a loader changed an attribute to ``value``, which ``live`` does not have."""
+        """Return whether a loader changed an attribute to ``value``, unlike ``live``."""
         if isinstance(value, float):
             is_as_placed = placed is not None and value == placed[0]
             return not is_as_placed and isinstance(live, float | None) and value != live
@@ -214,7 +213,7 @@ class Shadow:
             return False
         if placed is not None and value is placed[0]:
             places = [self._derived_at.get(memory_key(tensor)) for tensor in tensors]
-            # the commit exchanges it, or loading has left it alone
+            # the commit exchanges the value, or loading did not change it
             if None not in places and not self._written.isdisjoint(places):
                 return False
             if self._checksum_of(value) == placed[1]:
@@ -253,7 +252,7 @@ class Shadow:
         return clone
 
     def _replace_attributes(self) -> None:
-        """After the clone: then each parameter and module has a shadow that is known."""
+        """Replace tensors in attributes, after each parameter and module has a shadow."""
         known: set[int] = set()
         for path, module in self._live.named_modules():
             clone = self._modules[id(module)]
@@ -301,7 +300,7 @@ class Shadow:
         shadow.__dict__.update(parameter.__dict__)
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(getattr(loader, "__self__", None), nn.Module):
-            # a class of upstream's has a read-only property of the name, over this attribute
+            # one of SGLang's classes has a read-only property of this name, over ``_weight_loader``
             is_property = hasattr(type(parameter), "weight_loader")
             slot = "_weight_loader" if is_property else "weight_loader"
             setattr(shadow, slot, self._bound_to_the_clone(loader))
@@ -310,7 +309,7 @@ class Shadow:
         return shadow
 
     def _bound_to_the_clone(self, loader: Any) -> Any:
-        """``loader``, bound to the clone of its module, which may not be made yet."""
+        """Return ``loader``, bound at its call to its module's clone, which may not exist yet."""
 
         def load(*args: Any, **kwargs: Any) -> Any:
             return replace(loader, self._shadow_of)(*args, **kwargs)
@@ -323,7 +322,7 @@ class Shadow:
 
     def _copy(self, tensor: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
         storage = self._storage
-        # a scale that is kept on the host stays there
+        # a scale kept on the host stays there
         if not is_weight and storage.type not in ("cpu", "meta"):
             storage = tensor.device
         shadow = self._parameters.storage_for(tensor, storage).copy_(tensor.detach())
@@ -332,7 +331,7 @@ class Shadow:
 
 
 def refresh_derived(model: nn.Module) -> None:
-    """Compute anew what modules keep of their weights, in the tensors where they keep it.
+    """Recompute the modules' tensors derived from weights, in place.
 
     ``GemmaRMSNorm`` does so in its parameter's loader, ``Gemma4Router`` at its first forward.
     """
@@ -346,7 +345,7 @@ def refresh_derived(model: nn.Module) -> None:
 
 @torch.no_grad()
 def fuse_scales(model: nn.Module) -> None:
-    """Do what ``Gemma4Router`` does at its first forward, before anything is served."""
+    """Fuse ``Gemma4Router``'s scales at the start instead of at the first forward."""
     module: Any
     for module in model.modules():
         if getattr(module, "_scale_fused", None) is False:
@@ -358,7 +357,7 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _span_of(tensor: torch.Tensor) -> int:
-    """How many elements of its storage a tensor spans."""
+    """Return how many elements of its storage ``tensor`` spans."""
     if not tensor.numel():
         return 0
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -375,9 +374,9 @@ def _checksum(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each distinct parameter and persistent buffer, which are what a checkpoint may hold.
+    """Yield each distinct parameter and persistent buffer: a checkpoint may hold these.
 
-    Of two parameters that are the same memory the first is one.
+    Of two parameters with the same memory only the first is yielded.
     """
     transient = {
         f"{prefix}.{name}" if prefix else name

@@ -49,27 +49,27 @@ class ShadowedModel:
     def __init__(self, role: str, runner: ModelRunner, parameters: ShadowParameters) -> None:
         self.role = role
         self.runner = runner
-        # the one it was started with
+        # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
         self._parameters = parameters
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _tell_nobody
         self._shadow: Shadow | InPlaceModel | None = None
         self._served: Shapes | None = None
-        # received in this update, and held by the model's loader until others come
+        # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
         self._tied = TiedHead()
-        # the memory of weights that this update has written
+        # memory of the weights written by this update
         self._written: set[int] = set()
-        # what loading derived in a way that no commit takes over
+        # the name of a derived tensor out of a commit's reach, once an update was refused for it
         self.derived: str | None = None
 
     def build_shadow(
         self, mode: StagingMode, device: torch.device, owners: Sequence[nn.Module]
     ) -> None:
-        """At the first update, so that a server that has none pays nothing.
+        """Build the shadow at the first update: a server without updates pays nothing.
 
-        ``owners`` are the models of the rank that come before this one. They own what it shares.
+        ``owners`` are the rank's models before this model. They own the weights shared with it.
         """
         if self._shadow is not None:
             return
@@ -92,7 +92,7 @@ class ShadowedModel:
         return self._shadow
 
     def forget_shadow(self) -> None:
-        """The next update builds it anew. Its memory is the ``ShadowParameters``' to give back."""
+        """Forget the shadow; the next update builds it anew. ``ShadowParameters`` frees memory."""
         self._shadow = None
 
     @property
@@ -100,27 +100,27 @@ class ShadowedModel:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
     def begin(self) -> None:
-        """An update begins: no tensor has come for it."""
+        """Begin an update: forget the tensors of the last one."""
         self._held.clear()
         self._written.clear()
         self._tied = TiedHead()
         self.shadow.begin()
 
     def finish(self, *, was_loaded: bool = True) -> None:
-        """Nothing more is loaded. ``was_loaded`` is false where something else wrote it."""
-        # one that no tensor came for is finished, and would be finished twice
+        """Finish a model written in place. ``was_loaded``: the model's own loader wrote it."""
+        # a model without a new tensor is finished already, and must not be finished twice
         if isinstance(self.shadow, InPlaceModel) and self.shadow.is_open:
             self.on_write()
             self.shadow.finish(was_loaded=was_loaded)
 
     def restore(self) -> None:
-        """It is about to be written, by a load or by something else."""
+        """Undo SGLang's finishing, before a load or something else writes in place."""
         if isinstance(self.shadow, InPlaceModel) and self.shadow.finishes:
             self.on_write()
             self.shadow.restore()
 
     def refuse_if_unfinished(self) -> None:
-        """Raises ``Refused`` where a tensor was received, and the next forward would not use it."""
+        """Raise ``Refused`` if the next forward would not use a received tensor."""
         if self._held:
             raise Refused(
                 f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
@@ -129,7 +129,7 @@ class ShadowedModel:
         self._tied.refuse_if_not_the_embeddings()
 
     def refuse_if_derived(self) -> None:
-        """Raises ``Refused`` where a loader wrote something that no commit takes over."""
+        """Raise ``Refused`` if a loader wrote something out of a commit's reach."""
         if isinstance(self.shadow, Shadow) and self._written:
             with torch.no_grad():
                 self._refresh(self.shadow)
@@ -138,15 +138,15 @@ class ShadowedModel:
             raise Refused(why_not_staged(self.role, name))
 
     def _refresh(self, shadow: Shadow) -> None:
-        """Let the clone's modules compute what they keep of their weights."""
+        """Recompute the clone's tensors derived from weights."""
         with Dataflow(shadow.targets(), before_write=shadow.note_write):
             refresh_derived(shadow.model)
 
     def keep_what_no_checkpoint_holds(self, check: Callable[[], None]) -> None:
-        """Stage weights that no checkpoint brings as they are served.
+        """Stage the live values of weights that no checkpoint brings.
 
-        All tensors of the served checkpoint were received. A weight that none of them has written
-        is one that the model itself sets when it is made.
+        All tensors of the served checkpoint were received. So the model itself set any unwritten
+        weight at its construction.
         """
         for _, live, shadow in self.shadow.pairs:
             check()
@@ -156,14 +156,14 @@ class ShadowedModel:
                 shadow.copy_(live)
 
     def read_served(self, check: Callable[[], None]) -> None:
-        """Read ``served``, unless that is done; ``check`` raises when it is time to give up."""
+        """Read ``served`` once; ``check`` raises when it is time to give up."""
         if self._served is None:
             with AbandonableThread(check) as thread:
                 self._served = thread.do(self._read_shapes)
 
     @property
     def served(self) -> Shapes:
-        """Shapes in the checkpoint the server was started with; none if it is not here."""
+        """Shapes of the tensors in the start's checkpoint; empty if it is not on this machine."""
         assert self._served is not None
         return self._served
 
@@ -191,16 +191,16 @@ class ShadowedModel:
         check_finite: bool,
         rate_limit: RateLimit,
     ) -> TensorChecks:
-        """Load ``weights`` through the model's own loader; returns what was counted.
+        """Load ``weights`` through the model's own loader, and return the counts.
 
-        ``takes_all`` is false where some of them may be another model's.
+        ``takes_all`` is false if some of the tensors may be another model's.
 
-        A tensor that the loader holds for a later one, and lets go of when it returns, is given to
-        it again in the update's next call.
+        A loader may hold a tensor for a later one and forget it at the end of the call. Such a
+        tensor is passed again in the update's next call.
 
-        Torch's default dtype stays what it is, though SGLang loads from disk under the
-        model's: it is the whole process's, and the loop makes a request's biases in it, and
-        compiles for it, meanwhile. SGLang loads tensors and broadcasts without it, too.
+        Torch's default dtype stays unchanged, though SGLang loads from disk under the model's
+        dtype. The default belongs to the whole process: meanwhile the loop makes a request's
+        biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in (None, FLATTENED_BUCKET)
@@ -220,20 +220,20 @@ class ShadowedModel:
         self._checks = checks
         watched = checks.watch(weights, again=self._held)
         try:
-            # before a loader looks up parameters, which restoring may replace, but not before there
-            # is a tensor: a failure until then has changed nothing
+            # Restoring may replace parameters, so restore before the loader looks them up. But
+            # not before the first tensor: a failure until then has changed nothing.
             first = list(itertools.islice(watched, 1))
             if first:
                 self.restore()
             dataflow.aim_at(self.shadow.targets())
             with dataflow:
                 self._load(source, load_format, _one_at_a_time(itertools.chain(first, watched)))
-            # a loader may stop before the end: what it did not take is not loaded
+            # a loader may stop before the end: check the rest, which is not loaded
             for _ in watched:
                 pass
             self._held = checks.finish()
         except Refused:
-            # from itself it would be a cycle, which keeps the tensors of its frames
+            # ``raise error from error`` would be a cycle and keep the tensors of its frames
             raise
         except Exception as error:
             if not checks.is_the_loaders_turn:
@@ -263,7 +263,7 @@ class ShadowedModel:
         raise Refused(f"load_format {load_format!r} is not known for tensors")
 
     def _load_direct(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Names are the parameters' own, shapes are those of this rank's shard."""
+        """Copy tensors to the parameters of the same names. Shapes are those of this shard."""
         if isinstance(self.shadow, InPlaceModel):
             self.shadow.write_directly()
         parameters = dict(self.shadow.model.named_parameters())
@@ -281,12 +281,12 @@ class ShadowedModel:
                 )
 
     def _is_needed(self, name: str) -> bool:
-        """Whether the model's loader puts the tensor ``name`` of its checkpoint to use."""
+        """Return whether the model's loader uses the tensor ``name`` of its checkpoint."""
         return name in self._put_to_use.tensors
 
     @property
     def set_by_the_model(self) -> frozenset[str]:
-        """The names of buffers that the model sets when it is made, and no checkpoint brings."""
+        """Names of persistent buffers set by the model at construction, in no checkpoint."""
         buffers = dict(self.runner.model.named_buffers())
         persistent = {name for name, _ in weights_of(self.runner.model) if name in buffers}
         if not persistent or not self.served:
@@ -300,7 +300,7 @@ class ShadowedModel:
 
 
 def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str | None:
-    """Why ``models`` cannot be updated as they are now, or None where they can."""
+    """Return why ``models`` cannot be updated now, or None if they can."""
     why_not, what = (why_not_loaded, "updated") if in_place else (why_not_shadowed, "staged")
     for model in models:
         if not in_place and model.derived is not None:
@@ -319,12 +319,12 @@ def why_not_staged(role: str, derived: str) -> str:
 
 
 def _holds_graphs(runner: ModelRunner) -> bool:
-    """Whether captured graphs read the model's tensors where they lie."""
+    """Return whether captured graphs hold addresses of the model's tensors."""
     runners = (getattr(runner, name, None) for name in _GRAPH_RUNNERS)
     return any(type(one).__name__ != "EagerRunner" for one in runners if one is not None)
 
 
-# in 0.5.23, and in 0.5.22
+# attributes of SGLang 0.5.23, then of 0.5.22
 _GRAPH_RUNNERS = (
     "decode_cuda_graph_runner",
     "prefill_cuda_graph_runner",
@@ -342,10 +342,10 @@ def _tell_nobody() -> None:
 
 
 def _one_at_a_time(weights: Weights) -> Weights:
-    """Loaders with threads of their own are to use none.
+    """Mark each tensor so that SGLang's loaders use no threads.
 
-    A copy that a thread makes could come after the vote, on a stream that nothing waits for,
-    and out of memory that is the next tensor's by then. Upstream's loaders look for this mark.
+    A thread's copy could come after the vote, on a stream that nothing waits for. By then its
+    source could be the memory of the next tensor. SGLang's loaders look for this mark.
     """
     for name, tensor in weights:
         tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]

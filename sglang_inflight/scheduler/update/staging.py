@@ -1,9 +1,8 @@
 """Phase one of an update: new weights wait in the shadow while decoding goes on.
 
-A rank votes by answering the ``SealCall``. The front end, which hears every rank of every
-replica, decides: a commit if all voted for it in time, otherwise a drop. So no rank waits
-for another one, neither in its loop nor in its staging thread, and a rank that dies or
-hangs fails the update and nothing else.
+A rank votes by answering the ``SealCall``. The front end commits if every rank of every replica
+voted in time, and drops the update otherwise. No rank waits for another rank, neither in its loop
+nor in its staging thread. A dead or hanging rank fails the update and nothing else.
 """
 
 from __future__ import annotations
@@ -41,19 +40,19 @@ from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
 from sglang_inflight.status import StagingStatus
 
-# why they are, where the weights could be staged
+# why updates are written in place although the model could be staged
 AS_SET = "SGLANG_INFLIGHT_STAGING=off, or no memory for a second copy of the weights"
 
 
 class Staging:
-    """The update that is under way on one rank. Only the scheduler's thread touches it.
+    """The open update of one rank. Only the scheduler's thread touches this object.
 
-    It says which call may come now (``staging_state.py``) and hands the staging thread a job
-    for it. A drop sets a mark that the running job looks at.
+    ``staging_state.py`` lists the calls allowed in each state. An allowed call becomes a job for
+    the staging thread. A drop sets a mark, and the running job looks at the mark.
 
-    In the mode ``off`` there is no shadow: jobs run at once and write the live weights. From
-    the first write on the weights are dirty, and the loop makes no step, until a commit. If
-    there is none, they stay dirty.
+    In the mode ``off`` there is no shadow: jobs run at once and write the live weights. From the
+    first write until a commit the weights are dirty, and the loop makes no step. If no commit
+    comes, the weights stay dirty.
     """
 
     def __init__(
@@ -70,8 +69,8 @@ class Staging:
         expect_no_step: Callable[[], None],
         post_ahead: Callable[[DistributedSource], None],
     ) -> None:
-        """``refusal`` is why no update can be taken in, or None where it can, and
-        ``why_not_staged`` why it can be taken in place alone.
+        """``refusal``: why every update is refused, or None. ``why_not_staged``: why updates can
+        only be written in place, or None.
         """
         self._jobs = jobs
         self._worker = worker
@@ -80,7 +79,7 @@ class Staging:
         self._answers = answers
         self._expect_no_step = expect_no_step
         self._post_ahead = post_ahead
-        # while a custom weight loader runs; the staging thread reads it
+        # True while a custom weight loader runs; read by the staging thread
         self.holds_the_loop = False
         self.mode = mode
         self.refusal = refusal
@@ -140,20 +139,20 @@ class Staging:
             self._submit(update, call, lambda: self._jobs.seal(update, digest))
 
     def drop(self, call: DropCall) -> None:
-        """Forget an update. It is no error if this rank never had it."""
+        """Forget an update. An unknown update is no error."""
         update = self._update
         if update is not None and update.id == call.update_id:
             update.dropped = call.reason
             self._update = None
-            # what it wrote in place is nobody's: the next one begins anew
+            # its writes in place belong to no version: the next update marks the weights anew
             self._live.is_marked = False
-        # answered when the staging thread has let go of the shadow
+        # answered after the running job, when the sender's memory is released
         self._worker.submit(call, _done_after(self._jobs.let_go))
 
     def may_have_written_by_handles(self, update_id: str) -> bool:
-        """Whether the client of an open update may have written the live weights over RDMA.
+        """Return whether a client of this open update may have written the weights over RDMA.
 
-        SGLang's clients send no tensor then, and end the session.
+        Such a client of SGLang's sends no tensor and only ends the session.
         """
         update = self._update
         if update is None or update.id != update_id:
@@ -161,45 +160,45 @@ class Staging:
         return update.may_be_empty and not update.tensors
 
     def take(self, update_id: str) -> Sealed:
-        """The sealed update, to be committed now."""
+        """Return the sealed update for its commit, and forget it."""
         update = self._expect(update_id, Step.COMMIT)
         assert update.sealed is not None
         self._update = None
-        # where nobody had read them through; what is dropped leaves nothing known
+        # the seal computes the live digest if it is unknown; a dropped update's is not kept
         self._live.digest = update.base_digest or self._live.digest
         return update.sealed
 
     def join_group(self, call: JoinGroupCall) -> None:
-        """Answered by a thread of the rendezvous' own: no update waits behind it."""
+        """Begin a rendezvous. The rendezvous' own thread answers, and no update waits behind it."""
         self._groups.join(call, self._answers)
 
     def leave_group(self, call: LeaveGroupCall) -> None:
         name, join_id = call.group_name, call.join_id
         self._groups.stop_joining(name, "the group was left", join_id)
-        # after the job that may still be receiving in it
+        # after the running job, which may still receive in this group
         self._worker.submit(call, _done_after(lambda: self._groups.leave(name, join_id)))
 
     def give_up_transfer(self, call: GiveUpTransferCall) -> None:
         def job() -> TransferGivenUp:
             return TransferGivenUp(broken=self._groups.give_up(call))
 
-        # after the job that may still be taking it in
+        # after the running job, which may still receive this transfer
         self._worker.submit(call, job)
 
     def when_idle(self, call: InflightCall[A], job: Job[A]) -> None:
-        """Do what is no part of an update, after all that is; the staging thread answers."""
+        """Run a job of no update after all earlier jobs; the staging thread answers."""
         self._worker.submit(call, job)
 
     def forget_shadows(self) -> None:
-        """Give their memory back, and the way back with it.
+        """Free the shadows, and the previous version with them.
 
-        Only while no update is open, and the staging thread has nothing to do.
+        Call only while no update is open and the staging thread is idle.
         """
         self._live.forget_previous()
         self._jobs.forget_shadows()
 
     def why_no_rollback(self) -> str | None:
-        """Why the shadow does not hold the previous version, or None where it does."""
+        """Return why the shadow does not hold the previous version, or None if it does."""
         if self.mode is StagingMode.OFF:
             return f"updates are written in place ({self.why_not_staged or AS_SET})"
         if self.state is not StagingState.EMPTY:
@@ -250,7 +249,7 @@ class Staging:
     def _submit_receiving(
         self, update: Update, call: StageCall, source: DistributedSource, job: Job[Staged]
     ) -> None:
-        """Let the loop post the first broadcasts at this boundary, and ``job`` receive them."""
+        """Post the first broadcasts here, on the loop's thread; ``job`` receives them."""
         of_update = self._of_update(update, call, job)
 
         def receive() -> Staged:
@@ -263,13 +262,13 @@ class Staging:
         self._worker.submit(call, receive)
 
     def _submit_and_wait(self, update: Update, call: TimedCall[A], job: Job[A]) -> None:
-        """Let ``job`` be done while this rank makes no step.
+        """Run ``job`` on the staging thread while this rank makes no step.
 
-        A custom weight loader may change what belongs to the whole process, such as
-        ``torch.Tensor.copy_`` (verl's does), and a step beside it would compute with that. All
-        ranks of a replica take this call in at the same boundary, and none of their jobs waits
-        for a step, so no rank waits for another one. The loop goes on when the job has ended, or
-        when its time is over, and the update is lost then.
+        A custom weight loader may change state of the whole process, such as
+        ``torch.Tensor.copy_`` (verl's does). A step beside the loader would compute with the
+        change. All ranks of a replica take this call in at the same boundary, and none of their
+        jobs waits for a step. So no rank waits for another rank. The loop goes on when the job has
+        ended or its time is over. The update is lost after a timeout.
         """
         ended = threading.Event()
         of_update = self._of_update(update, call, job)
@@ -290,8 +289,9 @@ class Staging:
 
     @contextmanager
     def _dirty_together(self) -> Iterator[None]:
-        """Around what may write in place. Ranks that step together are dirty together: one alone
-        would wait for the other.
+        """Mark this rank dirty after a call if a rank of its replica is dirty.
+
+        A dirty rank makes no step, and a clean rank would wait for it in the next collective.
         """
         try:
             yield

@@ -1,10 +1,9 @@
-"""Follows tensors through a model's loader, to the memory that the next forward reads.
+"""Follows tensors through a model's loader, to the memory read by the next forward.
 
-A loader decides what becomes of a tensor: it may copy it, fuse it with another one, hold it until
-that one comes, compute with it, or ignore it. A loader may also write past the parameters that it
-was given. Names tell nothing of that, and neither does the number of calls to ``weight_loader``.
-So each operation of torch that runs on the loader's thread is looked at: it says which memory it
-reads, and which it writes.
+A loader decides about a tensor: copy it, fuse it with another one, hold it until that one comes,
+compute with it, or ignore it. A loader may also write past its parameters. Neither names nor the
+number of calls to ``weight_loader`` show any of this. So each torch operation on the loader's
+thread is watched: the memory it reads, and the memory it writes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _COPY = torch.ops.aten.copy_.default
 
 
 class Kind(enum.Enum):
-    """Tells what a loader may do to a target."""
+    """The kind of a target, which decides whether a loader may write it."""
 
     # a parameter or buffer that a checkpoint may hold
     WEIGHT = enum.auto()
@@ -35,7 +34,7 @@ class Kind(enum.Enum):
     DERIVED = enum.auto()
     # a weight that another model of the rank owns: writes are left out
     FOREIGN = enum.auto()
-    # memory that is being served while the update is staged: a write is refused
+    # memory served while the update is staged: a write is refused
     SERVED = enum.auto()
 
 
@@ -56,15 +55,16 @@ Targets = Mapping[int, Target]
 
 
 def memory_key(tensor: torch.Tensor) -> int:
-    """Identifies the storage of ``tensor`` for as long as a tensor lies in it, on any device.
+    """Return an identifier of the storage of ``tensor``, on any device.
 
-    Unlike a pointer it tells tensors on the meta device apart.
+    The identifier is unique while a tensor lies in the storage. Unlike a pointer it distinguishes
+    tensors on the meta device.
     """
     return tensor.untyped_storage()._cdata
 
 
 class _Received:
-    """The tensors that were received in one storage, by their ranges of bytes."""
+    """The tensors received in one storage, by their ranges of bytes."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -78,7 +78,7 @@ class _Received:
 
     def names_in(self, tensor: torch.Tensor) -> Iterator[str]:
         start, end = _range_of(tensor)
-        # one that begins before ``start`` may reach into it
+        # a tensor that begins before ``start`` may reach beyond it
         at = max(0, bisect_right(self._starts, start) - 1)
         while at < len(self._starts) and self._starts[at] < end:
             if self._ranges[at][0] > start:
@@ -87,16 +87,16 @@ class _Received:
 
 
 class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells which of the received tensors have reached a target, and which targets were written.
+    """Finds the received tensors that reached a target, and the written targets.
 
     Torch keeps the mode per thread, so operations of other threads are neither seen nor slowed.
-    One object serves one call of a loader, on the thread that calls it. Writes of kernels that
-    torch does not dispatch (Triton) are not seen: memory that they wrote is of unknown origin,
-    and a weight that receives such memory counts for the tensor that is being loaded, or for all
-    tensors where the loader has taken the last one.
+    One object serves one call of a loader, on that call's thread. Writes of kernels outside of
+    torch's dispatcher (Triton) are not seen: the memory they wrote is of unknown origin. A weight
+    receiving such memory counts for the tensor being loaded, or for all tensors once the loader
+    has taken the last one.
 
-    Raises ``Refused`` out of the loader's operation, before it runs, for a write to a ``SERVED``
-    target.
+    A write to a ``SERVED`` target raises ``Refused`` out of the loader's operation, before the
+    operation runs.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # both by ``memory_key``
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
-        # received, and the last of them until the loader asks for more than there is
+        # the received tensors, and the last one; None after the loader took the last of all
         self._names: set[str] = set()
         self._current: str | None = None
         self.reached: set[str] = set()
@@ -124,7 +124,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._targets = targets
 
     def receive(self, name: str, tensor: torch.Tensor, *, is_alone: bool) -> None:
-        """Follow ``tensor``. ``is_alone``: no tensor that is followed lies in its storage."""
+        """Follow ``tensor``. ``is_alone``: no other followed tensor lies in its storage."""
         key = memory_key(tensor)
         if is_alone or key not in self._received:
             self._received[key] = _Received()
@@ -134,12 +134,12 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current = name
 
     def receive_no_more(self) -> None:
-        """The loader has taken the last tensor."""
+        """Note the end of the tensors: the loader has taken the last one."""
         self._current = None
 
     @staticmethod
     def standing_by() -> AbstractContextManager[None]:
-        """Around operations that are not the loader's, on the loader's thread."""
+        """Return a context for our own operations on the loader's thread: none is watched."""
         return torch._C._DisableTorchDispatch()
 
     def __torch_dispatch__(
@@ -147,7 +147,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if func.is_view:
-            # of the same storage, which is what is followed
+            # a view has the same storage, and storages are followed
             return func(*args, **kwargs)
         written = _written_arguments(func)
         read: list[torch.Tensor] = []
@@ -161,7 +161,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             self._reach(target, tensor, names, is_known)
             if target.kind is Kind.FOREIGN:
-                # each operation in place returns what it wrote
+                # an in-place operation returns its first argument
                 return args[0]
         if func is _COPY and self._rate_limit is not None and written_tensors:
             copy_in_pieces(self._rate_limit, args[0], args[1], *args[2:], **kwargs)
@@ -172,7 +172,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _origin(self, tensors: list[torch.Tensor]) -> tuple[frozenset[str], bool]:
-        """The received tensors that ``tensors`` were made of, and whether all are accounted for."""
+        """Return the received tensors behind ``tensors``, and whether all origins are known."""
         names: frozenset[str] = frozenset()
         is_known = True
         for tensor in tensors:
@@ -213,7 +213,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._computed[key] = self._computed.get(key, frozenset()) | names
         results = list(_tensors_in(result))
         if not results and read:
-            # a number: the loader itself knows it
+            # a number: no target shows its use, so its tensors count as used
             self.reached |= names
             return
         inputs = {memory_key(tensor) for tensor in (*written, *read)}
@@ -226,7 +226,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _written_arguments(func: Any) -> frozenset[int | str]:
-    """Positions and names of the arguments that an operation of torch writes."""
+    """Return positions and names of the arguments written by a torch operation."""
     found: set[int | str] = set()
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -244,7 +244,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor spans."""
+    """Return the range of bytes of ``tensor`` in its storage."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     if tensor.is_contiguous() or not tensor.numel():
         return start, start + tensor.nbytes
