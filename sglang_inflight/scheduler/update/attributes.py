@@ -1,7 +1,7 @@
-"""What a model holds besides its weights: tensors that no checkpoint has a name for.
+"""Finds a model's tensors besides its weights: no checkpoint has names for them.
 
-Rotary tables, scales, tensors in lists and dicts, and now and then a dict of the parameters
-themselves. A loader may write them, or put others in their place.
+Examples are rotary tables, scales, tensors in lists and dicts, and sometimes a dict of the
+parameters themselves. A loader may write these tensors, or replace them.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 
-# what every module has, which the clone takes care of, or which no loader writes
+# attributes of every module: the clone copies them, or no loader writes them
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _CONTAINERS = (list, tuple, dict, OrderedDict)
-# of containers in containers, and no deeper
+# levels of containers within containers
 _DEPTH = 3
 
 
 def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Plain attributes, and the buffers that are in no checkpoint."""
+    """Yield plain attributes and non-persistent buffers, by name."""
     for name, value in module.__dict__.items():
         if name not in _OF_MODULES:
             yield name, value
@@ -33,7 +33,7 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def tensors_in(
     value: Any, depth: int = _DEPTH, *, also_without_memory: bool = False
 ) -> Iterator[torch.Tensor]:
-    """In ``value`` and its containers, in their order. Those in other objects are not seen."""
+    """Yield the tensors in ``value`` and its containers, in order. Other objects are skipped."""
     if isinstance(value, torch.Tensor):
         if _has_memory(value) or (also_without_memory and value.is_meta):
             yield value
@@ -43,7 +43,7 @@ def tensors_in(
 
 
 def replace(value: Any, shadow_of: Callable[[Any], Any], depth: int = _DEPTH) -> Any:
-    """``value`` with the shadows of the tensors and modules in it, or itself where none is."""
+    """Return ``value`` with shadows for its tensors and modules, or itself if it has none."""
     if isinstance(value, torch.Tensor):
         return shadow_of(value) if _has_memory(value) else value
     if isinstance(value, nn.Module):

@@ -1,4 +1,4 @@
-"""A commit is answered when its swap is done, and says how long that held steps up."""
+"""Answers a commit when its swap is done, with the time for which the swap held steps."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ logger = logging.getLogger(__name__)
 
 
 class CommitAnswers:
-    """Answers commits and rollbacks. Only the scheduler's thread touches it.
+    """Answers commits and rollbacks. Only the scheduler's thread touches this object.
 
-    On a device the loop only enqueues a swap, in less than a millisecond, and the forwards behind
-    it wait for as long as the copies take, which the host learns later. So such a commit is
-    answered at the first boundary that finds its swap done. Where no step is made the loop is
-    about to sleep, and waits for the swap instead: nothing else would wake it.
+    On a device the loop only enqueues a swap, in less than a millisecond. The forwards behind the
+    swap wait for the copies, and the host learns later for how long. So such a commit is answered
+    at the first boundary after the swap's end. If no step is made, the loop is about to sleep, and
+    nothing else would wake it: then the loop waits for the swap.
     """
 
     def __init__(self, answers: AnswerChannel, live: LiveWeights, metrics: Metrics) -> None:
@@ -28,12 +28,15 @@ class CommitAnswers:
         self._waiting: list[tuple[InflightCall[Committed], Committed, DeviceSwap | None]] = []
 
     def give(self, call: InflightCall[Committed], committed: Committed) -> None:
-        """``committed`` says how long the loop was held, which is all where there is no device."""
+        """Answer ``call``, at once or at a later boundary.
+
+        ``committed.stall_ms`` holds the time on the loop, the whole time on a CPU.
+        """
         self._waiting.append((call, committed, self._live.last_swap))
         self.give_due()
 
     def give_due(self, *, wait: bool = False) -> None:
-        """Called at each boundary. ``wait``: no step is made, and the loop may sleep."""
+        """Answer finished commits, at each boundary. ``wait``: no step is made now."""
         while self._waiting:
             call, committed, swap = self._waiting[0]
             if swap is not None:

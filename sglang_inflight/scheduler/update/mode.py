@@ -1,4 +1,4 @@
-"""Where new weights wait for their commit."""
+"""Chooses the memory for staging: the device's, the host's, or none."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_inflight.scheduler.memory.host import available_to_this_rank
 
 logger = logging.getLogger(__name__)
 
-# What must stay free beside the shadow, as a share of it.
+# Memory that must stay free beside the shadow, as a share of the shadow.
 MARGIN = 0.05
 
 
 class StagingMode(enum.IntEnum):
-    """The larger, the better. Ranks that compute together take the smallest among them."""
+    """Ordered from worst to best. Ranks that compute together take the worst mode of all."""
 
     OFF = 0
     HOST = 1
@@ -34,13 +34,12 @@ def choose_mode(
     share_of_room: float = 1.0,
     why_not: str | None = None,
 ) -> StagingMode:
-    """The mode asked for, or under ``auto`` the best for which there is memory.
+    """Return the mode set, or under ``auto`` the best with enough memory. Log the reason.
 
-    ``nbytes`` is the size of this rank's weights. ``room`` is what the KV cache would get on
-    ``device``, where it takes all that is left. ``pinned`` is what they take of the host's memory
-    (``pinned_bytes``), where that is more. ``share_of_room`` is how much of ``room`` they may take
-    unasked. ``why_not`` is why they cannot be staged, or None where
-    they can. Logs the choice and its reason.
+    ``nbytes`` is the size of this rank's weights. ``room`` is the KV cache's memory on ``device``,
+    if the cache takes all that is left. ``pinned`` is the weights' size in the host's memory
+    (``pinned_bytes``), if larger. ``share_of_room`` is the share of ``room`` free for staging under
+    ``auto``. ``why_not`` is why the weights cannot be staged, or None.
     """
     if wanted != "auto":
         mode, reason = StagingMode[wanted.upper()], "as set"
@@ -63,7 +62,8 @@ def _best(
         reason += f", the KV cache would have {room >> 20} MiB on {device}"
         fits = needed <= room * share_of_room
         if not fits:
-            reason += f", of which {share_of_room:.0%} is less (SGLANG_INFLIGHT_STAGING_KV_SHARE)"
+            reason += f", and staging may take {share_of_room:.0%} of that "
+            reason += "(SGLANG_INFLIGHT_STAGING_KV_SHARE)"
     else:
         on_host = device.type == "cpu"
         free = host_share if on_host else torch.get_device_module(device).mem_get_info()[0]

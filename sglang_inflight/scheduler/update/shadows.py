@@ -16,10 +16,10 @@ from sglang_inflight.storages import give_back_freed
 
 
 class Shadows:
-    """Built at the first update, together or not at all, so that memory is never left half used.
+    """Built at the first update, together or not at all: no memory is left half used.
 
-    Only the staging thread touches it, but for ``forget``, which the scheduler's thread calls
-    where the staging thread has nothing to do.
+    Only the staging thread touches this object, except in ``forget``. The scheduler's thread calls
+    ``forget`` while the staging thread is idle.
     """
 
     def __init__(self, models: Sequence[ShadowedModel], parameters: ShadowParameters) -> None:
@@ -34,14 +34,14 @@ class Shadows:
         return self._swap
 
     def build(self, mode: StagingMode, device: torch.device) -> None:
-        """Raises ``Refused`` where that fails; the next call tries again."""
+        """Build all shadows. Raise ``Refused`` on a failure; the next call tries again."""
         if self._built_as is mode:
             return
         if self._built_as is not None:
             self.forget(device)
         failure = self._try_to_build(mode, device)
         if failure is not None:
-            # here, because what failed holds on to its part until it is handled
+            # not in the except block: the exception keeps its frames' tensors alive there
             self.forget(device)
             raise Refused(f"the weights have no shadow, because building it failed: {failure}")
         self._built_as = mode
@@ -59,7 +59,7 @@ class Shadows:
         return None
 
     def forget(self, device: torch.device) -> None:
-        """Give all their memory back; the next update builds them anew."""
+        """Free all shadows; the next update builds them anew."""
         self._swap = self._built_as = None
         for model in self._models:
             model.forget_shadow()

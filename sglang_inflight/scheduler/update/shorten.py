@@ -1,4 +1,4 @@
-"""What callers sent, as far as a message repeats it."""
+"""Shortens callers' texts for messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _MOST = 200
 
 
 def shorten(text: str) -> str:
-    """``text`` with its middle left out where it is long, and on one line."""
+    """Return the first line of ``text``, without its middle if it is long."""
     text = text.partition("\n")[0]
     if len(text) <= _MOST:
         return text
@@ -15,6 +15,6 @@ def shorten(text: str) -> str:
 
 
 def list_names(names: list[str], most: int = 8) -> str:
-    """The first ``most`` of ``names``, and how many more there are."""
+    """Return the first ``most`` of ``names``, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

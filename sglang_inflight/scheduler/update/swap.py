@@ -1,14 +1,14 @@
-"""How a commit swaps live weights and shadow: in two ways, of which neither allocates memory.
+"""Swaps live weights and shadow in a commit, in one of two ways, without allocating memory.
 
     where            what is swapped                        why
     a CPU            the pointers                           no graph holds them
     any other        the contents, through a spare piece    captured graphs hold the pointers
 
-On a CPU, too, contents are swapped of a weight that something else lies in the memory of: a
-view, wherever a model keeps it, would go on showing the old memory.
+On a CPU too, contents are swapped if something else uses the weight's memory: a view, wherever a
+model keeps it, would go on showing the old memory.
 
-Contents are swapped on the current stream, and the host waits for nothing. What could go wrong
-goes wrong in ``check`` and in making the spare piece, before the vote.
+Contents are swapped on the current stream, and the host waits for nothing. Any failure happens
+before the vote, in ``check`` or at the allocation of the spare piece.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.autograd.graph import increment_version
 
 from sglang_inflight.errors import Refused
 
-# of device memory, kept from the first update on
+# size of the spare piece of device memory, kept from the first update on
 SPARE_BYTES = 64 << 20
 
 
 class Swap(Protocol):
-    """Both tensors are of one shape and dtype."""
+    """Swaps two tensors of one shape and dtype."""
 
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        """Raises ``Refused`` where ``swap`` could not."""
+        """Raise ``Refused`` if ``swap`` would fail."""
 
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        """Each gets what the other one has. Raises nothing, for what was checked."""
+        """Exchange the contents. Raises nothing for checked tensors."""
 
 
 def swap_for(device: torch.device) -> Swap:
@@ -46,11 +46,11 @@ class PointerSwap:
         self._contents = contents
 
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        # a view of it may be made at any time
+        # a view may be made at any time, and contents are swapped then
         self._contents.check(name, live, shadow)
 
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        # between two steps, when no kernel has views of its own
+        # between two steps no kernel has views of its own
         if _count_users(live) > _ALONE:
             self._contents.swap(live, shadow)
         else:
@@ -65,7 +65,7 @@ class ContentSwap:
         if live.device.type == "cpu" and self._spare.device.type != "cpu":
             # copies between two places of the host are not ordered by the device's stream
             raise Refused(f"{name!r} cannot be staged: it is kept on the host")
-        # a shadow has the strides of a weight without holes, and only of such a one
+        # a shadow has the same strides only if the weight's memory has no holes
         if live.stride() != shadow.stride():
             raise Refused(
                 f"{name!r} cannot be staged: its memory has holes (shape {tuple(live.shape)}, "
@@ -75,22 +75,22 @@ class ContentSwap:
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
         size = len(self._spare)
         for a, b in zip(_pieces(live, size), _pieces(shadow, size), strict=True):
-            # the stream keeps the order, also between this piece and the one before
+            # the stream keeps the order, also after the previous piece's copies
             spare = self._spare[: len(a)]
             spare.copy_(a, non_blocking=True)
             a.copy_(b, non_blocking=True)
             b.copy_(spare, non_blocking=True)
         if not live.is_inference():
-            # it was written through views that do not count: what was made of it is out of date
+            # writes through ``.data`` do not count in the version, by which caches notice a change
             increment_version(live)
 
 
 @dataclass(frozen=True)
 class PreparedSwap:
-    """The pairs of live weight and shadow that a commit swaps; none in the mode ``off``.
+    """The pairs of live weight and shadow for a commit; none in the mode ``off``.
 
-    The staging thread makes it, and the scheduler's thread makes the swap. The message that
-    carries the commit orders the two.
+    The staging thread makes this object, and the scheduler's thread makes the swap. The commit's
+    message orders the two.
     """
 
     how: Swap | None = None
@@ -101,7 +101,7 @@ class PreparedSwap:
         return self.how is not None
 
     def make(self) -> int:
-        """Returns the bytes swapped."""
+        """Swap all pairs, and return the bytes swapped."""
         if self.how is None:
             return 0
         swapped = 0
@@ -112,14 +112,14 @@ class PreparedSwap:
 
 
 def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """The bytes of a tensor without holes, ``size`` at a time, in the order of its memory."""
+    """Yield the bytes of a tensor without holes, ``size`` at a time, in memory order."""
     memory = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     for start in range(0, len(memory), size):
         yield memory[start : start + size]
 
 
 def _count_users(tensor: torch.Tensor) -> int:
-    """Of its memory: tensors, and who asks."""
+    """Return the number of references to the tensor's storage, this call's included."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 

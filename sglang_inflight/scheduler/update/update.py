@@ -1,4 +1,4 @@
-"""One update on its way through one rank."""
+"""The state of one update on one rank."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sealed:
-    """A complete update that was checked: all that its commit needs."""
+    """A complete and checked update, with everything for its commit."""
 
-    # of all weights of this rank, as they will be
+    # digest of all weights of this rank after the commit
     digest: str
     swap: PreparedSwap
-    # whose weights were read from disk, and where
+    # models read from disk, and the source of each
     checkpoints: tuple[tuple[ModelRunner, DiskSource], ...]
-    # elements of hollow weights that neither it nor one before has brought
+    # elements of hollow weights not sent by this update or an earlier one
     missing: int = 0
 
 
 class Update:
-    """What is known of an update between its ``OpenCall`` and its commit or drop.
+    """State of an update between its ``OpenCall`` and its commit or drop.
 
-    The staging thread writes it, but for ``dropped``, which the scheduler's thread sets
-    and the staging thread looks at. The scheduler's thread reads counts as they are, and
-    ``base_digest`` and ``sealed``. Each of these three is set once and never written into
-    again, so none needs a lock.
+    The staging thread writes everything but ``dropped``. The scheduler's thread sets ``dropped``,
+    and the staging thread reads it. The scheduler's thread reads the counts at any moment, and
+    ``base_digest`` and ``sealed``. ``dropped``, ``base_digest`` and ``sealed`` are set once and
+    never changed. So none needs a lock.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class Update:
         marks: bool = False,
         mends: frozenset[str] = frozenset(),
     ) -> None:
-        """``fills_hollow``: nothing is served, so it is written where it is to be. ``marks``: it
-        is the first since the weights are hollow, and marks all of them. ``mends``: the roles of
-        models that are a mixture, which it has to bring."""
+        """``fills_hollow``: no weights are served, so the update is written in place. ``marks``:
+        the first update of hollow weights marks all of them. ``mends``: the roles of partially
+        written models, which the update must bring.
+        """
         self.id = call.update_id
         self.partial = call.partial
         self.may_be_empty = call.may_be_empty
@@ -54,28 +55,28 @@ class Update:
         self.marks = marks
         self.mends = mends
         self.roles: set[str] = set()
-        # of these, those for which tensors came
+        # the roles among ``roles`` with received tensors
         self.loaded: set[str] = set()
         self.names: set[str] = set()
         self.tensors = 0
         self.bytes = 0
-        # by role, what was read from disk
+        # sources read from disk, by role
         self.checkpoints: dict[str, DiskSource] = {}
-        # of the live weights, where nobody had read them through before
+        # digest of the live weights, if the seal had to compute it
         self.base_digest: str | None = None
-        # the staging thread's last word: the rank has voted for it
+        # set last by the staging thread: the rank has voted for the update
         self.sealed: Sealed | None = None
-        # why a call of this update failed, so that it cannot be sealed any more
+        # why a call of this update failed; the update cannot be sealed then
         self.failed: str | None = None
         self.dropped: str | None = None
         self._deadline = float("inf")
 
     def allow(self, seconds: float) -> None:
-        """Give the call that begins now this long. Renewed by each call."""
+        """Set the deadline to ``seconds`` from now. Each call renews the deadline."""
         self._deadline = time.monotonic() + seconds
 
     def check(self) -> None:
-        """Raise ``Dropped`` when it is of no use to go on."""
+        """Raise ``Dropped`` if the update was dropped, has failed or is out of time."""
         if self.dropped is not None:
             raise Dropped(f"the update was dropped: {self.dropped}")
         if self.failed is not None:

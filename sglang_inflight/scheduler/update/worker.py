@@ -1,7 +1,4 @@
-"""The staging thread, which does the slow part of an update so that the scheduler's loop need not.
-
-It does one job after the other, and nothing else.
-"""
+"""The staging thread: does the slow part of updates off the scheduler's loop, job by job."""
 
 from __future__ import annotations
 
@@ -25,22 +22,22 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# it returns the answer to the call that it is for
+# returns the answer to its call
 Job = Callable[[], A]
 
 
 class Worker(Protocol):
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
-        """Do ``job`` after all others, then answer ``call`` with what it returns."""
+        """Do ``job`` after all earlier jobs, then answer ``call`` with its result."""
 
 
 class InlineWorker:
     """Does each job at once, on the caller's thread: for the mode without a shadow.
 
-    A job is answered when the device has done it, so the caller's buffers are free then.
+    A job is answered when the device has done it: then the caller's buffers are free.
     """
 
-    # its jobs' work is on the loop's own
+    # jobs use the loop's own stream
     stream: Any = None
 
     def __init__(
@@ -51,14 +48,14 @@ class InlineWorker:
         self._stand_still = stand_still
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
-        # no forward may read weights that the job writes
+        # no forward may read weights while the job writes them
         self._stand_still()
         try:
             with torch.no_grad():
                 answer = job()
             if self._device.type != "cpu":
                 torch.get_device_module(self._device).current_stream().synchronize()
-        # a loader of the user's may say ``sys.exit``, on the scheduler's own thread here
+        # a custom loader may call ``sys.exit``, here on the scheduler's own thread
         except (Exception, SystemExit) as error:
             self._answers.fail(call, error)
         else:
@@ -66,12 +63,12 @@ class InlineWorker:
 
 
 class StagingWorker:
-    """One thread per rank that does the jobs it is given, in order, and answers for each.
+    """One thread per rank, for jobs in order, each with an answer.
 
-    The scheduler's thread only puts jobs in. A job that raises answers with its error and
-    the thread goes on: no call can end it, whatever is raised (a loader of the user's may say
-    ``sys.exit``), by a job or by its answer. On CUDA it works on a stream of its own, and a
-    job is answered when that stream has finished, so the caller's buffers are free then.
+    The scheduler's thread only queues jobs. A job that raises is answered with its error, and the
+    thread goes on. No exception of a job or of an answer ends the thread, not even a custom
+    loader's ``sys.exit``. On CUDA the thread works on a stream of its own. A job is answered when
+    that stream has finished: then the caller's buffers are free.
     """
 
     def __init__(
@@ -81,12 +78,12 @@ class StagingWorker:
         niceness: int,
         streams_in_use: Callable[[], Iterable[Any]],
     ) -> None:
-        """``streams_in_use`` are those of the loop and its forwards, asked for once it runs."""
+        """``streams_in_use`` returns the streams of the loop and its forwards, once it runs."""
         self._answers = answers
         self._device = device
         self._niceness = niceness
         self.streams_in_use = streams_in_use
-        # made by the thread; the loop may put work on it
+        # made by the thread; the loop may enqueue work on it
         self.stream: Any = None
         self._jobs: queue.SimpleQueue[tuple[InflightCall[Any], Job[Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="inflight-staging", daemon=True).start()
@@ -104,9 +101,9 @@ class StagingWorker:
             try:
                 self._answer(call, job)
             except BaseException:
-                # its caller hears nothing and takes this rank for silent; the next job's is heard
+                # the front end takes this rank for silent in this call; the next job is answered
                 logger.exception("%s could not be answered", type(call).__name__)
-            # a job holds the caller's tensors: let them go before the next one comes
+            # a job holds the caller's tensors: release them before waiting for the next
             del call, job
 
     def _answer(self, call: InflightCall[A], job: Job[A]) -> None:
@@ -119,7 +116,7 @@ class StagingWorker:
 
     def _do(self, job: Job[A]) -> A:
         if self._device.type != "cpu" and self.stream is None:
-            # not before: the loop may choose its own anew when it begins
+            # not earlier: the loop may replace its own streams when it begins
             self.stream = own_stream(self._device, self.streams_in_use())
         with torch.no_grad(), self.stream or nullcontext():
             answer = job()
@@ -129,18 +126,17 @@ class StagingWorker:
 
 
 def streams_of(scheduler: Scheduler) -> list[Any]:
-    """Those on which the loop and its forwards run."""
+    """Return the streams of the loop and its forwards."""
     own = ("schedule_stream", "forward_stream", "copy_stream", "pp_comm_stream")
     found = [getattr(scheduler, name, None) for name in own]
     return [s for s in (*found, *get_resources().streams.values()) if s is not None]
 
 
 def own_stream(device: torch.device, in_use: Iterable[Any]) -> Any:
-    """A stream that is none of those ``in_use``.
+    """Return a stream outside of ``in_use``.
 
-    CUDA hands streams out of a pool of 32, over and over: a new one may be the very stream that
-    forwards run on, and they would wait for each job. Where a stream shows no handle there is
-    no such pool.
+    CUDA hands out the streams of a pool of 32 in turn. A new stream may be the forwards' own, and
+    forwards would wait for each job. If streams show no handle, there is no such pool.
     """
     module = torch.get_device_module(device)
     taken = [stream for stream in in_use if hasattr(stream, "cuda_stream")]

@@ -1,8 +1,8 @@
-"""Proof that an update wrote every element of every parameter.
+"""Proves that an update wrote every element of every parameter.
 
 Fused parameters are loaded piece by piece, so counting names proves nothing about them.
-Instead the shadow is filled with a bit pattern that no trainer sends, a NaN with a
-payload, and whatever still holds it at the end was not written.
+Instead the shadow is filled with a bit pattern that no trainer sends: a NaN with a payload.
+An element with this pattern at the end was not written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def can_mark(tensor: torch.Tensor) -> bool:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a floating-point ``tensor`` holds neither NaN nor infinity."""
+    """Return whether a floating-point ``tensor`` holds neither NaN nor infinity."""
     if tensor.numel() == 0:
         return True
-    # in one pass and without memory: NaN and infinity come through both
+    # one pass without extra memory: NaN and infinity show in the minimum or the maximum
     low, high = torch.aminmax(tensor)
-    # on a device each value that is read is a wait for it
+    # one read for both: each read waits for the device
     return all(map(math.isfinite, torch.stack((low, high)).tolist()))
 
 
@@ -40,7 +40,7 @@ def mark(tensor: torch.Tensor) -> None:
 
 
 def count_marked(tensor: torch.Tensor) -> int:
-    """How many elements of ``tensor`` were not written since ``mark``."""
+    """Return how many elements of ``tensor`` were not written since ``mark``."""
     if is_finite(tensor):
         return 0
     bits, pattern = _PATTERNS[tensor.dtype]

@@ -1,4 +1,4 @@
-"""A checksum of weights, to compare what ranks and runs serve."""
+"""A checksum of weights, to compare ranks and runs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.threads import start_thread
 
 CHUNK_BYTES = 8 << 20
-# by rank: more of them wait for the bus, or for the host's memory
+# threads per rank: more would wait for the bus, or for the host's memory
 MOST_READERS = 4
 
 
 class Digest:
-    """Over names, shapes, dtypes and bytes of the weights that were read through it."""
+    """A hash over names, shapes, dtypes and bytes of weights."""
 
     def __init__(self) -> None:
         self._whole = hashlib.sha256()
         self._reader = _Reader()
 
     def read(self, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Read ``tensor``, and hand on each piece of it, flat, as soon as it is read."""
+        """Read ``tensor``, and yield each of its pieces, flat, as soon as it is read."""
         one = _OfOne(name, tensor)
         yield from one.read(self._reader)
         self.add(one.line)
 
     def add(self, line: str) -> None:
-        """A tensor that was read already, after those that were added before."""
+        """Add a tensor read elsewhere, after the tensors added before."""
         self._whole.update(line.encode())
 
     def hexdigest(self) -> str:
-        """16 hex digits."""
+        """Return 16 hex digits."""
         return self._whole.hexdigest()[:16]
 
 
@@ -47,22 +47,22 @@ def digest_of(
     check: Callable[[], None],
     readers: int = MOST_READERS,
 ) -> str:
-    """The hex digest of ``weights`` in their order, read by ``readers`` threads.
+    """Return the hex digest of ``weights`` in their order, read by ``readers`` threads.
 
-    For weights that requests wait for. Readers hold the interpreter between two pieces only, and
-    there are no more of them than cores. ``check`` is called between two pieces, and raises to
+    Requests wait for these weights. Readers hold the interpreter between two pieces only, and
+    there are no more readers than cores. ``check`` is called between two pieces, and raises to
     give up.
 
-    Nothing may write ``weights`` until it returns. What was written on the current stream is
-    waited for before the first reader begins, and the caller's thread leaves only when all
-    readers have: so no lock is needed. A reader owns the tensors that it takes from ``left``,
-    whose ``popleft`` is atomic, and the lines of these.
+    Nothing may write ``weights`` before the return. The current stream is waited for before the
+    first reader begins, and the caller's thread leaves after the last reader. So no lock is
+    needed. A reader owns the tensors it takes from ``left``, whose ``popleft`` is atomic, and
+    their lines.
     """
     device = weights[0][1].device if weights else torch.device("cpu")
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
     parts = [_OfOne(name, tensor) for name, tensor in weights]
-    # the largest first: none of them is begun when the others are done
+    # largest first: no reader begins a large tensor when the others are done
     left = deque(sorted(parts, key=lambda part: -part.tensor.nbytes))
     failures: list[BaseException] = []
     ended: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -91,7 +91,7 @@ def digest_of(
             start_thread(read_beside, name="inflight-digest")
             helpers += 1
     except Refused:
-        # no memory for a thread: those that there are read all
+        # no memory for another thread: the existing ones read all
         pass
     read()
     for _ in range(helpers):
@@ -112,7 +112,10 @@ def _taken_from(left: deque[_OfOne]) -> _OfOne | None:
 
 
 def _on_a_stream_of(device: torch.device) -> AbstractContextManager[object]:
-    """A thread's copies are not to wait for those of another, nor to touch another device."""
+    """Return a context with a new stream on ``device``.
+
+    A thread's copies must not wait for another thread's, nor touch another device.
+    """
     if device.type == "cpu":
         return nullcontext()
     module = torch.get_device_module(device)
@@ -121,7 +124,7 @@ def _on_a_stream_of(device: torch.device) -> AbstractContextManager[object]:
 
 
 class _OfOne:
-    """The part of a digest that is one tensor's."""
+    """One tensor's part of a digest."""
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name = name
@@ -141,13 +144,13 @@ class _OfOne:
 
 
 class _Reader:
-    """Brings a device's memory to the host, through one piece of pinned memory. Of one thread."""
+    """Brings device memory to the host, through one piece of pinned memory. For one thread."""
 
     def __init__(self) -> None:
         self._pinned: torch.Tensor | None = None
 
     def bytes_of(self, chunk: torch.Tensor) -> memoryview:
-        """Until the next call."""
+        """Return the bytes of ``chunk``, valid until the next call."""
         there = chunk.view(torch.uint8)
         if there.device.type == "cpu":
             return memoryview(there.numpy().data)

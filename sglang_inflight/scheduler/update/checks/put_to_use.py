@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a model's loader puts to use on this rank."""
+"""Finds the tensors of a checkpoint used by a model's loader on this rank."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ _NOWHERE = torch.device("meta")
 class PutToUse(NamedTuple):
     """How a loader uses a checkpoint."""
 
-    # the names of tensors that reach a weight, or what is derived of weights
+    # names of the tensors that reach a weight or a derived tensor
     tensors: frozenset[str]
-    # the names of parameters and buffers that the checkpoint does not write; None where that is
-    # not known
+    # names of the parameters and buffers not written by the checkpoint; None if unknown
     weights_left_out: frozenset[str] | None
 
 
 def find_put_to_use(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> PutToUse:
-    """Which tensors of the checkpoint of ``shapes`` the loader of ``model`` puts to use.
+    """Return the tensors of a checkpoint of ``shapes`` used by the loader of ``model``.
 
-    A loader skips the layers of other pipeline stages, the tensors of a draft, tables that the
-    model computes, and a tied head. It also holds a tensor until the one comes that it is fused
-    with. Names do not tell the two apart, so the loader is run once, on tensors without memory,
-    with a clone of the model that has none. ``dtype`` is that of the tensors.
+    A loader skips the layers of other pipeline stages, the tensors of a draft, tables computed by
+    the model, and a tied head. A loader also holds a tensor until its partner in a fused parameter
+    comes. Names do not distinguish the two. So the loader runs once on tensors without memory,
+    with a clone of the model without memory. ``dtype`` is the dtype of these tensors.
 
-    A loader that cannot be run so is believed as far as it came: a tensor that it did not take by
-    then is not among the names. The live model is only read.
+    If the loader fails in this run, the tensors used until then are returned. The live model is
+    only read.
     """
     twin = Shadow(model, ShadowParameters(), _NOWHERE)
     twin.begin()
@@ -51,7 +50,7 @@ def find_put_to_use(
             loader.load_weights(_without_memory(shapes, dtype, dataflow))
         left_out = frozenset(name for name, _, _ in twin.pairs) - written
     except Exception as error:
-        logger.debug("The loader was run without memory as far as: %s", error)
+        logger.debug("The loader's run on tensors without memory ended early: %s", error)
     return PutToUse(frozenset(dataflow.reached), left_out)
 
 
@@ -61,7 +60,7 @@ def _without_memory(
     for name, shape in shapes.items():
         with dataflow.standing_by():
             tensor: Any = torch.empty(shape, dtype=dtype, device=_NOWHERE)
-        # the mark by which upstream's loaders use no threads
+        # SGLang's loaders use no threads for a tensor with this mark
         tensor._sglang_runai_streamer_tensor = True
         dataflow.receive(name, tensor, is_alone=True)
         yield name, tensor

@@ -1,9 +1,9 @@
-"""Models whose weights cannot be staged, or cannot be loaded a second time.
+"""Finds models that cannot be staged, or cannot be loaded a second time.
 
-A shadow holds what a loader writes. SGLang may finish a model after loading: it makes another
-layout, a product of two weights, or a copy in another precision. A commit would leave those as they
-were. Such a model is loaded anew where it is, and finished again (``in_place.py``). A model that
-serving has made copies in, or whose finishing cannot be done twice, is refused.
+A shadow holds the tensors written by a loader. SGLang may finish a model after loading: another
+layout, a product of two weights, or a copy in another precision. A commit would leave these
+results outdated. Such a model is loaded again in place, and finished again (``in_place.py``). A
+model is refused if serving has made copies in it, or if its finishing cannot be repeated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sglang.srt.model_executor.model_runner_components.weight_updater import (
 from sglang.srt.utils import is_npu
 from torch import nn
 
-# What these do after loading, which the flags that are looked at below tell.
+# The flags checked below show what these methods did after loading.
 _KNOWN_FINISHES = {
     QuantizeMethodBase.process_weights_after_loading,
     UnquantizedLinearMethod.process_weights_after_loading,
     UnquantizedFusedMoEMethod.process_weights_after_loading,
 }
-# The base classes' own, and one that asks the layer's scheme.
+# The base classes' methods, and one that defers to the layer's scheme.
 _RESTORES_NOTHING = {
     QuantizeMethodBase.restore_weights_before_loading,
     CompressedTensorsFusedMoEMethod.restore_weights_before_loading,
@@ -41,8 +41,8 @@ _RESTORES_NOTHING = {
 }
 _UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
 
-# Copies of weights that upstream's modules make when they first need them, in the attribute that
-# is set then: nothing tells them that the weight has changed.
+# Attributes in which SGLang's modules keep copies of weights, made at their first use. Nothing
+# renews a copy when its weight changes.
 _COPIES = {
     # Hunyuan V3: norms in float32 beside attention in FP8
     "_hpc_q_norm_w_fp32",
@@ -59,7 +59,7 @@ _COPIES = {
     "_stacked_ctx_kv_cache",
 }
 
-# Names that quantized layers give to the weights that a checkpoint brings.
+# Names of quantized layers' weights in a checkpoint.
 _QUANTIZED_WEIGHTS = frozenset(
     f"{prefix}{name}"
     for prefix in ("", "w13_", "w2_")
@@ -68,7 +68,7 @@ _QUANTIZED_WEIGHTS = frozenset(
 
 
 def why_not_loaded(model: nn.Module) -> str | None:
-    """The reason why ``model`` cannot be loaded anew at all, or None where it can."""
+    """Return why ``model`` cannot be loaded again at all, or None if it can."""
     for name, module in model.named_modules():
         own = module.__dict__
         if own.get("use_intel_amx_backend", False):
@@ -87,7 +87,7 @@ def why_not_loaded(model: nn.Module) -> str | None:
 
 
 def why_not_shadowed(model: nn.Module) -> str | None:
-    """The reason why ``model`` cannot be staged, or None where it can."""
+    """Return why ``model`` cannot be staged, or None if it can."""
     if torch.version.hip is not None:
         return "ROCm kernels may shuffle weights after loading"
     if is_npu():
@@ -99,7 +99,7 @@ def why_not_shadowed(model: nn.Module) -> str | None:
 
 
 def why_laid_out_anew(model: nn.Module) -> str | None:
-    """Why parameters hold something else than a checkpoint's tensors, or None where none does."""
+    """Return why parameters hold other data than a checkpoint's tensors, or None if none do."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if method is not None and (reason := _why_not_method(method)) is not None:
@@ -108,7 +108,7 @@ def why_laid_out_anew(model: nn.Module) -> str | None:
 
 
 def _lost_its_loader(module: nn.Module) -> str | None:
-    """The weight of a quantized ``module`` that was replaced after loading, for good."""
+    """Return the name of a quantized weight replaced for good after loading, or None."""
     method = getattr(module, "quant_method", None)
     if not isinstance(method, QuantizeMethodBase) or isinstance(method, _UNQUANTIZED):
         return None
@@ -122,7 +122,7 @@ def _lost_its_loader(module: nn.Module) -> str | None:
 
 
 def _can_restore(method: object) -> bool:
-    """Whether ``method`` can bring back what a loader writes."""
+    """Return whether ``method`` can restore the parameters for a loader."""
     own = getattr(type(method), "restore_weights_before_loading", None)
     return own is not None and own not in _RESTORES_NOTHING
 
@@ -132,7 +132,7 @@ def _called(name: str, module: nn.Module) -> str:
 
 
 def _why_not_module(module: nn.Module) -> str | None:
-    # of a wrapper's inner model too: the wrapper's loader calls it
+    # also on a wrapper's inner model: the wrapper's loader calls it
     if hasattr(module, "post_load_weights"):
         return "derives further weights after loading"
     if "load_weights" in module.__dict__:

@@ -14,22 +14,21 @@ from sglang_inflight.scheduler.update.checks.tied_head import TiedHead, is_head
 from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
-# A trainer may keep more or less precision than the server: these convert into each other.
+# A trainer's precision may differ from the server's: these dtypes convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 class TensorChecks:
-    """Watches a loader take tensors one by one, and names the tensor that is wrong.
+    """Watches a loader take tensors one by one, and names the wrong tensor.
 
-    A loader skips a name that it does not know, some without a word. So each tensor is followed
-    to the weights (``dataflow.py``): one that reached none is refused, unless the checkpoint that
-    is being served holds a tensor of that name too, which the loader then skips for a reason of
-    its own (another pipeline stage), or it is the head of a model that ties it to the embeddings.
-    Where the loader would have put a tensor to use, and has not, it holds it for one that did not
-    come in this call (``finish``).
+    A loader may skip an unknown name silently. So each tensor is followed to the weights
+    (``dataflow.py``), and a tensor that reached none is refused. There are two exceptions. The
+    loader may skip a tensor of the served checkpoint for a reason of its own, such as another
+    pipeline stage. And a model with tied embeddings skips the head. If the loader needs a tensor
+    and has not used it, the loader holds it for a tensor missing in this call (``finish``).
 
-    A loader may also cut or pad what it is given (on a CPU some do), so a tensor that the
-    served checkpoint holds must come in the same shape.
+    A loader may also cut or pad its input (on a CPU some do). So a tensor of the served checkpoint
+    must come in the same shape.
 
     One object serves one call, on the staging thread.
     """
@@ -46,12 +45,12 @@ class TensorChecks:
         check_finite: bool,
         rate_limit: RateLimit,
     ) -> None:
-        """``served`` has the shapes of the tensors in the checkpoint that is served.
+        """``served`` has the shapes of the tensors in the served checkpoint.
 
-        ``takes_all`` is false for a loader of the user's, which may skip what it likes, and for
-        a model that others share the tensors with. ``takes_floats_only``: its weights are not
-        quantized. ``is_needed`` says of a name in ``served`` whether the loader puts it to use.
-        ``tied`` is None where the model does not tie its head.
+        ``takes_all`` is false for a custom loader, which may skip any tensor, and for a second
+        model fed with the same tensors. ``takes_floats_only``: the weights are not quantized.
+        ``is_needed`` says of a name in ``served`` whether the loader uses it. ``tied`` is None if
+        the model does not tie its head.
         """
         self._served = served
         self._dataflow = dataflow
@@ -63,17 +62,17 @@ class TensorChecks:
         self._rate_limit = rate_limit
         self._current: tuple[str, torch.Tensor] | None = None
         self._was_taken_whole = False
-        # received, and not in a weight yet: those that the loader needs, and those nobody knows
+        # received, and not in a weight yet: tensors needed by the loader, and unknown tensors
         self._waiting: dict[str, torch.Tensor] = {}
         self._unknown: dict[str, weakref.ref[torch.Tensor]] = {}
-        # the tensors that were received last in each storage
+        # the tensor received last in each storage, by ``memory_key``
         self._last_in: dict[int, weakref.ref[torch.Tensor]] = {}
         self.tensors = 0
         self.bytes = 0
         self.names: set[str] = set()
 
     def refuse_if_no_float(self, parameter: str) -> None:
-        """Raises ``Refused`` where the tensor at hand cannot be a weight that is not quantized."""
+        """Raise ``Refused`` if the current tensor's dtype cannot fill an unquantized weight."""
         if self._current is None or not self._takes_floats_only:
             return
         name, tensor = self._current
@@ -89,7 +88,7 @@ class TensorChecks:
         *,
         again: Mapping[str, torch.Tensor],
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Hand on ``again``, which the loader has held in earlier calls, and then ``weights``."""
+        """Yield ``again``, held by the loader in earlier calls, and then ``weights``."""
         for name, tensor in again.items():
             yield from self._hand_on(name, tensor)
         pairs = iter(weights)
@@ -110,9 +109,9 @@ class TensorChecks:
         self._dataflow.receive_no_more()
 
     def finish(self) -> dict[str, torch.Tensor]:
-        """The loader has returned. Copies of what it needs and has not put to use.
+        """Return copies of the tensors needed and not yet used by the loader, after its return.
 
-        Raises ``Refused`` where a tensor that the model has no use for was received.
+        Raise ``Refused`` if the model has no use for a received tensor.
         """
         for name in self._unknown:
             self._refuse_unless_reached(name)
@@ -123,7 +122,7 @@ class TensorChecks:
         self._current = name, tensor
         key = memory_key(tensor)
         last = self._last_in.get(key)
-        # memory is used again when the last tensor in it is gone
+        # after the last tensor in a memory is gone, others may get that memory
         self._dataflow.receive(name, tensor, is_alone=last is None or last() is None)
         self._last_in[key] = weakref.ref(tensor)
         yield name, tensor
@@ -132,7 +131,7 @@ class TensorChecks:
         self._current = name, tensor
 
     def _look_back(self, name: str, tensor: torch.Tensor) -> None:
-        """The loader has asked for the next tensor, or returned."""
+        """Note an unused tensor, after the loader has asked for the next one or returned."""
         if name in self._dataflow.reached:
             return
         if name in self._served:
@@ -153,11 +152,11 @@ class TensorChecks:
 
     @property
     def is_the_loaders_turn(self) -> bool:
-        """Whether the loader has a tensor and did not ask for the next, or has taken the last."""
+        """True while the loader holds a tensor, and after the loader took the last one."""
         return self._current is not None or self._was_taken_whole
 
     def explain(self, error: Exception) -> Refused:
-        """``error``, which a loader raised, as an answer that names the tensor it holds."""
+        """Return a loader's ``error`` as a ``Refused`` naming the current tensor."""
         reason = shorten(str(error))
         if self._current is None:
             if isinstance(error, KeyError):

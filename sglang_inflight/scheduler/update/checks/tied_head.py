@@ -1,4 +1,4 @@
-"""A head that a model ties to its embeddings."""
+"""Compares a head tied to the embeddings with these embeddings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.digest import Digest
 
 _HEADS = ("lm_head.weight",)
-# Llama's and most others' name, GPT-2's, Bloom's and ChatGLM's, Llama's own checkpoints'
+# in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -18,12 +18,12 @@ _EMBEDDINGS = (
 
 
 class TiedHead:
-    """Compares the head that an update brings with the embeddings that it brings.
+    """Compares an update's head with the same update's embeddings.
 
     A checkpoint of such a model has the embeddings alone, but a trainer's ``state_dict()`` has
-    both names. The model's loader skips the head, or, in a pipeline, the last stage loads the head
-    and the first one the embeddings. So the two must be the same. One object serves one update of
-    one model, on the staging thread.
+    both names. The model's loader skips the head. In a pipeline the last stage loads the head, and
+    the first stage the embeddings. So both must be equal. One object serves one update of one
+    model, on the staging thread.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class TiedHead:
             self._embeddings = _digest_of(tensor)
 
     def refuse_if_not_the_embeddings(self) -> None:
-        """Raises ``Refused`` where a head came that the embeddings of the update are not."""
+        """Raise ``Refused`` if the update's head differs from its embeddings."""
         if self._head is None:
             return
         name, digest = self._head
@@ -49,7 +49,7 @@ class TiedHead:
         if digest != self._embeddings:
             raise Refused(
                 f"the model ties {name!r} to its embeddings, and the update brings a head that "
-                "differs from the embeddings it brings"
+                "differs from the update's embeddings: send equal tensors, or no head"
             )
 
 
