@@ -1,4 +1,4 @@
-"""What does not return is left behind, and what it returns in the end reaches nobody."""
+"""A stuck call is left behind, and its late result is dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def go_on() -> None:
     pass
 
 
-def named(name: str = "inflight-aside") -> set[threading.Thread]:
+def threads_named(name: str = "inflight-aside") -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name == name}
 
 
@@ -32,7 +32,7 @@ def give_up_when(event: threading.Event) -> Callable[[], None]:
     return check
 
 
-def test_calls_are_made_in_order_on_one_other_thread() -> None:
+def test_calls_run_in_order_on_one_thread() -> None:
     with AbandonableThread(go_on) as aside:
         threads = {aside.do(threading.current_thread) for _ in range(3)}
         assert [aside.do(partial(pow, i, 2)) for i in range(4)] == [0, 1, 4, 9]
@@ -43,15 +43,15 @@ def test_calls_are_made_in_order_on_one_other_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_an_error_is_raised_and_the_next_call_made() -> None:
+def test_error_reaches_caller_and_next_call_runs() -> None:
     with AbandonableThread(go_on) as aside:
         with pytest.raises(ZeroDivisionError):
             aside.do(lambda: 1 / 0)
         assert aside.do(lambda: 5) == 5
 
 
-def test_a_call_that_does_not_return_is_left_behind() -> None:
-    before = named()
+def test_stuck_call_is_abandoned_and_result_dropped() -> None:
+    before = threads_named()
     began, may_end = threading.Event(), threading.Event()
     late = []
 
@@ -70,9 +70,9 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
         AbandonableThread(give_up_when(began)) as aside,
     ):
         aside.do(stuck)
-    (thread,) = named() - before
+    (thread,) = threads_named() - before
     assert thread.is_alive()
-    # the next one is not held up by it
+    # the stuck call must not hold up the next thread
     with AbandonableThread(go_on) as another:
         assert another.do(lambda: 1) == 1
     may_end.set()
@@ -82,10 +82,10 @@ def test_a_call_that_does_not_return_is_left_behind() -> None:
     assert [reference() for reference in late] == [None]
 
 
-def test_what_a_call_returned_is_kept_by_the_caller_alone() -> None:
+def test_thread_keeps_no_reference_to_result() -> None:
     """A tensor of a gigabyte must not stay until the next call is made."""
     with AbandonableThread(go_on) as aside:
         answer = weakref.ref(aside.do(lambda: torch.ones(3)))
-        # the thread is through with the call when it has made another
+        # the thread drops the result of a call when the next call ends
         aside.do(go_on)
         assert answer() is None

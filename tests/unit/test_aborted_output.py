@@ -1,4 +1,4 @@
-"""An abort of a request that has made tokens, as SGLang's own output streamer sends it."""
+"""Abort of a request with output tokens, sent by SGLang's own output streamer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def retracted(*, stream: bool) -> Req:
-    """It has three tokens, of which one was sent."""
+    """A retracted request with three output tokens, one of them sent."""
     params = SamplingParams(max_new_tokens=9)
     params.normalize(None)
     req = Req("r", "", array("q", [1, 2, 3, 4]), params, stream=stream, return_logprob=True)
@@ -57,7 +57,7 @@ def abort(req: Req, sent: list[Any], **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_its_last_output_has_all_that_was_not_sent(sent: list[Any], stream: bool) -> None:
+def test_abort_output_has_all_unsent_tokens(sent: list[Any], stream: bool) -> None:
     payload = abort(retracted(stream=stream), sent)
     assert [list(ids) for ids in payload.output_ids] == [[6, 7]]
     assert payload.output_token_logprobs_val == [[-2.0, -3.0]]
@@ -67,13 +67,13 @@ def test_its_last_output_has_all_that_was_not_sent(sent: list[Any], stream: bool
     assert reason["status_code"] is None
 
 
-def test_it_says_why(sent: list[Any]) -> None:
+def test_abort_output_has_reason_and_status(sent: list[Any]) -> None:
     why = {"type": "abort", "message": "no memory", "status_code": HTTPStatus.SERVICE_UNAVAILABLE}
     payload = abort(retracted(stream=True), sent, finished_reason=why)
     (reason,) = payload.finished_reasons
     assert (reason["message"], reason["status_code"]) == ("no memory", 503)
 
 
-def test_what_has_made_nothing_is_left_to_sglang() -> None:
+def test_abort_without_output_is_left_to_sglang() -> None:
     params = SamplingParams(max_new_tokens=9)
     assert not has_made_something(cast(Any, Req("r", "", array("q", [1]), params)))

@@ -1,4 +1,4 @@
-"""Which requests an abort ends, when it comes early and when it comes late."""
+"""Requests that an abort ends, before and after their dispatch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ from sglang_inflight.livepatch import load_series
 
 
 class Manager:
-    """What SGLang's functions and ours use of a ``TokenizerManager``, and what it sent."""
+    """The parts of ``TokenizerManager`` used by the functions under test, and a record of sent
+    aborts.
+    """
 
     def __init__(self) -> None:
         self.rid_to_state: dict[str, Any] = {}
-        # names, as the schedulers are told them
+        # names in the aborts sent to the schedulers
         self.sent: list[str] = []
         aborts = Aborts(self, lambda: None)  # type: ignore[arg-type]
         self.inflight: Any = SimpleNamespace(aborts=aborts)
@@ -51,7 +53,7 @@ class Manager:
         return requests
 
     def dispatch(self, rid: str) -> None:
-        """As SGLang does."""
+        """Mark a request as dispatched, like SGLang."""
         TokenizerManager._mark_state_dispatched(self, rid)
         abort_when_dispatched(None, self, rid)  # type: ignore[arg-type]
 
@@ -72,13 +74,13 @@ def ask(rid: Any, *, n: int = 1, prompts: int = 1) -> Any:
 
 
 def sample(request: Any) -> Any:
-    """As SGLang makes one."""
+    """Copy a request under a new rid, like SGLang for each of ``n`` samples."""
     made = copy.copy(request)
     made.regenerate_rid()
     return made
 
 
-def test_a_name_is_no_beginning() -> None:
+def test_abort_matches_whole_names_not_prefixes() -> None:
     manager = Manager()
     for name in ("step", "step1", "step10"):
         manager.begin(ask(name))
@@ -87,7 +89,7 @@ def test_a_name_is_no_beginning() -> None:
     assert manager.sent == ["step1"]
 
 
-def test_a_batch_ends_by_its_name_and_one_of_it_by_its_own() -> None:
+def test_abort_ends_a_batch_by_name_or_one_item_by_its_own() -> None:
     manager = Manager()
     manager.begin(ask("batch", prompts=3))
     manager.begin(ask("batch1"))
@@ -98,7 +100,7 @@ def test_a_batch_ends_by_its_name_and_one_of_it_by_its_own() -> None:
 
 
 @pytest.mark.parametrize("named", ["together", "one_by_one"])
-def test_samples_end_by_the_name_that_the_client_gave(named: str) -> None:
+def test_abort_by_client_name_ends_all_samples(named: str) -> None:
     manager = Manager()
     obj = ask("group" if named == "together" else ["one", "two"], n=2, prompts=2)
     requests = manager.begin(obj)
@@ -111,7 +113,7 @@ def test_samples_end_by_the_name_that_the_client_gave(named: str) -> None:
     assert manager.sent == (rids if named == "together" else rids[2:])
 
 
-def test_a_request_goes_before_a_group_of_its_name() -> None:
+def test_abort_prefers_a_request_to_a_group_of_that_name() -> None:
     """SGLang aborts a request by its name when its client leaves."""
     manager = Manager()
     manager.begin(ask("name", prompts=2))
@@ -120,7 +122,7 @@ def test_a_request_goes_before_a_group_of_its_name() -> None:
     assert manager.sent == ["name"]
 
 
-def test_an_abort_before_the_schedulers_have_the_request() -> None:
+def test_early_abort_is_sent_after_dispatch() -> None:
     manager = Manager()
     manager.begin(ask("early"), dispatched=False)
     manager.begin(ask("other"), dispatched=False)
@@ -131,7 +133,7 @@ def test_an_abort_before_the_schedulers_have_the_request() -> None:
     assert manager.sent == ["early"]
 
 
-def test_an_abort_before_the_samples_are_made() -> None:
+def test_early_abort_reaches_samples_made_later() -> None:
     manager = Manager()
     (request, _) = manager.begin(ask("group", n=2), dispatched=False)
     manager.abort_request("group")
@@ -143,19 +145,21 @@ def test_an_abort_before_the_samples_are_made() -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
-def test_what_a_stream_leaves_behind_is_not_the_next_one_of_its_name(
+def test_abort_after_a_stream_spares_next_request_of_same_name(
     monkeypatch: pytest.MonkeyPatch, prompts: int
 ) -> None:
-    """SGLang waits after a stream's end, and aborts what still has the name then."""
+    """SGLang's abort task runs some time after a stream's end, when a new request may have the
+    name.
+    """
     manager: Any = Manager()
     first, second = (ask("name", prompts=prompts) for _ in range(2))
 
-    async def go_by(_: float) -> None:
+    async def start_second(_: float) -> None:
         manager.begin(second)
 
     manager.begin(first)
     task = bind_abort_task(TokenizerManager.create_abort_task, manager, first)
-    monkeypatch.setattr(tokenizer_manager, "asyncio", SimpleNamespace(sleep=go_by))
+    monkeypatch.setattr(tokenizer_manager, "asyncio", SimpleNamespace(sleep=start_second))
     asyncio.run(task())
     assert manager.sent == []
     task = bind_abort_task(TokenizerManager.create_abort_task, manager, second)
@@ -163,7 +167,7 @@ def test_what_a_stream_leaves_behind_is_not_the_next_one_of_its_name(
     assert manager.sent == ([second.rid] if prompts == 1 else second.rid)
 
 
-def test_a_stream_that_was_refused_leaves_nothing_to_abort(
+def test_refused_stream_sends_no_abort(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     manager: Any = Manager()
@@ -177,8 +181,8 @@ def test_a_stream_that_was_refused_leaves_nothing_to_abort(
     assert manager.sent == []
 
 
-def test_no_queue_of_sglangs_compares_names_by_their_beginnings() -> None:
-    """Also none of a prefill server, a decode server or an encoder's client."""
+def test_no_sglang_queue_compares_rids_by_prefix() -> None:
+    """Prefill servers, decode servers and an encoder's client included."""
     series = load_series()
     patched = {module.file: module.text for module in series.plan().modules}
     for path in (series.root / "sglang" / "srt").rglob("*.py"):
@@ -188,14 +192,14 @@ def test_no_queue_of_sglangs_compares_names_by_their_beginnings() -> None:
 
 
 class Sent(enum.Enum):
-    """What Rust says of a chunk that it was given."""
+    """Rust's reply to a chunk."""
 
     Pending = enum.auto()
     Closed = enum.auto()
 
 
-def test_a_grpc_stream_that_nobody_takes() -> None:
-    """Its name is another request's when SGLang gives it up."""
+def test_abandoned_grpc_stream_spares_next_request_of_same_name() -> None:
+    """A new request has the stream's name when SGLang gives up the stream."""
     manager: Any = Manager()
     first, second = ask("name"), ask("name")
     closed: list[str] = []

@@ -1,4 +1,4 @@
-"""A request that comes to a rank, and its adapter."""
+"""Adapter of a request arriving at a rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class Req:
     ("asked", "runs_with", "refused"),
     [("there", "there", None), (None, None, None), ("gone", None, "was unloaded")],
 )
-def test_a_request_comes(asked: str | None, runs_with: str | None, refused: str | None) -> None:
+def test_request_of_an_unloaded_adapter_is_refused(
+    asked: str | None, runs_with: str | None, refused: str | None
+) -> None:
     manager = SimpleNamespace(loras={"there": object()}, lora_refs={})
     worker = SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager))
     scheduler: Any = SimpleNamespace(tp_worker=worker)

@@ -1,4 +1,4 @@
-"""Counts of those who use an adapter, in two workers and in the owner."""
+"""Reference counts of adapters, in two workers and in the owner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(doing: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-def test_an_adapter_is_counted_until_its_last_request_has_ended() -> None:
+def test_adapter_is_counted_until_its_last_request_ends() -> None:
     changes = []
 
     async def do() -> None:
@@ -46,19 +46,19 @@ def test_an_adapter_is_counted_until_its_last_request_has_ended() -> None:
             {"new": 1, "other": 1},
             {},
         ]
-        # the old one is gone for good, and the others may be found again
+        # unloaded "old" is removed for good; the other two stay
         assert set(registry._counters) == {"new", "other"}
 
     run(do)
 
 
-def test_a_lookup_that_is_not_counted_yet_is_waited_for() -> None:
-    """It has found the adapter, and counts it a turn later."""
+def test_flush_waits_for_uncounted_lookup() -> None:
+    """The lookup found the adapter, and counts it a turn later."""
 
     async def do() -> None:
         registry = WorkersRegistry(lambda: None)
         registry.replace_all([OLD, OTHER])
-        # what holds the counter's lock
+        # hold the counter's lock
         async with registry._counters["old"]._condition:
             found = asyncio.ensure_future(registry.acquire("policy"))
             while not registry._counters["old"]._condition._lock._waiters:
@@ -75,8 +75,8 @@ def test_a_lookup_that_is_not_counted_yet_is_waited_for() -> None:
     run(do)
 
 
-def test_a_request_moves_to_an_adapter_that_has_lost_its_name() -> None:
-    """No request of this worker had it, so that it was forgotten here."""
+def test_moved_request_counts_for_a_forgotten_adapter() -> None:
+    """This worker had no request of the new adapter and dropped its counter."""
 
     async def do() -> None:
         registry = WorkersRegistry(lambda: None)
@@ -97,20 +97,20 @@ def test_a_request_moves_to_an_adapter_that_has_lost_its_name() -> None:
 
 
 class Owner:
-    """Its workers say that they have heard when they are let."""
+    """An owner whose workers ack when ``acked`` is set."""
 
     def __init__(self) -> None:
-        self.heard = asyncio.Event()
-        self.registry = OwnersRegistry([as_sglangs(OTHER), as_sglangs(OLD)], self._until_known)
+        self.acked = asyncio.Event()
+        self.registry = OwnersRegistry([as_sglangs(OTHER), as_sglangs(OLD)], self._wait_acked)
 
-    async def _until_known(self) -> None:
-        await self.heard.wait()
+    async def _wait_acked(self) -> None:
+        await self.acked.wait()
 
     def uses(self) -> Uses:
         return {name: each.value() for name, each in self.registry._counters.items()}
 
 
-def test_the_owner_counts_them_all() -> None:
+def test_owner_sums_counts_of_all_workers() -> None:
     async def do() -> None:
         owner = Owner()
         assert await owner.registry.lru_lora_name() == "another"
@@ -125,14 +125,14 @@ def test_the_owner_counts_them_all() -> None:
     run(do)
 
 
-def test_an_unloading_waits_for_what_workers_say_last() -> None:
-    """A worker that has not heard that the name is gone may count more requests of it."""
+def test_unload_waits_for_last_counts_of_workers() -> None:
+    """A worker may count requests of the adapter until its ack."""
 
     async def do() -> None:
         owner = Owner()
         unloading = asyncio.ensure_future(owner.registry.wait_for_unload("old"))
         await owner.registry.count({}, {"old": 1})
-        owner.heard.set()
+        owner.acked.set()
         for _ in range(5):
             await asyncio.sleep(0)
         assert not unloading.done()

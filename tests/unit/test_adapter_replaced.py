@@ -1,4 +1,4 @@
-"""A name passes to another adapter while SGLang makes room for a third, with its own registry."""
+"""A name passes to another adapter while SGLang loads a third one, with SGLang's own registry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOADED = {"policy": "/new", "b": "/b"}
 
 
 class Manager(TokenizerControlMixin):
-    """SGLang's, and one rank that answers loads when it is let."""
+    """SGLang's control calls, and one rank. The test sets events to let the rank answer loads."""
 
     inflight: Any
 
@@ -41,7 +41,7 @@ class Manager(TokenizerControlMixin):
         self.lora_ref_cache = {"policy": OLD, "b": MADE_ROOM}
         self.asyncio_tasks: set[asyncio.Future[Any]] = set()
         self.is_pause = False
-        # by name, which of them are on the rank; and what it was told of names
+        # adapters on the rank, by name; and the rank's name changes
         self.on_rank = {"policy": OLD.lora_id}
         self.renamed: list[dict[str, str]] = []
         self.new_name = ""
@@ -55,7 +55,7 @@ class Manager(TokenizerControlMixin):
 
     async def update_lora_adapter_communicator(self, obj: Any) -> list[LoRAUpdateOutput]:
         if isinstance(obj, UnloadLoRAAdapterReqInput):
-            # whatever it is called now
+            # under any name
             named = [name for name, lora_id in self.on_rank.items() if lora_id == obj.lora_id]
             for name in named:
                 del self.on_rank[name]
@@ -72,7 +72,7 @@ class Manager(TokenizerControlMixin):
         return [LoRAUpdateOutput(success=True, loaded_adapters=loaded)]
 
     async def carry_out(self, call: Any, _: float) -> list[Any]:
-        """What our own calls to ranks go by."""
+        """Record a call to the ranks."""
         self.renamed.append(call.names)
         by_id = {lora_id: name for name, lora_id in self.on_rank.items()} | call.names
         self.on_rank = {name: lora_id for lora_id, name in by_id.items()}
@@ -110,52 +110,50 @@ def replace(loads: Adapters) -> asyncio.Future[Any]:
     return asyncio.ensure_future(loads.load(body))
 
 
-async def pass_turns() -> None:
-    """Whatever can go on by itself has."""
+async def let_tasks_run() -> None:
+    """Let all tasks run until each waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-def test_another_comes_back_before_the_name_has_passed() -> None:
-    """SGLang makes room for it by what was used least recently. What was loaded to take the name
-    has not been used at all.
-    """
+def test_eviction_for_a_reload_spares_replacement_adapter() -> None:
+    """SGLang evicts the least recently used adapter to make room. The replacement is unused yet."""
 
     async def do(manager: Manager, loads: Adapters) -> None:
         load = replace(loads)
         await manager.new_arrives.wait()
-        # a request asks for one that was unloaded, and waits for its turn
+        # a request asks for an evicted adapter, and waits for its turn
         again = asyncio.ensure_future(
             manager.load_lora_adapter(LoadLoRAAdapterReqInput(lora_name="b", lora_path="/b"))
         )
-        await pass_turns()
+        await let_tasks_run()
         manager.answers_new.set()
         await manager.b_arrives.wait()
-        # and another request comes for the name
+        # another request looks the name up
         await manager.lora_registry.release(await manager.lora_registry.acquire("policy"))
         manager.answers_b.set()
         answer = await load
         assert (await again).success
-        await pass_turns()
+        await let_tasks_run()
         named = manager.lora_registry.get_all_adapters()
         assert answer.success
         assert {name: ref.lora_path for name, ref in named.items()} == LOADED
         assert {name: ref.lora_path for name, ref in manager.lora_ref_cache.items()} == LOADED
-        # the old one had no request
+        # "old" had no request
         assert manager.on_rank == {name: ref.lora_id for name, ref in named.items()}
 
     run(do)
 
 
-def test_somebody_unloads_what_is_to_take_the_name() -> None:
-    """Until it has the name it has one of its own, which the server tells."""
+def test_replace_fails_when_replacement_is_unloaded() -> None:
+    """The replacement has a temporary name until the switch. The server publishes that name."""
 
     async def do(manager: Manager, loads: Adapters) -> None:
         load = replace(loads)
         await manager.new_arrives.wait()
         request = UnloadLoRAAdapterReqInput(lora_name=manager.new_name)
         unloading = asyncio.ensure_future(manager.unload_lora_adapter(request))
-        await pass_turns()
+        await let_tasks_run()
         manager.answers_new.set()
         with pytest.raises(Conflict, match="was unloaded"):
             await load

@@ -1,4 +1,4 @@
-"""What a sender writes into its memory after it was told that a call is over reaches no weight."""
+"""A sender's writes to its buffer after the end of a call reach no weight."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 CPU = torch.device("cpu")
-# two of them do not fit into the trainer's buffer
+# two tensors do not fit into the trainer's buffer
 SIZE = BUFFER_BYTES // 4 - 8
 
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """Three layers, of each of which a trainer sends ``q`` and ``kv``, which are one here."""
+    """Three layers. A trainer sends ``q`` and ``kv`` apart, and the model fuses them."""
 
     def __init__(self, read: Callable[[Pairs], Pairs]) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class Rank:
         )
 
     def receive(self, handles: dict[str, str]) -> int:
-        """Returns how many tensors were taken in, as its answer says."""
+        """Return the number of tensors taken in, from the rank's answer."""
         call: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False)
         update = Update(call)
         self._jobs.prepare(update, None, after=None)
@@ -134,7 +134,7 @@ def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> Shado
 
 
 def sent() -> dict[str, torch.Tensor]:
-    """A version, each of whose tensors is told by its number."""
+    """Return a version with a different number in each tensor."""
     names = [
         f"layers.{layer}.{part}.weight" for layer in range(3) for part in ("q", "kv", "o_proj")
     ]
@@ -143,7 +143,7 @@ def sent() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The device has the name that the reference platform gives it; and as jobs run."""
+    """Name the device like the reference platform, and turn off gradients as for the jobs."""
     monkeypatch.setattr(
         type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
     )
@@ -153,7 +153,9 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("read", [gathers, streams])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_buffer_that_is_filled_again(count: int, read: Callable[[Pairs], Pairs]) -> None:
+def test_refilled_buffer_changes_no_loaded_weight(
+    count: int, read: Callable[[Pairs], Pairs]
+) -> None:
     models = [Model(read) for _ in range(count)]
     rank = Rank(*models)
     with checkpoint_engine(sent()) as (engine, handles):
@@ -169,7 +171,7 @@ def test_a_buffer_that_is_filled_again(count: int, read: Callable[[Pairs], Pairs
 
 
 def generator(values: Iterator[Any]) -> Any:
-    """What sources are, of which mypy asks more than of an iterator."""
+    """Silence mypy: the sources' type is narrower than an iterator."""
     return values
 
 
@@ -181,7 +183,7 @@ def names_of(weights: Pairs) -> list[str]:
     return [name for name, _ in weights]
 
 
-def test_a_batch_does_not_end_amid_a_module() -> None:
+def test_batch_ends_at_a_module_boundary() -> None:
     def sources() -> Iterator[Weights]:
         yield pairs("a.x.w", "b.x.w", "b.y.w")
         yield pairs("b.z.w", "c.x.w")
@@ -192,7 +194,7 @@ def test_a_batch_does_not_end_amid_a_module() -> None:
 
 
 @pytest.mark.parametrize("read", [gathers, streams])
-def test_the_buffer_is_let_go_of(read: Callable[[Pairs], Pairs]) -> None:
+def test_batch_keeps_no_reference_to_buffer(read: Callable[[Pairs], Pairs]) -> None:
     freed: list[bool] = []
 
     def source() -> Iterator[Weights]:
@@ -208,7 +210,7 @@ def test_the_buffer_is_let_go_of(read: Callable[[Pairs], Pairs]) -> None:
     assert freed == [True]
 
 
-def test_a_large_module_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_module_over_limit_is_not_copied_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "MOST_BYTES", 8)
 
     def sources() -> Iterator[Weights]:
@@ -219,13 +221,13 @@ def test_a_large_module_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> No
     assert found == [["a.x.w", "a.y.w"], ["a.z.w"]]
 
 
-def test_a_part_ends_with_a_module() -> None:
+def test_part_ends_at_a_module_boundary() -> None:
     found = [names_of(part) for part in in_parts(pairs("a.x.w", "a.y.w", "b.x.w", "b.y.w"), most=4)]
     assert found == [["a.x.w", "a.y.w"], ["b.x.w", "b.y.w"]]
     assert [names_of(part) for part in in_parts(pairs())] == [[]]
 
 
-def test_a_batch_that_is_left_is_closed() -> None:
+def test_closing_a_batch_closes_its_source() -> None:
     closed = threading.Event()
 
     def source() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Keys of HTTP requests."""
+"""API keys of HTTP requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sglang_inflight.frontend.http.bearer import decide_request_auth
     ],
 )
 @pytest.mark.parametrize("name", ["api_key", "admin_api_key"])
-def test_a_key_is_compared_as_bytes(name: str, key: str, sent: bytes, allowed: bool) -> None:
+def test_api_key_is_compared_as_bytes(name: str, key: str, sent: bytes, allowed: bool) -> None:
     keys: dict[str, Any] = {"api_key": None, "admin_api_key": None, name: key}
     decision = decide_request_auth(
         auth.decide_request_auth,
@@ -37,7 +37,7 @@ def test_a_key_is_compared_as_bytes(name: str, key: str, sent: bytes, allowed: b
     assert decision.allowed is allowed
 
 
-def test_no_header_is_no_key() -> None:
+def test_request_without_api_key_is_refused() -> None:
     decision = decide_request_auth(
         auth.decide_request_auth,
         method="GET",

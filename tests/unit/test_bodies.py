@@ -1,4 +1,4 @@
-"""Bodies of SGLang's routes mean here what they mean to SGLang."""
+"""Bodies of SGLang's routes are decoded to SGLang's values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_inflight.frontend import bodies
 from sglang_inflight.frontend.bodies import Body, decode
 from sglang_inflight.frontend.lora import bodies as lora
 
-# enough for SGLang, of each body that has fields it must have
+# fields required by SGLang, of each body
 WHOLE: dict[type[Body], dict[str, Any]] = {
     bodies.PauseBody: {},
     bodies.ContinueBody: {},
@@ -59,8 +59,8 @@ def read(shape: type[Body], body: dict[str, Any]) -> Body:
 
 
 @pytest.mark.parametrize("shape", WHOLE)
-def test_a_field_has_the_value_that_sglang_gives_it(shape: type[Body]) -> None:
-    """We may be stricter (ports, empty names) or take more as it is, and mean nothing else."""
+def test_field_values_equal_sglangs(shape: type[Body]) -> None:
+    """Refusing more (ports, empty names) and keeping a value unconverted are allowed."""
     adapter = TypeAdapter(sglangs(shape))
     for name in fields_of_sglang(shape):
         for value in VALUES:
@@ -78,7 +78,7 @@ def test_a_field_has_the_value_that_sglang_gives_it(shape: type[Body]) -> None:
 
 
 @pytest.mark.parametrize("shape", WHOLE)
-def test_a_switch_is_read_however_it_is_spelt(shape: type[Body]) -> None:
+def test_bool_field_accepts_every_spelling(shape: type[Body]) -> None:
     for field in msgspec.structs.fields(sglangs(shape)):
         if field.type is bool:
             for value in ("true", "False", "on", "off", "yes", "n", "1", "0", 1, 0, 1.0):
@@ -89,17 +89,17 @@ def test_a_switch_is_read_however_it_is_spelt(shape: type[Body]) -> None:
 
 
 @pytest.mark.parametrize("shape", WHOLE)
-def test_every_field_of_sglang_is_there(shape: type[Body]) -> None:
+def test_body_has_every_sglang_field(shape: type[Body]) -> None:
     assert set(fields_of_sglang(shape)) <= set(shape.__struct_fields__)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}"])
-def test_what_is_missing_is_named(content: bytes) -> None:
+def test_missing_field_is_named(content: bytes) -> None:
     with pytest.raises(Refused, match="`model_path`"):
         decode(content, bodies.DiskBody)
 
 
-def test_what_frameworks_send() -> None:
+def test_framework_body_is_accepted() -> None:
     join = {**WHOLE[bodies.JoinGroupBody], "master_port": "33150", "pp_rank": 3}
     body = read(bodies.JoinGroupBody, join)
     assert isinstance(body, bodies.JoinGroupBody)
@@ -107,9 +107,7 @@ def test_what_frameworks_send() -> None:
 
 
 @pytest.mark.parametrize("shape", WHOLE)
-def test_an_unknown_field_is_ignored_with_one_warning(
-    shape: type[Body], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unknown_field_warns_once(shape: type[Body], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             read(shape, {**WHOLE[shape], "surprise": 1})
@@ -119,8 +117,8 @@ def test_an_unknown_field_is_ignored_with_one_warning(
 @pytest.mark.parametrize(
     ("shape", "field"), [(bodies.PauseBody, "timeout"), (bodies.TensorBody, "session")]
 )
-def test_a_field_that_is_nearly_ours(shape: type[Body], field: str) -> None:
-    """Beside another of ours it is an error, and of a client that knows of none it is nothing."""
+def test_misspelt_field_beside_ours_is_refused(shape: type[Body], field: str) -> None:
+    """Refused beside another field of ours. Ignored from a client without our fields."""
     read(shape, {**WHOLE[shape], field: 1})
     for another in ({"timeout_s": 1.0}, {"timeout_s": None}):
         with pytest.raises(Refused, match=f"`{field}`"):
@@ -128,18 +126,18 @@ def test_a_field_that_is_nearly_ours(shape: type[Body], field: str) -> None:
 
 
 @pytest.mark.parametrize("shape", OURS)
-def test_an_unknown_field_of_our_own_routes_is_refused(shape: type[Body]) -> None:
+def test_unknown_field_of_our_routes_is_refused(shape: type[Body]) -> None:
     with pytest.raises(Refused, match="surprise"):
         read(shape, {"surprise": 1})
 
 
 @pytest.mark.parametrize("value", ["3", True, "inf", "null"])
-def test_our_own_fields_are_read_as_they_are(value: Any) -> None:
+def test_our_fields_are_not_converted(value: Any) -> None:
     with pytest.raises(Refused, match="lease_s"):
         read(bodies.PauseBody, {"lease_s": value})
 
 
-def test_graphs_that_are_to_be_captured_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_recapture_cuda_graph_warns_once(caplog: pytest.LogCaptureFixture) -> None:
     bodies._say_that_graphs_stay.cache_clear()
     for _ in range(2):
         read(bodies.DiskBody, {**WHOLE[bodies.DiskBody], "recapture_cuda_graph": True})
@@ -147,8 +145,8 @@ def test_graphs_that_are_to_be_captured_anew(caplog: pytest.LogCaptureFixture) -
     assert "no graph is captured anew" in said
 
 
-def test_an_update_whose_version_has_no_name() -> None:
-    """SGLang takes it, and a version is known by its name: it stays what it was."""
+def test_empty_weight_version_keeps_the_name() -> None:
+    """SGLang accepts an empty name. Versions are known by name, so the name stays."""
     body = {**WHOLE[bodies.DiskBody], "weight_version": ""}
     made = read(bodies.DiskBody, body)
     assert isinstance(made, bodies.DiskBody)
@@ -156,8 +154,8 @@ def test_an_update_whose_version_has_no_name() -> None:
 
 
 @pytest.mark.parametrize("name", ["a\nb", "\0", "\x1b[0m", "v" * 257, "\ud800"])
-def test_a_version_is_fit_to_be_repeated(name: str) -> None:
-    """Also where no body was decoded, as in an Engine."""
+def test_unprintable_version_is_refused(name: str) -> None:
+    """An Engine builds bodies without decoding them, and refuses the same names."""
     for make in (
         lambda: bodies.DiskBody(model_path="/there", weight_version=name),
         lambda: bodies.EndBody(weight_version=name),
@@ -169,6 +167,6 @@ def test_a_version_is_fit_to_be_repeated(name: str) -> None:
             make()
 
 
-def test_a_version_may_be_of_any_language() -> None:
+def test_version_in_any_language_is_accepted() -> None:
     for name in ("v" * 256, "größer als β", "第二步"):
         assert bodies.EndBody(weight_version=name).weight_version == name

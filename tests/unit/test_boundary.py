@@ -1,4 +1,4 @@
-"""What a scheduler holds, wherever it holds it, and how it lets go of it."""
+"""Requests held by a scheduler in each of its queues, and their retraction and abort."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def batch(*names: str) -> Any:
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """One with a request in every place."""
+    """A scheduler with one request in every place."""
     monkeypatch.setattr(boundary, "get_parallel", lambda: SimpleNamespace(pp_size=1))
     staged = SimpleNamespace(req="backed up by HiSparse")
     return SimpleNamespace(
@@ -32,7 +32,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
 
 
-def test_every_request_is_found(scheduler: Any) -> None:
+def test_live_requests_finds_every_queue(scheduler: Any) -> None:
     none: Any = None
     live: set[Any] = set(boundary.Boundary(scheduler, none).live_requests())
     assert live == {
@@ -46,7 +46,7 @@ def test_every_request_is_found(scheduler: Any) -> None:
     }
 
 
-def test_none_where_there_is_none(scheduler: Any) -> None:
+def test_live_requests_of_an_idle_scheduler_is_empty(scheduler: Any) -> None:
     none: Any = None
     scheduler._collect_inflight_batches = list
     scheduler.cur_batch_for_debug = scheduler.chunked_req = scheduler.hisparse_coordinator = None
@@ -55,7 +55,7 @@ def test_none_where_there_is_none(scheduler: Any) -> None:
     assert boundary.Boundary(scheduler, none).live_requests() == set()
 
 
-def test_those_between_two_servers_are_found(scheduler: Any) -> None:
+def test_live_requests_finds_disaggregation_queues(scheduler: Any) -> None:
     none: Any = None
     scheduler.disaggregation_mode = DisaggregationMode.DECODE
     scheduler.disagg_decode_prealloc_queue = SimpleNamespace(
@@ -69,7 +69,7 @@ def test_those_between_two_servers_are_found(scheduler: Any) -> None:
 
 
 class Request:
-    """One that has not finished."""
+    """An unfinished request."""
 
     def __init__(self, *, row: int | None = None) -> None:
         self.kv = SimpleNamespace(holds_kv=row is not None, kv_committed_len=0)
@@ -82,7 +82,7 @@ class Request:
 
 @pytest.fixture
 def decode(scheduler: Any) -> Any:
-    """A decode server with nothing to do."""
+    """An idle decode server."""
     scheduler._collect_inflight_batches = list
     scheduler.collect_inflight_reqs = set
     scheduler.cur_batch_for_debug = scheduler.chunked_req = scheduler.hisparse_coordinator = None
@@ -98,10 +98,10 @@ def decode(scheduler: Any) -> Any:
     return scheduler
 
 
-def test_what_has_begun_on_a_decode_server(decode: Any) -> None:
-    """All that has KV, wherever that is; what has none yet has not."""
+def test_begun_requests_on_a_decode_server_have_kv(decode: Any) -> None:
+    """Every request with KV counts, wherever the KV is."""
     none: Any = None
-    transferred, coming, driven_out, asked_for = (Request(row=1), Request(row=2), *_without(2))
+    transferred, coming, driven_out, asked_for = (Request(row=1), Request(row=2), *_without_kv(2))
     decode.waiting_queue = [transferred]
     decode.disagg_decode_transfer_queue.queue = [SimpleNamespace(req=coming)]
     decode.disagg_decode_prealloc_queue.queue = [SimpleNamespace(req=asked_for)]
@@ -109,27 +109,27 @@ def test_what_has_begun_on_a_decode_server(decode: Any) -> None:
     there = boundary.Boundary(decode, none)
     begun: set[Any] = set(there.begun_requests())
     assert begun == {transferred, coming, driven_out}
-    # what comes is neither here yet nor to be had
+    # a request in transfer can neither wait here nor be retracted
     waiting: list[Any] = [transferred, asked_for, driven_out]
     assert there.waiting_requests() == waiting
 
 
-def test_kv_that_comes_to_the_host_is_not_to_be_recomputed(decode: Any) -> None:
-    """It has no row, and its server's cache is not flushed meanwhile."""
+def test_recompute_is_refused_during_kv_transfers(decode: Any) -> None:
+    """Such a request has no row, and its server's cache is not flushed meanwhile."""
     none: Any = None
     there = boundary.Boundary(decode, none)
     assert there.why_not_recomputed() is None
     with_a_row = Request(row=1)
     decode.disagg_decode_transfer_queue.queue = [
-        SimpleNamespace(req=req) for req in (with_a_row, *_without(1))
+        SimpleNamespace(req=req) for req in (with_a_row, *_without_kv(1))
     ]
     assert "2 requests have KV" in (there.why_not_recomputed() or "")
 
 
-def test_what_hisparse_backs_up_runs_and_is_retracted(
+def test_requests_in_hisparse_backup_are_retracted(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between its prefill and the first batch that decodes it, it is in no other one."""
+    """Between its prefill and its first decode batch, a backed-up request is in no other batch."""
     decoding, prefilled, earlier = Request(row=1), Request(row=2), Request(row=3)
     last = SimpleNamespace(reqs=[prefilled])
     queue = [SimpleNamespace(req=req) for req in (earlier, prefilled)]
@@ -152,20 +152,20 @@ def test_what_hisparse_backs_up_runs_and_is_retracted(
     running: set[Any] = set(there.running_requests())
     assert running == {decoding, prefilled, earlier}
     assert there.retract() == 3
-    # SGLang's own retraction takes care of what is in batches
+    # SGLang's own retraction handles requests in batches
     assert (freed, scheduler.waiting_queue, told) == ([earlier], [earlier], ["retract"])
 
 
-def _without(n: int) -> list[Request]:
-    """``n`` that have no KV on this device."""
+def _without_kv(n: int) -> list[Request]:
+    """Return ``n`` requests without KV on this device."""
     return [Request() for _ in range(n)]
 
 
 @pytest.mark.parametrize("named", ["step1", None], ids=["one", "all"])
-def test_an_abort_ends_what_a_decode_server_holds_of_that_name(
+def test_abort_of_waiting_requests_matches_whole_names(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, named: str | None
 ) -> None:
-    """Names that begin alike, in the queues where SGLang's own abort does not look."""
+    """Names with a common prefix, in the queues skipped by SGLang's own abort."""
     none: Any = None
     ended: list[str] = []
 
@@ -189,8 +189,8 @@ def test_an_abort_ends_what_a_decode_server_holds_of_that_name(
     assert [req.rid for req in left] == [name for name in names if name not in ended]
 
 
-def test_an_abort_is_of_its_workers_request(scheduler: Any) -> None:
-    """Another worker may have a request of that name, when its own has ended or was refused."""
+def test_abort_spares_another_workers_request(scheduler: Any) -> None:
+    """Another worker may reuse the name when this worker's request ended or was refused."""
     none: Any = None
     finished = False
     req = SimpleNamespace(rid="name", http_worker_ipc="one", finished=lambda: finished)

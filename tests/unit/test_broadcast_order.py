@@ -1,4 +1,4 @@
-"""NCCL's broadcasts are launched in one order on all ranks, relative to their forwards."""
+"""All ranks launch NCCL's broadcasts in one order, relative to their forwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "g"
 
 
 class Device:
-    """One with streams, which are told apart by nothing here."""
+    """A device without real streams."""
 
     @contextmanager
     def stream(self, stream: object) -> Iterator[None]:
@@ -36,7 +36,7 @@ class Device:
 
 
 class Rank:
-    """Its launches, and a staging thread that gets to its jobs when the test says so."""
+    """A rank's launches. Its staging thread runs jobs when the test calls ``work``."""
 
     stream = "staging"
 
@@ -63,7 +63,7 @@ class Rank:
             expect_no_step=lambda: None,
             post_ahead=lambda source: broadcast.post_ahead(source, self.groups, CPU, self.stream),
         )
-        # the communicator is made in the first one
+        # the first broadcast makes the communicator
         self.group.receive(torch.zeros(1), check=lambda: None)
         self.launched.clear()
         self.staging.open(
@@ -117,7 +117,7 @@ class Rank:
 
 @pytest.fixture(autouse=True)
 def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trainer has sent all that is asked for, each by its number."""
+    """A trainer that has sent every requested tensor, filled with the broadcast's number."""
 
     def begin(tensor: torch.Tensor, src: int, group: Rank, async_op: bool) -> Any:
         group.launched.append("broadcast")
@@ -134,7 +134,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: Device())
 
 
-def test_a_rank_whose_staging_thread_is_late_launches_in_the_same_order() -> None:
+def test_late_staging_thread_keeps_launch_order() -> None:
     early, late = Rank(), Rank()
     for rank in (early, late):
         rank.forward()
@@ -148,8 +148,8 @@ def test_a_rank_whose_staging_thread_is_late_launches_in_the_same_order() -> Non
     assert early.received == late.received == [1, 2, 3]
 
 
-def test_calls_that_follow_each_other_keep_the_trainers_order() -> None:
-    """The second comes while the first, of which a part is not posted yet, waits."""
+def test_consecutive_calls_keep_the_trainers_order() -> None:
+    """The second call comes while the first call's last broadcasts are unposted."""
     rank = Rank()
     first = groups.WINDOW_COUNT + 5
     rank.stage(tensors=first)
@@ -157,12 +157,12 @@ def test_calls_that_follow_each_other_keep_the_trainers_order() -> None:
     assert rank.launched == ["broadcast"] * groups.WINDOW_COUNT
     rank.work()
     assert rank.received == list(range(1, first + 4))
-    # and the next one is alone again
+    # the next call is alone again
     rank.stage()
     assert rank.launched == ["broadcast"] * (first + 4)
 
 
-def test_a_window_is_bounded_by_its_bytes() -> None:
+def test_window_is_bounded_by_bytes() -> None:
     rank = Rank()
     rank.stage(tensors=10, numel=groups.WINDOW_BYTES // 2)
     assert rank.launched == ["broadcast"] * 2
@@ -170,7 +170,7 @@ def test_a_window_is_bounded_by_its_bytes() -> None:
     assert rank.received == list(range(1, 11))
 
 
-def test_a_call_that_is_given_up_leaves_nothing_for_the_next() -> None:
+def test_dropped_call_breaks_its_group() -> None:
     rank = Rank()
     rank.stage(tensors=3)
     update = rank.staging._update
@@ -182,13 +182,13 @@ def test_a_call_that_is_given_up_leaves_nothing_for_the_next() -> None:
         rank.group.receive(torch.zeros(1), check=lambda: None)
 
 
-def bad_memory(*args: Any, **kwargs: Any) -> Any:
+def run_out_of_memory(*args: Any, **kwargs: Any) -> Any:
     raise torch.cuda.OutOfMemoryError("out of memory")
 
 
-def test_what_fails_at_the_boundary_fails_the_call_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_failure_at_boundary_fails_only_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank()
-    monkeypatch.setattr(dist, "broadcast", bad_memory)
+    monkeypatch.setattr(dist, "broadcast", run_out_of_memory)
     rank.stage()
     rank.work()
     assert rank.failed == [f"the trainer's broadcast in group {NAME!r} failed: out of memory"]
@@ -201,7 +201,7 @@ def test_what_fails_at_the_boundary_fails_the_call_alone(monkeypatch: pytest.Mon
         pytest.param(lambda rank: setattr(rank.group, "_has_met", False), id="before they met"),
     ],
 )
-def test_the_staging_thread_posts_what_the_loop_could_not(
+def test_staging_thread_posts_broadcasts_missed_by_loop(
     prevent: Callable[[Rank], None],
 ) -> None:
     rank = Rank()
@@ -212,7 +212,7 @@ def test_the_staging_thread_posts_what_the_loop_could_not(
     assert rank.received == [1, 2]
 
 
-def test_gloo_is_posted_when_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_broadcast_is_posted_when_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     rank = Rank()
     rank.stage(tensors=2)

@@ -1,4 +1,4 @@
-"""What the client makes of answers that are late, lost or no answers. No server is needed."""
+"""The client's reaction to late, lost and malformed answers, without a server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_u
 ABORT, ROLLBACK = "/abort_weight_update", "/inflight/rollback"
 DISK = "/update_weights_from_disk"
 
-# as long as a test waits for what does not come
+# how long a test waits for an answer in vain
 SHORT_S = 0.3
 
 
@@ -51,7 +51,7 @@ def beside() -> Iterator[BrokenServer]:
 
 @pytest.fixture
 def fleet(server: BrokenServer, beside: BrokenServer) -> Iterator[Fleet]:
-    # the one that is not silent has to answer within it
+    # the other server has to answer within the timeout
     with Fleet([server.url, beside.url], timeout_s=4 * SHORT_S) as fleet:
         yield fleet
 
@@ -62,9 +62,7 @@ def refusal(kind: type[errors.InflightError]) -> bytes:
 
 
 @pytest.mark.parametrize("kind", errors.ERRORS.values(), ids=lambda kind: kind.__name__)
-def test_errors_come_as_they_were_raised(
-    server: BrokenServer, kind: type[errors.InflightError]
-) -> None:
+def test_error_type_survives_http(server: BrokenServer, kind: type[errors.InflightError]) -> None:
     server.answers[ROLLBACK] = (kind.status, refusal(kind))
     with Client(server.url) as client, pytest.raises(errors.InflightError, match="no") as raised:
         client.roll_back()
@@ -86,7 +84,7 @@ def test_errors_come_as_they_were_raised(
         (502, b"", httpx.HTTPStatusError, "502"),
     ],
 )
-def test_errors_that_have_no_name(
+def test_error_without_a_type_maps_by_status(
     server: BrokenServer, status: int, content: bytes, kind: type[Exception], sentence: str
 ) -> None:
     server.answers[ROLLBACK] = (status, content)
@@ -99,13 +97,13 @@ GARBLED = [b"", b"<html>hello</html>", b'{"success": tr', b"\xff\xfe{}", b"[1]",
 
 
 @pytest.mark.parametrize("content", GARBLED, ids=["none", "page", "cut", "bytes", "list", "deep"])
-def test_answer_that_is_none(server: BrokenServer, content: bytes) -> None:
+def test_malformed_answer_raises_wrong_answer(server: BrokenServer, content: bytes) -> None:
     server.answers[DISK] = (200, content)
     with Client(server.url) as client, pytest.raises(WrongAnswer, match="no JSON object"):
         client.update_from_disk("/x")
 
 
-# what Python has a codec for that makes no text, one that it has not, and one that does not fit
+# Python codecs without text, a name without a codec, and a codec of another encoding
 CHARSETS = ["zlib", "hex", "rot13", "idna", "undefined", "nonsense", "utf-16"]
 
 
@@ -114,7 +112,7 @@ CHARSETS = ["zlib", "hex", "rot13", "idna", "undefined", "nonsense", "utf-16"]
     ("status", "kind"),
     [(200, WrongAnswer), (400, errors.Refused), (500, httpx.HTTPStatusError)],
 )
-def test_a_page_in_no_charset(
+def test_unknown_charset_raises_by_status(
     server: BrokenServer, charset: str, status: int, kind: type[Exception]
 ) -> None:
     server.answers[ROLLBACK] = (status, b"<html>hello</html>")
@@ -126,7 +124,7 @@ def test_a_page_in_no_charset(
 
 
 @pytest.mark.parametrize("status", [200, 500])
-def test_a_page_at_the_commit_is_a_split(
+def test_html_answer_to_commit_splits_fleet(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet, status: int
 ) -> None:
     beside.answers[END] = (status, b"<html>hello</html>")
@@ -145,10 +143,10 @@ def test_a_page_at_the_commit_is_a_split(
         (502, httpx.HTTPStatusError, "502"),
     ],
 )
-def test_an_answer_without_end(
+def test_endless_answer_is_cut_off(
     server: BrokenServer, status: int, kind: type[Exception], sentence: str
 ) -> None:
-    """No more of it is kept than an answer may have."""
+    """The client stops reading at the most bytes of an answer."""
     server.answers[ROLLBACK] = (status, b"<br>" * 4096)
     server.endless.add(ROLLBACK)
     with Client(server.url) as client, pytest.raises(kind, match=sentence) as raised:
@@ -179,20 +177,20 @@ def test_an_answer_without_end(
     ],
     ids=["status", "pause", "roll_back", "update", "session", "paused"],
 )
-def test_a_server_that_would_pass_our_fields_over(
+def test_server_without_us_is_sent_no_change(
     server: BrokenServer,
     call: Callable[[Client], object],
     answer: tuple[int, bytes],
     sentence: str,
 ) -> None:
-    """It is sent nothing that changes anything, and would answer it with a 200."""
+    """Such a server would answer 200 to unknown fields. The client sends it no change."""
     server.answers[STATUS] = answer
     with Client(server.url) as client, pytest.raises(errors.NotOffered, match=sentence):
         call(client)
     assert set(server.arrivals) == {STATUS}
 
 
-def test_one_of_a_fleet_runs_without_us(
+def test_fleet_with_server_without_us_is_refused(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet
 ) -> None:
     beside.answers[STATUS] = (404, b'{"detail":"Not Found"}')
@@ -202,7 +200,7 @@ def test_one_of_a_fleet_runs_without_us(
     assert END not in server.arrivals
 
 
-def test_a_server_is_asked_once(server: BrokenServer) -> None:
+def test_status_is_asked_once_per_client(server: BrokenServer) -> None:
     with Client(server.url) as client:
         client.pause()
         client.roll_back()
@@ -210,8 +208,10 @@ def test_a_server_is_asked_once(server: BrokenServer) -> None:
     assert server.arrivals == [STATUS, PAUSE, ROLLBACK, CONTINUE]
 
 
-def test_a_server_that_cannot_say(server: BrokenServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call goes on, and the next one asks again."""
+def test_unanswered_status_is_asked_again(
+    server: BrokenServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call goes on, and the next call asks again."""
     monkeypatch.setattr("sglang_inflight.client.async_client.ASK_S", SHORT_S)
     with Client(server.url) as client:
         server.answers[STATUS] = (504, refusal(errors.RankSilent))
@@ -230,7 +230,7 @@ def test_a_server_that_cannot_say(server: BrokenServer, monkeypatch: pytest.Monk
         (ROLLBACK, Client.roll_back, b'{"success": true}', "message"),
     ],
 )
-def test_answer_to_something_else(
+def test_answer_without_required_field_is_wrong(
     server: BrokenServer,
     path: str,
     call: Callable[[Client], object],
@@ -242,7 +242,7 @@ def test_answer_to_something_else(
         call(client)
 
 
-def test_one_of_a_fleet_answers_wrongly(
+def test_wrong_answer_from_one_of_fleet_is_uncertain(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet
 ) -> None:
     for path in (STATUS, ROLLBACK):
@@ -255,14 +255,16 @@ def test_one_of_a_fleet_answers_wrongly(
     assert isinstance(split.value.report.failures[beside.url], WrongAnswer)
 
 
-def test_a_garbled_renewal_does_not_end_the_renewing(server: BrokenServer) -> None:
+def test_garbled_renewal_answer_keeps_renewing(server: BrokenServer) -> None:
     with Client(server.url) as client, client.paused(lease_s=SHORT_S):
         server.answers[PAUSE] = (200, b"<html>hello</html>")
         server.wait_for(PAUSE, 4)
 
 
-def test_a_refused_renewal_ends_it(server: BrokenServer, caplog: pytest.LogCaptureFixture) -> None:
-    """And one that is not answered does not keep the next one from coming in time."""
+def test_refused_renewal_stops_renewing(
+    server: BrokenServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unanswered renewal does not keep the next renewal from coming in time."""
     with Client(server.url) as client, client.paused(lease_s=SHORT_S):
         server.fall_silent(PAUSE)
         server.wait_for(PAUSE, 3)
@@ -271,7 +273,7 @@ def test_a_refused_renewal_ends_it(server: BrokenServer, caplog: pytest.LogCaptu
         until("the renewing is over", lambda: "is over: no" in caplog.text)
 
 
-# ---- what the commands make of it ---------------------------------------------------------
+# ---- exit codes of the commands ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,7 +286,9 @@ def test_a_refused_renewal_ends_it(server: BrokenServer, caplog: pytest.LogCaptu
         (errors.HalfDone, 4),
     ],
 )
-def test_exit_code(server: BrokenServer, kind: type[errors.InflightError], code: int) -> None:
+def test_exit_code_of_an_error(
+    server: BrokenServer, kind: type[errors.InflightError], code: int
+) -> None:
     server.answers[ROLLBACK] = (kind.status, refusal(kind))
     result = CliRunner().invoke(app, ["rollback", "--url", server.url])
     assert (result.exit_code, result.stderr) == (code, "no\n")
@@ -309,7 +313,7 @@ CALLS: list[tuple[str, Callable[[Client], object]]] = [
 
 
 @pytest.mark.parametrize(("path", "call"), CALLS, ids=[path for path, _ in CALLS])
-def test_no_call_waits_for_ever(
+def test_silent_server_raises_no_answer_in_time(
     server: BrokenServer, path: str, call: Callable[[Client], object]
 ) -> None:
     server.fall_silent(path)
@@ -322,10 +326,10 @@ def test_no_call_waits_for_ever(
 
 
 @pytest.mark.parametrize(("silent", "let_go"), [(PAUSE, CONTINUE), (BEGIN, ABORT)])
-def test_what_was_perhaps_taken_is_let_go_of(
+def test_unanswered_pause_or_session_is_released(
     server: BrokenServer, silent: str, let_go: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer was lost, and with it would be the id, if the server chose it."""
+    """The answer was lost. An id chosen by the server would be lost too."""
     monkeypatch.setattr("sglang_inflight.client.async_client.UPDATE_S", SHORT_S)
     server.fall_silent(silent)
     with Client(server.url, timeout_s=SHORT_S) as client:
@@ -335,7 +339,7 @@ def test_what_was_perhaps_taken_is_let_go_of(
     assert server.arrivals == [STATUS, silent, let_go]
 
 
-def test_fleet_does_not_wait_for_the_silent_one(
+def test_silent_server_refuses_fleet_pause(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet
 ) -> None:
     beside.fall_silent(PAUSE, CONTINUE)
@@ -348,10 +352,10 @@ def test_fleet_does_not_wait_for_the_silent_one(
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError])
 @pytest.mark.parametrize("turn", [1, -1], ids=["first", "last"])
-def test_fleet_lets_go_of_all_at_once(
+def test_fleet_resumes_all_servers_at_once(
     server: BrokenServer, beside: BrokenServer, turn: int, error: type[Exception] | None
 ) -> None:
-    """Whichever of them is silent, the other one does not wait behind it."""
+    """The silent server holds up no other server, whatever the order."""
 
     def leave() -> None:
         with Fleet([beside.url, server.url][::turn]) as fleet, fleet.paused():
@@ -367,7 +371,7 @@ def test_fleet_lets_go_of_all_at_once(
         assert isinstance(left.exception(), error or type(None))
 
 
-def test_fleet_where_one_was_not_paused_until_the_end(
+def test_lost_pause_of_one_in_fleet_is_reported(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet
 ) -> None:
     def hold() -> None:
@@ -382,7 +386,7 @@ def test_fleet_where_one_was_not_paused_until_the_end(
     assert isinstance(report.failures[server.url], errors.Conflict)
 
 
-def test_one_is_silent_at_the_commit(
+def test_silence_at_commit_splits_fleet(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet
 ) -> None:
     beside.fall_silent(END)
@@ -394,7 +398,7 @@ def test_one_is_silent_at_the_commit(
 
 
 @pytest.mark.parametrize("kind", [errors.OutcomeUnknown, errors.HalfDone, errors.RankSilent])
-def test_what_a_server_says_of_its_commit(
+def test_commit_error_of_one_in_fleet_is_reported(
     server: BrokenServer, beside: BrokenServer, fleet: Fleet, kind: type[errors.InflightError]
 ) -> None:
     beside.answers[END] = (kind.status, refusal(kind))
@@ -421,9 +425,7 @@ def interrupt_when(arrived: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_ctrl_c_ends_a_pause_that_is_not_answered(
-    server: BrokenServer, beside: BrokenServer
-) -> None:
+def test_ctrl_c_ends_unanswered_pause(server: BrokenServer, beside: BrokenServer) -> None:
     beside.fall_silent(PAUSE)
 
     def both_have_arrived() -> None:
@@ -438,17 +440,17 @@ def test_ctrl_c_ends_a_pause_that_is_not_answered(
     ):
         raise AssertionError("not all are paused")
     thread.join()
-    # of the silent one, too: it may be paused
+    # the silent server may be paused, so it is released too
     assert server.arrivals[-1] == beside.arrivals[-1] == CONTINUE
 
 
-def test_ctrl_c_ends_a_commit_that_is_not_answered(
+def test_ctrl_c_ends_unanswered_commit(
     server: BrokenServer,
     beside: BrokenServer,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The others' is finished first, and the log says whose is not known of."""
+    """The other commits finish first, and the log names the server without an answer."""
     monkeypatch.setattr("sglang_inflight.client.async_fleet.INTERRUPTED_S", SHORT_S)
     beside.fall_silent(END)
     thread = interrupt_when(lambda: beside.wait_for(END))

@@ -1,4 +1,4 @@
-"""Buckets of a sender: what SGLang makes of them, and what does not go into one."""
+"""A sender's buckets: SGLang unpacks them to the tensors sent."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def unpack(bucket: Bucket) -> Named:
-    """As a server does."""
+    """Unpack a bucket like a server."""
     received = FlattenedTensorBucket.empty(bucket.names, bucket.dtypes, bucket.shapes, "cpu")
     received.get_flattened_tensor().copy_(bucket.flat)
     tensors: Named = received.reconstruct_tensors()
     return tensors
 
 
-def test_what_comes_out_is_what_went_in() -> None:
+def test_bucket_keeps_names_dtypes_and_values() -> None:
     torch.manual_seed(0)
     sent: Named = [
         ("bytes", torch.randint(0, 255, (3,), dtype=torch.uint8)),
-        # an element of it must not begin within one of the bucket's
+        # an element of "floats" must not begin within an element of the bucket's dtype
         ("floats", torch.randn(2, 5)),
         ("transposed", torch.randn(4, 3, dtype=torch.bfloat16).t()),
         ("scalar", torch.tensor(2.5)),
@@ -44,18 +44,18 @@ def test_what_comes_out_is_what_went_in() -> None:
         assert torch.equal(tensor, sent_tensor)
 
 
-def test_nothing_to_send() -> None:
+def test_no_tensors_make_no_bucket() -> None:
     assert not list(fill_buckets([], 64, "cpu"))
 
 
-class Part(torch.Tensor):
-    """As a sharded trainer's ``DTensor``."""
+class Shard(torch.Tensor):
+    """A shard, like a sharded trainer's ``DTensor``."""
 
     def full_tensor(self) -> torch.Tensor:
         raise NotImplementedError
 
 
-def test_a_part_of_a_tensor() -> None:
-    part = torch.ones(2).as_subclass(Part)
+def test_sharded_tensor_is_refused() -> None:
+    part = torch.ones(2).as_subclass(Shard)
     with pytest.raises(TypeError, match="'w' is a part of a tensor"):
         next(fill_buckets([("w", part)], 64, "cpu"))

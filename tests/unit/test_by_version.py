@@ -1,4 +1,4 @@
-"""What the supported versions of SGLang do differently, on objects with as little as theirs."""
+"""Differences between the supported versions of SGLang, on minimal stand-ins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Channels:
 
 
 class Older:
-    """0.5.22's."""
+    """The scheduler of 0.5.22."""
 
     def __init__(self) -> None:
         self._engine_paused = False
@@ -38,7 +38,7 @@ class Older:
 
 
 class Newer(Older):
-    """0.5.23's: outputs may go elsewhere, and the pause has a beginning."""
+    """The scheduler of 0.5.23: outputs may go elsewhere, and a pause has a start time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,14 +63,14 @@ def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return request.param()
 
 
-def test_a_pause_in_the_block_leaves_no_trace(scheduler: Any) -> None:
+def test_pause_within_block_is_undone(scheduler: Any) -> None:
     before = dict(vars(scheduler))
     with by_version.paused_as_it_was(scheduler):
         scheduler.pause()
     assert vars(scheduler) == before
 
 
-def test_a_pause_from_before_goes_on(scheduler: Any) -> None:
+def test_earlier_pause_outlasts_block(scheduler: Any) -> None:
     scheduler.pause()
     before = dict(vars(scheduler))
     with by_version.paused_as_it_was(scheduler):
@@ -78,6 +78,6 @@ def test_a_pause_from_before_goes_on(scheduler: Any) -> None:
     assert vars(scheduler) == before
 
 
-def test_an_output_goes_where_the_loop_sends_its_own(scheduler: Any) -> None:
+def test_control_output_uses_sglangs_channel(scheduler: Any) -> None:
     by_version.send_control_output(scheduler, "output", "request")
     assert scheduler.sent == [("output", "request")]

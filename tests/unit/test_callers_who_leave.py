@@ -1,8 +1,8 @@
-"""A caller leaves, at every tick of every call. What is held afterwards somebody can name.
+"""Callers leave at every tick of every call, and every pause or session left has a known name.
 
-The objects are the front end's own. What a caller was answered it may let go of by name, and of a
-call that it left nothing is there. Then nothing is held at all: no pause and no session on the
-rank, no turn and no lock, no timer that will go off, no task that goes on.
+The front end's objects are real. A caller can release an answered call by name; an unanswered call
+leaves nothing. After the release nothing is held: no pause or session on the rank, no turn, lock,
+timer or task.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from tests.support.ticks import run, tick, timers, until_idle
 
 LEASE_S = 3600.0
 SESSION = "s"
-# ticks after which the rank does what it was told
+# ticks before the rank carries out a call
 DELAYS = (0, 1, 4)
-# no call takes longer, and no clean-up
+# upper bounds on the ticks of a call and of its clean-up
 MOST_TICKS, AGAIN = 500, 12
 
 pytestmark = pytest.mark.usefixtures("no_arguments")
@@ -56,7 +56,7 @@ pytestmark = pytest.mark.usefixtures("no_arguments")
 
 @dataclass(frozen=True)
 class Case:
-    """``made`` is what a caller leaves, after ``first`` was done by one who stays."""
+    """``made`` is the abandoned call. Another caller made ``first`` before, and stays."""
 
     made: Callable[[FrontEnd], Awaitable[Any]]
     first: tuple[Callable[[FrontEnd], Awaitable[Any]], ...] = ()
@@ -149,12 +149,12 @@ CASES = {
 
 
 class Leaving:
-    """A request whose caller leaves when it is told to."""
+    """A request whose caller leaves when ``left`` is set."""
 
     url = type("URL", (), {"path": "/a_call"})
 
     def __init__(self, body: bytes | None = None) -> None:
-        """``body`` is None where it was read before."""
+        """``body`` is None if it was read before."""
         self.left = asyncio.Event()
         self._body = [{"type": "http.request", "body": body}] if body is not None else []
 
@@ -165,8 +165,8 @@ class Leaving:
         return {"type": "http.disconnect"}
 
 
-async def goes_away(front: FrontEnd, made: Awaitable[Any], after: int) -> tuple[Any, bool]:
-    """A connection ends. Returns the answer, if any, and whether it came before that."""
+async def disconnect(front: FrontEnd, made: Awaitable[Any], after: int) -> tuple[Any, bool]:
+    """End a call's connection. Return the answer, if any, and whether the answer came first."""
     request: Any = Leaving()
     call = asyncio.ensure_future(front.ask(while_connected(request, made)))
     await tick(after)
@@ -179,10 +179,10 @@ async def goes_away(front: FrontEnd, made: Awaitable[Any], after: int) -> tuple[
         return None, False
 
 
-async def is_cancelled(
+async def cancel_twice(
     front: FrontEnd, made: Awaitable[Any], after: int, again: int
 ) -> tuple[Any, bool]:
-    """A task of the same process is ended, and once more while it cleans up."""
+    """Cancel a task of the same process, and cancel again while it cleans up."""
     call = asyncio.ensure_future(made)
     await tick(after)
     is_done = call.done()
@@ -199,7 +199,7 @@ Leave = Callable[[FrontEnd, Awaitable[Any]], Awaitable[tuple[Any, bool]]]
 
 
 async def play(case: Case, delay: int, leave: Leave) -> bool:
-    """Whether the call had its answer before its caller left."""
+    """Return whether the call had its answer before its caller left."""
     front = FrontEnd(delay=delay)
     for first in case.first:
         await front.ask(first(front))
@@ -216,16 +216,16 @@ async def play(case: Case, delay: int, leave: Leave) -> bool:
             assert len(timers()) == (current.lease_s is not None)
             await front.calls.abort(AbortUpdateBody(session_id=session_id))
         case None:
-            # nobody has heard a name, so nothing has one that was not there before
+            # no caller knows a new name, so no pause and no session may be new
             assert holders.issuperset(front.rank.holders)
             assert current in (None, session)
-    await let_go(front)
-    await expect_nothing(front)
+    await release_named(front)
+    await expect_nothing_held(front)
     return is_done
 
 
-async def let_go(front: FrontEnd) -> None:
-    """Of what the caller who stayed, or anybody who reads the status, can name."""
+async def release_named(front: FrontEnd) -> None:
+    """Release all that the staying caller, or a reader of the status, can name."""
     if front.rank.is_released:
         await front.calls.resume_memory(ResumeMemoryBody())
     assert MEMORY not in front.rank.holders, "it cannot be taken again"
@@ -237,7 +237,7 @@ async def let_go(front: FrontEnd) -> None:
     await until_idle()
 
 
-async def expect_nothing(front: FrontEnd) -> None:
+async def expect_nothing_held(front: FrontEnd) -> None:
     rank = front.rank
     assert (rank.holders, rank.update_id, rank.is_released) == ([], None, False)
     assert not front.manager.is_pause
@@ -249,7 +249,7 @@ async def expect_nothing(front: FrontEnd) -> None:
     assert front.lifetime._ends == set()
     assert timers() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
-    # and the next caller has its turn
+    # the next caller gets the turn
     await front.calls.update(
         TensorBody(serialized_named_tensors=[b""], non_blocking=True, weight_version="last")
     )
@@ -258,17 +258,17 @@ async def expect_nothing(front: FrontEnd) -> None:
 
 @pytest.mark.parametrize("delay", DELAYS)
 @pytest.mark.parametrize("name", CASES)
-def test_a_connection_that_ends_leaves_nothing_held(name: str, delay: int) -> None:
+def test_disconnect_leaves_nothing_held(name: str, delay: int) -> None:
     for after in range(MOST_TICKS):
-        if leave_at(CASES[name], delay, goes_away, after):
+        if leave_at(CASES[name], delay, disconnect, after):
             return
     raise AssertionError("the call does not end")
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_task_that_is_cancelled_twice_leaves_nothing_held(name: str) -> None:
+def test_double_cancel_leaves_nothing_held(name: str) -> None:
     for after in range(MOST_TICKS):
-        if any([leave_at(CASES[name], 1, is_cancelled, after, again) for again in range(AGAIN)]):
+        if any([leave_at(CASES[name], 1, cancel_twice, after, again) for again in range(AGAIN)]):
             return
     raise AssertionError("the call does not end")
 
@@ -283,10 +283,10 @@ def leave_at(case: Case, delay: int, leave: Callable[..., Any], *ticks: int) -> 
 
 @pytest.mark.parametrize("path", ["/pause_generation", "/begin_weight_update"])
 @pytest.mark.parametrize("named", [False, True])
-def test_a_caller_leaves_when_its_call_is_done_and_not_answered(path: str, named: bool) -> None:
-    """What it got has a name that nobody has heard, unless the caller chose it."""
+def test_disconnect_before_the_answer_leaves_nothing_held(path: str, named: bool) -> None:
+    """Nobody knows the name of the result unless the caller chose it."""
 
-    async def play_it() -> None:
+    async def play_call() -> None:
         front = FrontEnd(delay=1)
         frontend: Any = SimpleNamespace(calls=front.calls, pauses=front.pauses)
         routes = _Routes(frontend, front.manager)
@@ -297,12 +297,12 @@ def test_a_caller_leaves_when_its_call_is_done_and_not_answered(path: str, named
         }
         shape, handler, give_back = made[path]
 
-        async def do_and_see_it_leave(body: Any) -> Any:
+        async def handle_and_disconnect(body: Any) -> Any:
             answer = await handler(body)
             leaving.left.set()
             return answer
 
-        endpoint = with_body(shape, do_and_see_it_leave, give_back=give_back)
+        endpoint = with_body(shape, handle_and_disconnect, give_back=give_back)
         answer: Any = await endpoint(
             Request({"type": "http", "headers": [], "path": path}, leaving.receive)
         )
@@ -313,14 +313,14 @@ def test_a_caller_leaves_when_its_call_is_done_and_not_answered(path: str, named
         elif named:
             assert front.rank.update_id == "p"
         else:
-            await expect_nothing(front)
+            await expect_nothing_held(front)
 
-    run(play_it())
+    run(play_call())
 
 
 @pytest.mark.parametrize("name", ["pause by a chosen name", "begin by a chosen name"])
-def test_two_who_ask_for_the_same_leave_nothing_held(name: str) -> None:
-    """The call is made again while the first one's caller is on its way out."""
+def test_two_cancelled_callers_of_one_name_leave_nothing_held(name: str) -> None:
+    """The call is made again while the first caller's clean-up runs."""
 
     async def both(front: FrontEnd, made: Awaitable[Any], first: int, then: int) -> Any:
         one = asyncio.ensure_future(made)
@@ -332,7 +332,7 @@ def test_two_who_ask_for_the_same_leave_nothing_held(name: str) -> None:
         two.cancel()
         ended = await asyncio.gather(one, two, return_exceptions=True)
         answers = [each for each in ended if not isinstance(each, BaseException)]
-        # one may be told that the other has given it up
+        # one caller may hear that the other has dropped the session
         assert all(
             isinstance(each, asyncio.CancelledError | Dropped) or each in answers for each in ended
         )
@@ -344,8 +344,8 @@ def test_two_who_ask_for_the_same_leave_nothing_held(name: str) -> None:
     raise AssertionError("the call does not end")
 
 
-def test_no_update_begins_beside_memory_that_moves() -> None:
-    """Also where nobody waits for the move any more."""
+def test_update_is_refused_during_memory_release() -> None:
+    """The refusal holds after the release's last caller has left."""
 
     async def is_beside(after: int) -> bool:
         front = FrontEnd(delay=5)
@@ -365,13 +365,15 @@ def test_no_update_begins_beside_memory_that_moves() -> None:
     assert any([run(is_beside(after)) for after in range(40)])
 
 
-def test_the_rank_is_silent_at_the_commit_and_answers_late(
+def test_late_commit_answer_publishes_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The caller hears that nobody knows. What is served is named once the rank has said it."""
+    """The caller hears that the outcome is unknown. The version is published after the rank's
+    answer.
+    """
     monkeypatch.setattr("sglang_inflight.frontend.updates.two_phase.COMMIT_TIMEOUT_S", 0.0)
 
-    async def play_it() -> None:
+    async def play_call() -> None:
         front = FrontEnd(delay=50)
         body = DiskBody(model_path="/v1", weight_version="v1", non_blocking=True)
         with pytest.raises(InflightError, match="sent to all ranks"):
@@ -381,4 +383,4 @@ def test_the_rank_is_silent_at_the_commit_and_answers_late(
         assert front.manager.config_value("weight_version") == front.rank.version == "v1"
         assert front.manager.model_path == "/v1"
 
-    run(play_it())
+    run(play_call())

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies, by its path or by its name on the Hub."""
+"""Location of a checkpoint, by its path or by its name on the Hub."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def write(folder: Path) -> Path:
     return folder
 
 
-def test_a_directory(tmp_path: Path) -> None:
+def test_shapes_are_read_from_a_directory(tmp_path: Path) -> None:
     folder = write(tmp_path / "checkpoint")
     assert read_shapes(str(folder), revision=None, cache=None) == SHAPES
 
 
-def test_a_name_on_the_hub(tmp_path: Path) -> None:
-    """As the Hub's client lays out its cache."""
+def test_shapes_are_read_from_the_hub_cache(tmp_path: Path) -> None:
+    """Lay out a cache like the Hub's client."""
     repository = tmp_path / "models--some--model"
     write(repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
@@ -37,6 +37,6 @@ def test_a_name_on_the_hub(tmp_path: Path) -> None:
     assert read_shapes("some/model", revision="other", cache=cache) == {}
 
 
-def test_one_that_is_not_here(tmp_path: Path) -> None:
+def test_missing_checkpoint_has_no_shapes(tmp_path: Path) -> None:
     assert read_shapes("some/model", revision=None, cache=str(tmp_path)) == {}
     assert read_shapes(str(tmp_path / "none"), revision=None, cache=str(tmp_path)) == {}

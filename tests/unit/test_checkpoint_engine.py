@@ -1,4 +1,4 @@
-"""A trainer that leaves ends the hand-over at once, and loses no message that it has sent."""
+"""A trainer's exit ends the transfer at once, and loses no sent message."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEFT = "closed its socket"
 
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name the device as the trainers of these tests do."""
+    """Name the device like these tests' trainers."""
     monkeypatch.setattr(
         type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
     )
@@ -86,12 +86,12 @@ def names_of(batch: Any) -> list[str]:
     return [name for name, _ in batch]
 
 
-def test_a_trainer_that_sent_nothing() -> None:
+def test_exit_of_trainer_before_its_first_message_is_refused() -> None:
     with leaves_once_met() as handles, pytest.raises(Refused, match=LEFT):
         next(batches_of(handles))
 
 
-def test_the_last_message_of_a_trainer_that_left(trainer: Impatient) -> None:
+def test_last_message_before_trainers_exit_is_read(trainer: Impatient) -> None:
     batches = batches_of(trainer.handles)
     with ThreadPoolExecutor(1) as rank:
         first = rank.submit(next, batches)

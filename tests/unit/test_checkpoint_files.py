@@ -1,4 +1,4 @@
-"""What is read of a checkpoint is what one checkpoint held."""
+"""Tensors read from a checkpoint come from one unchanged checkpoint."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PAIRS = Iterator[tuple[str, torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a file of the test is read in as many pieces as a large one."""
+    """Read the test's small files in as many pieces as large ones."""
     monkeypatch.setattr(checkpoint_files, "PIECE_BYTES", 4096)
 
 
 def weights(start: int = 0) -> Weights:
-    """Small ones, which are read together, and large ones, which are read in pieces."""
+    """Return small tensors, read together, and large tensors, read in pieces."""
     shapes = [(3,), (40, 40), (7, 5), (200, 30), (1,), (0, 4), (11,)]
     return {
         f"layer{start + i}": torch.randn(shape, dtype=torch.float32)
@@ -53,20 +53,20 @@ def save_zipped(tensors: Weights, path: Path) -> None:
     torch.save(tensors, path)
 
 
-def save_as_of_old(tensors: Weights, path: Path) -> None:
+def save_old_format(tensors: Weights, path: Path) -> None:
     torch.save(tensors, path, _use_new_zipfile_serialization=False)
 
 
 FORMATS: dict[str, tuple[str, Callable[[Weights, Path], None]]] = {
     "safetensors": ("model.safetensors", save_file),
     "bin": ("model.bin", save_zipped),
-    "old bin": ("model.bin", save_as_of_old),
+    "old bin": ("model.bin", save_old_format),
 }
 formats = pytest.mark.parametrize(("file", "save"), FORMATS.values(), ids=FORMATS)
 
 
 @formats
-def test_all_tensors_of_all_files(
+def test_every_tensor_of_every_file_is_read(
     tmp_path: Path, file: str, save: Callable[[Weights, Path], None]
 ) -> None:
     parts = [weights(0), weights(10)]
@@ -77,7 +77,7 @@ def test_all_tensors_of_all_files(
 
 
 @formats
-def test_who_keeps_tensors_keeps_what_is_in_them(
+def test_kept_tensors_keep_their_values(
     tmp_path: Path, file: str, save: Callable[[Weights, Path], None]
 ) -> None:
     save(weights(), tmp_path / file)
@@ -87,7 +87,7 @@ def test_who_keeps_tensors_keeps_what_is_in_them(
 
 
 def rewrite(path: Path) -> None:
-    """In place, of the same size, as a trainer does that writes the next step over this one."""
+    """Rewrite a file in place at the same size, like a trainer's next step."""
     status = path.stat()
     content = path.read_bytes()
     with path.open("r+b") as file:
@@ -112,7 +112,7 @@ CHANGES = [rewrite, replace, cut, Path.unlink]
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("when", ["in it", "before it", "behind it"])
 @formats
-def test_a_file_that_changes_while_the_checkpoint_is_read(
+def test_file_changed_during_read_is_refused(
     tmp_path: Path,
     file: str,
     save: Callable[[Weights, Path], None],
@@ -123,7 +123,7 @@ def test_a_file_that_changes_while_the_checkpoint_is_read(
     for i, path in enumerate(paths):
         save(weights(10 * i), path)
     read = reading(*paths)
-    # into the file in the middle
+    # stop within the middle file
     for name, _ in read:
         if name == "layer11":
             break
@@ -134,7 +134,7 @@ def test_a_file_that_changes_while_the_checkpoint_is_read(
 
 
 @formats
-def test_a_name_that_comes_twice(
+def test_name_in_two_files_is_refused(
     tmp_path: Path, file: str, save: Callable[[Weights, Path], None]
 ) -> None:
     paths = [tmp_path / f"{i}-{file}" for i in range(2)]
@@ -145,7 +145,7 @@ def test_a_name_that_comes_twice(
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"PK\3\4" + bytes(100)])
-def test_what_torch_cannot_load(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_bin_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.bin"
     path.write_bytes(content)
     with pytest.raises(Refused, match=r"model\.bin cannot be read"):
@@ -155,7 +155,7 @@ def test_what_torch_cannot_load(tmp_path: Path, content: bytes) -> None:
         list(reading(path))
 
 
-def test_nothing_is_left_open(tmp_path: Path) -> None:
+def test_reading_leaves_no_file_open(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file(weights(), path)
     before = set(os.listdir("/proc/self/fd"))
@@ -169,12 +169,12 @@ def test_nothing_is_left_open(tmp_path: Path) -> None:
 # ---- memory ------------------------------------------------------------------------------
 
 
-def test_memory_is_used_again_when_nobody_holds_it() -> None:
+def test_released_read_buffer_is_reused() -> None:
     buffers = ReadBuffers(1 << 20)
     places = set()
     held = None
     for _ in range(10):
-        # as whoever takes tensors one by one: the last is held while the next is read
+        # a consumer of single tensors holds the last while the next is read
         taken = buffers.take(1000)
         places.add(taken.data_ptr())
         held = taken
@@ -183,13 +183,13 @@ def test_memory_is_used_again_when_nobody_holds_it() -> None:
     assert len(places) == 2
 
 
-def test_memory_that_is_held_is_left_alone() -> None:
+def test_held_read_buffer_is_not_reused() -> None:
     buffers = ReadBuffers(1 << 20)
     kept = []
     for i in range(10):
         taken = buffers.take(100_000)
         taken.fill_(i)
-        # a part of it is enough
+        # a view of a part is enough
         kept.append(taken[5_000:6_000].view(torch.int16))
         del taken
     buffers.give_back()
@@ -197,7 +197,7 @@ def test_memory_that_is_held_is_left_alone() -> None:
         assert set(tensor.view(torch.uint8).tolist()) == {i}
 
 
-def test_memory_is_given_back() -> None:
+def test_read_buffers_are_given_back() -> None:
     buffers = ReadBuffers(64 << 20)
     for _ in range(2):
         last = buffers.take(64 << 20)
@@ -205,7 +205,7 @@ def test_memory_is_given_back() -> None:
     last = buffers.take(1000)
     used = resident()
     buffers.give_back()
-    # both but for a few pages of the one that is held
+    # both buffers, except a few pages of the held tensor
     assert used - resident() > 120 << 20
     assert last.sum() == 1000
 

@@ -1,4 +1,4 @@
-"""What a trainer imports, on a machine where SGLang is not, and torch perhaps neither."""
+"""The trainer's imports, without SGLang and without torch."""
 
 from __future__ import annotations
 

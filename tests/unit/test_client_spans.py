@@ -1,4 +1,4 @@
-"""A version for each token, and spans that do not say one."""
+"""A version for each token, and invalid spans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def answer(tokens: int, *spans: tuple[str, int, int]) -> dict[str, Any]:
     return {"completion_tokens": tokens, "weight_versions": said}
 
 
-def test_version_per_token() -> None:
+def test_spans_give_a_version_per_token() -> None:
     assert version_per_token(answer(3, ("v1", 0, 1), ("v2", 1, 3))) == ["v1", "v2", "v2"]
     assert version_per_token(answer(0)) == []
     assert version_per_token(answer(0, ("v1", 0, 0))) == []
@@ -40,12 +40,12 @@ def test_version_per_token() -> None:
         [("v1", 2, 3), ("v2", 0, 2)],
     ],
 )
-def test_spans_that_do_not_cover(spans: list[tuple[str, int, int]]) -> None:
+def test_spans_with_gap_or_overlap_are_wrong(spans: list[tuple[str, int, int]]) -> None:
     with pytest.raises(WrongAnswer, match="3 tokens"):
         version_per_token(answer(3, *spans))
 
 
-def test_read_spans() -> None:
+def test_spans_are_read_from_meta_info() -> None:
     meta = {
         "weight_versions": [{"version": "v1", "epoch": 4, "start": 0, "end": 2}],
         "kv_versions": [{"version": "v0", "epoch": 3, "start": 0, "end": 9}],
@@ -61,7 +61,7 @@ def test_read_spans() -> None:
     ("seen", "ordered"),
     [("v1 v2 v3", True), ("v1 v3", True), ("v1 v3 v2", False), ("v1 v1", False), ("v9", False)],
 )
-def test_versions_only_go_forward(seen: str, ordered: bool) -> None:
+def test_in_order_rejects_older_or_unknown_version(seen: str, ordered: bool) -> None:
     spans = [Span(version, i, i + 1) for i, version in enumerate(seen.split())]
     assert cover_exactly(spans, len(spans))
     assert in_order(spans, ["v1", "v2", "v3"]) is ordered

@@ -1,4 +1,4 @@
-"""Whom the client trusts that speaks to a server by HTTPS."""
+"""The client's certificate check over HTTPS."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Loads(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of ``localhost``, with its key, signed by nobody else."""
+    """Write a self-signed certificate for ``localhost`` with its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
     now = datetime.datetime.now(datetime.UTC)
@@ -69,12 +69,12 @@ def url(certificate: Path) -> Iterator[str]:
     server.server_close()
 
 
-def test_a_stranger(url: str) -> None:
+def test_unknown_certificate_is_refused(url: str) -> None:
     with Client(url) as client, pytest.raises(httpx.ConnectError, match="certificate"):
         client.loads()
 
 
-def test_one_that_its_user_trusts(
+def test_ssl_cert_file_is_trusted(
     url: str, certificate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -1,4 +1,4 @@
-"""What a commit held up is what its swap took on the device. The loop does not wait for it."""
+"""A commit's stall is its swap's time on the device. The loop does not wait for the swap."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class Rank:
         self.answers.give(call, committed)
 
     def finish(self, began: float, ended: float) -> None:
-        """The device has made the last swap."""
+        """Complete the last swap on the device."""
         swap = self.live.last_swap
         assert swap is not None
         swap._began.at, swap.ended.at = began, ended
 
 
-def test_a_swap_on_a_device_is_answered_when_it_is_done() -> None:
+def test_commit_is_answered_after_device_swap() -> None:
     rank = Rank("cuda")
     rank.commit("u")
     rank.answers.give_due()
@@ -67,7 +67,7 @@ def test_a_swap_on_a_device_is_answered_when_it_is_done() -> None:
     assert rank.observed == [pytest.approx(0.033)]
 
 
-def test_what_the_loop_took_counts_where_it_is_more() -> None:
+def test_longer_host_time_counts_as_stall() -> None:
     rank = Rank("cuda")
     rank.commit("u")
     rank.finish(100.0, 100.1)
@@ -75,13 +75,13 @@ def test_what_the_loop_took_counts_where_it_is_more() -> None:
     assert rank.said == [("u", HOST_MS)]
 
 
-def test_without_a_device_it_is_answered_at_once() -> None:
+def test_commit_on_a_cpu_is_answered_at_once() -> None:
     rank = Rank("cpu")
     rank.commit("u")
     assert rank.said == [("u", HOST_MS)]
 
 
-def test_a_loop_that_is_about_to_sleep_waits_for_the_swap() -> None:
+def test_idle_loop_waits_for_the_swap() -> None:
     rank = Rank("cuda")
     rank.commit("u")
     rank.finish(0.0, 7.0)
@@ -90,14 +90,14 @@ def test_a_loop_that_is_about_to_sleep_waits_for_the_swap() -> None:
     assert rank.said == [("u", 7.0)]
 
 
-def test_each_commit_is_told_its_own() -> None:
+def test_each_commit_reports_its_own_stall() -> None:
     rank = Rank("cuda")
     rank.commit("first")
     first = rank.live.last_swap
     rank.commit("second")
     rank.finish(50.0, 52.0)
     rank.answers.give_due()
-    # the device makes them in order
+    # the device swaps in order
     assert rank.said == []
     assert first is not None
     first._began.at, first.ended.at = 0.0, 9.0

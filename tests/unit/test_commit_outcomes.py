@@ -1,5 +1,4 @@
-"""What a caller is told of a commit, by what its ranks said: never that nothing changed when
-something has."""
+"""Outcome of a commit from its ranks' answers. No error says "unchanged" after a change."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ COMMITTED = Committed(
 
 
 class TwoRanks(Ranks):
-    """Their answers are given."""
+    """Two ranks with given answers."""
 
     def __init__(self, *errors: str) -> None:
         self._errors = errors
@@ -54,7 +53,9 @@ class TwoRanks(Ranks):
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "+".join(value),
 )
-def test_what_is_said_is_so(errors: tuple[str, ...], raised: type[InflightError]) -> None:
+def test_commit_error_matches_ranks_answers(
+    errors: tuple[str, ...], raised: type[InflightError]
+) -> None:
     two_phase = TwoPhase.__new__(TwoPhase)
     two_phase._ranks = TwoRanks(*errors)
     with pytest.raises(InflightError) as caught:

@@ -1,4 +1,4 @@
-"""What is asked of each tensor that comes, on the thread that decoding has to wait for."""
+"""Checks of each received tensor, on the staging thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 class Reads(TorchFunctionMode):
-    """Counts the calls that wait for a device."""
+    """Counts calls that wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,17 +40,17 @@ class Reads(TorchFunctionMode):
         ([INF, -INF], False),
     ],
 )
-def test_what_is_finite(content: list[float], expected: bool, dtype: torch.dtype) -> None:
+def test_nan_and_inf_are_found(content: list[float], expected: bool, dtype: torch.dtype) -> None:
     assert is_finite(torch.tensor(content, dtype=dtype)) is expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_ends_of_a_dtype_are_finite(dtype: torch.dtype) -> None:
+def test_largest_values_of_a_dtype_are_finite(dtype: torch.dtype) -> None:
     ends = torch.finfo(dtype)
     assert is_finite(torch.tensor([ends.min, ends.max], dtype=dtype))
 
 
-def test_a_tensor_is_waited_for_once() -> None:
+def test_finite_check_waits_for_device_once() -> None:
     with Reads() as reads:
         assert is_finite(torch.ones(4))
     assert reads.count == 1

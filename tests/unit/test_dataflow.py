@@ -1,4 +1,4 @@
-"""Which received tensors have reached a weight."""
+"""Received tensors are traced to the weights they reach."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ LOADS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor, torch.Tensor], obje
     "nothing": (lambda w, a, b: a + b, set()),
     "zeros": (lambda w, a, b: w.zero_(), set()),
     "itself": (lambda w, a, b: w.copy_(w.clone()), {"b"}),
-    # of a kernel that torch does not dispatch: it is taken for the last one's
+    # written by a kernel outside torch's dispatch: attributed to the last received tensor
     "of unknown origin": (lambda w, a, b: w.copy_(OUTSIDE), {"b"}),
 }
 
 
 @pytest.mark.parametrize(("load", "reached"), LOADS.values(), ids=LOADS.keys())
-def test_a_tensor_that_reaches_a_weight_is_told_from_one_that_does_not(
+def test_tensors_reaching_a_weight_are_found(
     load: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], reached: set[str]
 ) -> None:
     loading = Loading()
@@ -69,7 +69,7 @@ def test_a_tensor_that_reaches_a_weight_is_told_from_one_that_does_not(
     assert bool(loading.writes) is wrote
 
 
-def test_memory_of_unknown_origin_counts_for_all_where_the_loader_gathers() -> None:
+def test_unknown_memory_counts_for_all_gathered_tensors() -> None:
     loading = Loading()
     for name in "ab":
         loading.receive(name, torch.rand(8))
@@ -79,7 +79,7 @@ def test_memory_of_unknown_origin_counts_for_all_where_the_loader_gathers() -> N
     assert loading.flow.reached == {"a", "b"}
 
 
-def test_tensors_of_one_bucket_are_told_apart() -> None:
+def test_tensors_of_one_bucket_are_distinguished() -> None:
     loading = Loading()
     bucket = torch.rand(24)
     parts = {name: bucket[8 * at : 8 * at + 8] for at, name in enumerate("bac")}
@@ -90,7 +90,7 @@ def test_tensors_of_one_bucket_are_told_apart() -> None:
     assert loading.flow.reached == {"a"}
 
 
-def test_memory_that_is_used_again_belongs_to_the_new_tensor() -> None:
+def test_reused_memory_belongs_to_newest_tensor() -> None:
     loading = Loading()
     memory = torch.rand(8)
     loading.receive("old", memory)
@@ -100,21 +100,21 @@ def test_memory_that_is_used_again_belongs_to_the_new_tensor() -> None:
     assert loading.flow.reached == {"new"}
 
 
-def test_a_write_to_served_memory_is_refused_before_it_is_made() -> None:
+def test_write_to_served_memory_is_refused_before_writing() -> None:
     loading = Loading(Kind.SERVED)
     with pytest.raises(Refused, match="writes 'weight' where it is being served"):
         loading.reached_by(lambda a, b: loading.weight.copy_(a))
     assert torch.equal(loading.weight, WEIGHT)
 
 
-def test_a_write_to_another_models_weight_is_left_out() -> None:
+def test_write_to_another_models_weight_is_skipped() -> None:
     loading = Loading(Kind.FOREIGN)
     assert loading.reached_by(lambda a, b: loading.weight.copy_(a)) == {"a"}
     assert torch.equal(loading.weight, WEIGHT)
     assert loading.writes == []
 
 
-def test_a_copy_to_a_weight_is_held_to_the_rate() -> None:
+def test_copy_to_a_weight_is_rate_limited() -> None:
     spent: list[int] = []
 
     class Seen(RateLimit):
@@ -127,7 +127,7 @@ def test_a_copy_to_a_weight_is_held_to_the_rate() -> None:
     assert len(spent) > 1
 
 
-def test_what_is_done_meanwhile_is_not_the_loaders() -> None:
+def test_operations_while_standing_by_are_not_traced() -> None:
     loading = Loading()
 
     def look(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A digest says the same of the same weights, however they are read."""
+"""Equal weights have equal digests, however they are read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def weights() -> Weights:
-    """Of many dtypes and shapes; large and small, empty, without a dimension, and a view."""
+    """Weights of many dtypes and shapes: large, small, empty, zero-dimensional, and a view."""
     large = torch.arange(4000.0)
     tensors = [
         large,
@@ -36,7 +36,7 @@ def weights() -> Weights:
     return [(f"layer.{i}", tensor) for i, tensor in enumerate(tensors)]
 
 
-def one_after_the_other(weights: Weights) -> str:
+def digest_in_sequence(weights: Weights) -> str:
     whole = Digest()
     for name, tensor in weights:
         pieces = list(whole.read(name, tensor))
@@ -49,11 +49,11 @@ def never() -> None:
 
 
 @pytest.mark.parametrize("readers", [1, 2, 5, 50])
-def test_readers_beside_each_other_say_what_one_says(weights: Weights, readers: int) -> None:
-    assert digest_of(weights, never, readers) == one_after_the_other(weights)
+def test_parallel_readers_make_same_digest(weights: Weights, readers: int) -> None:
+    assert digest_of(weights, never, readers) == digest_in_sequence(weights)
 
 
-def test_any_difference_is_another_digest(weights: Weights) -> None:
+def test_any_difference_changes_digest(weights: Weights) -> None:
     found = {digest_of(weights, never, 3)}
     for i, (name, tensor) in enumerate(weights):
         others = [("another", tensor), (name, tensor.reshape(1, *tensor.shape))]
@@ -66,12 +66,12 @@ def test_any_difference_is_another_digest(weights: Weights) -> None:
     assert len(found) == 2 + sum(3 if tensor.numel() else 2 for _, tensor in weights)
 
 
-def test_of_nothing() -> None:
+def test_digest_of_no_weights() -> None:
     assert digest_of([], never) == Digest().hexdigest()
 
 
-def test_who_gives_up_is_heard_by_all(weights: Weights) -> None:
-    """No reader goes on beside a caller that has left."""
+def test_error_in_check_stops_all_readers(weights: Weights) -> None:
+    """No reader goes on after the caller raised."""
     calls = 0
 
     def check() -> None:
@@ -88,9 +88,11 @@ def test_who_gives_up_is_heard_by_all(weights: Weights) -> None:
         assert not thread.is_alive()
 
 
-def test_without_a_thread_one_reads_all(weights: Weights, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_without_threads_reads_all(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def start_thread(*args: object, name: str) -> None:
         raise Refused(f"no thread {name!r} can be started")
 
     monkeypatch.setattr(digest, "start_thread", start_thread)
-    assert digest_of(weights, never, 4) == one_after_the_other(weights)
+    assert digest_of(weights, never, 4) == digest_in_sequence(weights)

@@ -1,4 +1,4 @@
-"""The documents name what exists, and all of what they are to name."""
+"""The documents name existing files, and every call, setting and error."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.support import modules
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_every_module_is_described() -> None:
+def test_module_table_is_up_to_date() -> None:
     assert modules.written() == modules.describe_modules(), "run python -m tests.support.modules"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_files_that_are_named_exist(document: Path) -> None:
+def test_named_files_exist(document: Path) -> None:
     text = document.read_text().split(modules.BEGIN)[0]
     links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
     missing = [link for link in links if not (document.parent / link).exists()]
@@ -40,7 +40,7 @@ def test_files_that_are_named_exist(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_sections_that_are_linked_exist(document: Path) -> None:
+def test_linked_sections_exist(document: Path) -> None:
     text = document.read_text()
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
@@ -48,7 +48,7 @@ def test_sections_that_are_linked_exist(document: Path) -> None:
     assert not set(linked) - anchors
 
 
-def test_every_call_is_in_the_api() -> None:
+def test_api_document_names_every_call() -> None:
     text = (ROOT / "docs" / "api.md").read_text()
     paths = set(re.findall(r'"(/[a-z_/]+)"', inspect.getsource(routes.mount)))
     assert "/pause_generation" in paths
@@ -58,7 +58,7 @@ def test_every_call_is_in_the_api() -> None:
     assert not {name for name in wanted if name not in text}
 
 
-def test_the_matrix_is_that_of_the_command() -> None:
+def test_matrix_table_matches_make_matrix() -> None:
     lines = [line.split(" | ") for line in (ROOT / "README.md").read_text().splitlines()]
     table = {cells[0].removeprefix("| "): cells[1:] for cells in lines if len(cells) > len(COLUMNS)}
     names = [each.name for each in CONFIGURATIONS]

@@ -1,4 +1,4 @@
-"""The doctor sees what would stop a server, and leaves everything as it was."""
+"""The doctor finds all that would stop a server, and changes nothing."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 
 @pytest.fixture(autouse=True)
 def forked() -> Iterator[None]:
-    """The process that reads flags; ``tests/test_fresh_start.py`` has a doctor as users do."""
-    # what is prepared for a server here would be that of all servers of later tests
+    """Parse flags in a forked process. ``tests/test_fresh_start.py`` runs a doctor of its own."""
+    # preparing a server in this process would affect all later tests
     with patch.dict(os.environ), forked_children():
         yield
 
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_hook_is_looked_for() -> None:
+def test_doctor_checks_every_hook() -> None:
     report = doctor.report()
     assert report.healthy, report.problems
     assert [(hook.target, hook.kind) for hook in report.hooks] == [
@@ -56,7 +56,7 @@ def test_every_hook_is_looked_for() -> None:
         (engine_hooks, "sglang.version.__version__", "it is a str"),
     ],
 )
-def test_hook_that_sglang_cannot_put_in_place(
+def test_unresolvable_hook_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, hooks: object, target: str, reason: str
 ) -> None:
     (_, hook, kind), *_ = hooks.HOOKS  # type: ignore[attr-defined]
@@ -66,7 +66,7 @@ def test_hook_that_sglang_cannot_put_in_place(
     assert (seen.exit_code, target in problem, reason in problem) == (1, True, True)
 
 
-def test_all_that_is_refused_at_start_is_told() -> None:
+def test_doctor_lists_every_refusal_at_start() -> None:
     tree = ast.parse(inspect.getsource(unsupported.why_not))
     returned = {
         node.value.id
@@ -82,19 +82,19 @@ def test_all_that_is_refused_at_start_is_told() -> None:
 RAY = ["--use-ray"]
 
 
-def test_server_flags_that_would_be_refused(model: Path) -> None:
+def test_doctor_refuses_unsupported_flags(model: Path) -> None:
     flags = ["--model-path", str(model)]
     assert doctor._look_at_flags([*flags, *RAY]) == ([], unsupported.NO_RAY)
     ((refusal,), why) = doctor._look_at_flags([*flags, "--no-such-flag"])
     assert ("--no-such-flag" in refusal, why) == (True, None)
 
 
-def test_flags_that_ask_for_help(model: Path) -> None:
-    """SGLang ends without a word on stderr, and refuses nothing."""
+def test_doctor_accepts_help_flag(model: Path) -> None:
+    """SGLang exits without a word on stderr, and refuses nothing."""
     assert doctor._look_at_flags(["--help"]) == ([], None)
 
 
-def test_the_last_line_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_verdict_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def ask() -> list[str]:
         return CliRunner().invoke(app, ["doctor"]).stdout.strip().splitlines()
 
@@ -105,8 +105,10 @@ def test_the_last_line_is_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask()[-1] == "A server would not start here."
 
 
-def test_local_control_broadcast(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is taken where the ranks meet before each forward, and there are all of them."""
+def test_doctor_checks_local_control_broadcast(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted if the ranks meet before each forward and none can be absent."""
     flags = ["--model-path", str(model), "--tp-size", "2", "--attn-dp-size", "2"]
     flags += ["--enable-dp-attention-local-control-broadcast"]
     assert doctor._look_at_flags(flags) == ([], None)
@@ -119,7 +121,7 @@ def test_local_control_broadcast(model: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("setting", "exit_code", "told_as"), [("refuse", 1, "problems"), ("off", 0, "inactive")]
 )
-def test_what_becomes_of_flags_that_go_with_none_of_this(
+def test_unsupported_flags_follow_setting(
     monkeypatch: pytest.MonkeyPatch, model: Path, setting: str, exit_code: int, told_as: str
 ) -> None:
     monkeypatch.setenv("SGLANG_INFLIGHT_UNSUPPORTED", setting)
@@ -131,7 +133,7 @@ def test_what_becomes_of_flags_that_go_with_none_of_this(
     assert sentence.startswith(unsupported.NO_RAY)
 
 
-def test_a_version_without_patches_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_version_is_inactive_when_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_INFLIGHT_UNSUPPORTED", "off")
     monkeypatch.setattr("sglang_inflight.livepatch.series.version", lambda distribution: "0.1")
     report = doctor.report()
@@ -139,7 +141,7 @@ def test_a_version_without_patches_where_that_is_allowed(monkeypatch: pytest.Mon
     assert (report.problems, "sglang 0.1" in sentence) == ([], True)
 
 
-def test_another_platform_leaves_the_plugin_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_platform_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLATFORM", "another")
     (problem,) = doctor.report().problems
     assert "SGLANG_PLATFORM=another" in problem
@@ -148,7 +150,7 @@ def test_another_platform_leaves_the_plugin_out(monkeypatch: pytest.MonkeyPatch)
     assert doctor.report().healthy
 
 
-def test_plugins_that_are_chosen_without_us(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_plugins_without_us_is_inactive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another, inflight_reference")
     report = doctor.report()
     assert report.inactive == [
@@ -158,8 +160,8 @@ def test_plugins_that_are_chosen_without_us(monkeypatch: pytest.MonkeyPatch) -> 
     assert report.healthy
 
 
-def test_server_flags_that_would_be_taken(model: Path) -> None:
-    """To ask leaves this process as it was."""
+def test_doctor_accepts_supported_flags(model: Path) -> None:
+    """The check leaves this process unchanged."""
     before = dict(os.environ)
     words = ["doctor", "--", "--model-path", str(model), "--skip-tokenizer-init"]
     found = CliRunner().invoke(app, words)
@@ -167,7 +169,7 @@ def test_server_flags_that_would_be_taken(model: Path) -> None:
     assert dict(os.environ) == before
 
 
-def test_another_version_is_told_those_that_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_inflight.livepatch.series.version", lambda distribution: "0.1")
     seen = CliRunner().invoke(app, ["doctor", "--json"])
     report = json.loads(seen.stdout)
@@ -176,7 +178,7 @@ def test_another_version_is_told_those_that_are_supported(monkeypatch: pytest.Mo
     assert any(" or ".join(supported) in problem for problem in report["problems"])
 
 
-def test_what_sglang_does_not_have_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sglang_member_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = Finding("protocol", "Scheduler.waiting_queue", "Scheduler has no such member")
     monkeypatch.setattr(doctor, "_look_at_names", lambda: (lost,))
     report = doctor.report()

@@ -1,4 +1,4 @@
-"""What a draft shares with its target is its target's, whoever loads it."""
+"""Embeddings shared with a draft belong to the target, whichever model is loaded."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def of(value: float) -> Weights:
 
 
 class Rank:
-    """One that serves a target and a draft of a checkpoint of its own."""
+    """A rank with a target, and a draft with a checkpoint of its own."""
 
     def __init__(self, mode: StagingMode) -> None:
         self.target = Model()
@@ -74,7 +74,7 @@ class Rank:
     def update(
         self, *pieces: tuple[Selector, Weights], partial: bool, load_format: str | None = None
     ) -> None:
-        """One update, a piece for each."""
+        """Make one update, with a piece for each pair."""
         call: Any = SimpleNamespace(update_id="u", partial=partial, may_be_empty=False)
         source: Any = SimpleNamespace(load_format=load_format)
         update = Update(call)
@@ -92,14 +92,14 @@ class Rank:
 
     @property
     def served(self) -> tuple[float, float, float]:
-        """The embeddings of both, then what is each one's own."""
+        """The shared embeddings, then each model's own weight."""
         found = self.target.embeddings, self.target.own, self.draft.own
         assert self.draft.embeddings is self.target.embeddings
         embeddings, own, drafts = ({float(x) for x in each} for each in found)
         return embeddings.pop(), own.pop(), drafts.pop()
 
     def read_anew(self) -> str | None:
-        """The digest, where nobody remembers it."""
+        """Return the digest without a remembered one."""
         self.digest = None
         self.update(("target", {"own": self.target.own.clone()}), partial=True)
         return self.digest
@@ -119,27 +119,27 @@ def shadowed(role: str, model: nn.Module, parameters: ShadowParameters) -> Shado
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
-    """As jobs run."""
+    """Turn gradients off, like the staging thread."""
     with torch.no_grad():
         yield
 
 
 @pytest.mark.parametrize("load_format", [None, DIRECT])
 @pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.OFF])
-def test_a_draft_leaves_it_alone(mode: StagingMode, load_format: str | None) -> None:
+def test_draft_update_keeps_shared_embeddings(mode: StagingMode, load_format: str | None) -> None:
     rank = Rank(mode)
     rank.update(("draft", of(7)), partial=False, load_format=load_format)
     assert rank.served == (1, 1, 7)
 
 
-def test_the_digest_is_of_what_is_served() -> None:
+def test_digest_after_draft_update_matches_served_weights() -> None:
     rank = Rank(StagingMode.DEVICE)
     rank.update(("draft", of(7)), partial=False)
     told = rank.digest
     assert rank.read_anew() == told
 
 
-def test_in_an_update_of_both_it_is_the_targets() -> None:
+def test_update_of_both_takes_targets_embeddings() -> None:
     rank = Rank(StagingMode.DEVICE)
     rank.update(("target", of(2)), ("draft", of(7)), partial=False)
     assert rank.served == (2, 2, 7)
@@ -149,7 +149,7 @@ def test_in_an_update_of_both_it_is_the_targets() -> None:
     assert rank.read_anew() == told
 
 
-def test_a_target_brings_it_to_its_draft() -> None:
+def test_target_update_changes_drafts_embeddings() -> None:
     rank = Rank(StagingMode.DEVICE)
     rank.update(("target", of(2)), partial=False)
     assert rank.served == (2, 2, 1)

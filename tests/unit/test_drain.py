@@ -1,4 +1,4 @@
-"""Upstream's lock of requests and updates, where a cancellation comes at any tick."""
+"""SGLang's lock between requests and updates, cancelled at any tick."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 5.0
 
 
 class Manager:
-    """As much of a TokenizerManager as the lock needs."""
+    """The parts of a TokenizerManager used by the lock."""
 
     def __init__(self) -> None:
         self.model_update_lock = RWLock()
@@ -28,7 +28,7 @@ def quiet(manager: Any) -> Any:
 
 
 async def expect_free(manager: Manager) -> None:
-    """A request is let in, and the next update after it."""
+    """Let a request in, and then an update."""
     lock = manager.model_update_lock
     async with asyncio.timeout(PATIENCE_S):
         async with lock.reader_lock:
@@ -39,8 +39,8 @@ async def expect_free(manager: Manager) -> None:
 
 
 @pytest.mark.parametrize("ticks", range(8))
-def test_a_cancelled_update_leaves_no_lock_behind(ticks: int) -> None:
-    """The cancellation comes ``ticks`` ticks of the loop after the last request's end."""
+def test_cancelled_update_leaves_no_lock_held(ticks: int) -> None:
+    """Cancel ``ticks`` ticks of the loop after the last request's end."""
 
     async def play() -> None:
         manager = Manager()
@@ -64,8 +64,8 @@ def test_a_cancelled_update_leaves_no_lock_behind(ticks: int) -> None:
     asyncio.run(play())
 
 
-def test_a_pause_ends_the_waiting() -> None:
-    """The requests that it waits for never finish then."""
+def test_pause_ends_wait_for_requests() -> None:
+    """Requests running at the pause would never finish."""
 
     async def play() -> None:
         manager = Manager()
@@ -80,8 +80,8 @@ def test_a_pause_ends_the_waiting() -> None:
     asyncio.run(play())
 
 
-def test_who_queued_behind_it_goes_on_when_it_is_given_up() -> None:
-    """Also while a request runs that was there before."""
+def test_queued_request_goes_on_after_update_is_cancelled() -> None:
+    """An earlier request still runs."""
 
     async def play() -> None:
         manager = Manager()
@@ -107,8 +107,8 @@ def test_who_queued_behind_it_goes_on_when_it_is_given_up() -> None:
     asyncio.run(play())
 
 
-def test_who_comes_amid_an_update_in_a_pause_is_let_in() -> None:
-    """The server's queue keeps it, as it keeps all that come in a pause."""
+def test_request_during_paused_update_is_let_in() -> None:
+    """The server queues the request, like any request during a pause."""
 
     async def play() -> None:
         manager = Manager()
@@ -122,7 +122,7 @@ def test_who_comes_amid_an_update_in_a_pause_is_let_in() -> None:
     asyncio.run(play())
 
 
-def test_the_waiting_ends_in_its_time() -> None:
+def test_wait_for_requests_times_out() -> None:
     async def play() -> None:
         manager = Manager()
         await manager.model_update_lock.acquire_reader()

@@ -1,4 +1,4 @@
-"""A bucket to receive into has the layout that a trainer's bucket has."""
+"""The receiving bucket has the layout of the trainer's bucket."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_inflight.scheduler.update.sources.layouts import Layout
 CPU = torch.device("cpu")
 
 
-def test_what_a_trainer_flattened_comes_out_again() -> None:
+def test_received_bucket_has_trainers_layout() -> None:
     sent = [
         ("a", torch.arange(6, dtype=torch.float32).reshape(2, 3)),
         ("b", torch.tensor(7, dtype=torch.bfloat16)),
@@ -28,7 +28,7 @@ def test_what_a_trainer_flattened_comes_out_again() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_tensor_that_would_begin_amid_an_element_is_refused() -> None:
+def test_misaligned_tensor_in_bucket_is_refused() -> None:
     layout = [Layout("a", torch.uint8, [3]), Layout("b", torch.float32, [1])]
     with pytest.raises(ValueError, match="b would begin at byte 3"):
         _empty_bucket(layout, CPU)

@@ -1,7 +1,7 @@
-"""In which order a fleet of prefill servers and decode servers changes.
+"""Order of changes in a fleet of prefill servers and decode servers.
 
-The servers are answers that were written down, because what is told apart here is the order
-of calls. ``tests/pairs/`` has real pairs.
+The servers give canned answers, because only the order of calls is tested. ``tests/pairs/`` has
+real pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import RankStatus, Role, StagingStatus, Status
 
 BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
-PAUSE, GO_ON, ROLL_BACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
+PAUSE, RESUME, ROLL_BACK = "/pause_generation", "/continue_generation", "/inflight/rollback"
 STAGE = "/update_weights_from_disk"
 ROLES: dict[str, Role] = {
     "http://decode-1": "decode",
@@ -33,7 +33,7 @@ ROLES: dict[str, Role] = {
 PREFILL, OTHERS = {"http://prefill-1", "http://prefill-2"}, {"http://decode-1", "http://whole"}
 
 
-def says_of_itself(role: Role) -> Status:
+def status_of(role: Role) -> Status:
     state: dict[str, Any] = {
         "state": "running", "paused": False, "mode": None, "holders": (), "running": 0,
         "waiting": 0, "weight_version": "v0", "epoch": 0, "digest": None,
@@ -59,18 +59,18 @@ ANSWERS: dict[str, Answer] = {
     END: RECEIPT,
     ROLL_BACK: RECEIPT,
     PAUSE: Grant(mode="retract", pause_id="p", weight_version="v0", ranks=()),
-    GO_ON: Release(message="", paused=False),
+    RESUME: Release(message="", paused=False),
     "/abort_weight_update": Answer(),
 }
 
 
 class Servers:
     def __init__(self) -> None:
-        # (url, path) of each call that was answered, in the order of the answers
+        # (url, path) of each answered call, in the order of the answers
         self.calls: list[tuple[str, str]] = []
-        # of each path, what was sent to it
+        # bodies by path
         self.sent: dict[str, list[dict[str, Any]]] = {}
-        # of those that die at a call
+        # the path of the call at which a server dies, by url
         self.dies: dict[str, str] = {}
 
     def answers(self, url: str) -> Callable[[httpx.Request], Any]:
@@ -78,12 +78,12 @@ class Servers:
             path = request.url.path
             if self.dies.get(url) == path:
                 raise httpx.ReadError("it is gone")
-            # whoever is slower is not the later one, unless somebody waits for it
+            # prefill servers answer later unless the fleet waits for them
             if ROLES[url] == "prefill":
                 await asyncio.sleep(0)
             self.calls.append((url, path))
             self.sent.setdefault(path, []).append(json.loads(request.content or b"{}"))
-            said = says_of_itself(ROLES[url]) if path.endswith("status") else ANSWERS[path]
+            said = status_of(ROLES[url]) if path.endswith("status") else ANSWERS[path]
             return httpx.Response(200, content=json.dumps(said.as_json()))
 
         return answer
@@ -118,7 +118,7 @@ def test_prefill_servers_commit_first(servers: Servers, fleet: Fleet) -> None:
     expect_turns(servers.called(END))
 
 
-def test_nobody_commits_after_a_prefill_server_that_died(servers: Servers, fleet: Fleet) -> None:
+def test_no_commit_after_a_prefill_server_died(servers: Servers, fleet: Fleet) -> None:
     servers.dies["http://prefill-2"] = END
     with pytest.raises(FleetSplit, match="was not asked to, after http://prefill-2") as split:
         fleet.update_from_disk("/v1", weight_version="v1")
@@ -128,31 +128,31 @@ def test_nobody_commits_after_a_prefill_server_that_died(servers: Servers, fleet
     assert report.uncertain == ["http://prefill-2"]
     assert all(isinstance(report.failures[url], Conflict) for url in OTHERS)
     assert servers.called(END) == ["http://prefill-1"]
-    # what they had staged is dropped
+    # the staged versions are dropped
     assert set(servers.called("/abort_weight_update")) >= OTHERS
 
 
-def test_prefill_servers_commit_where_another_dies(servers: Servers, fleet: Fleet) -> None:
+def test_prefill_commits_when_decode_server_dies(servers: Servers, fleet: Fleet) -> None:
     servers.dies["http://decode-1"] = END
     with pytest.raises(FleetSplit) as split:
         fleet.update_from_disk("/v1", weight_version="v1")
     assert set(split.value.report.answers) == PREFILL | {"http://whole"}
 
 
-def test_prefill_servers_pause_and_go_on_first(servers: Servers, fleet: Fleet) -> None:
+def test_prefill_servers_pause_and_resume_first(servers: Servers, fleet: Fleet) -> None:
     with fleet.paused("retract") as report:
         assert set(report.answers) == set(ROLES)
         expect_turns(servers.called(PAUSE))
-        assert servers.called(GO_ON) == []
-    expect_turns(servers.called(GO_ON))
+        assert servers.called(RESUME) == []
+    expect_turns(servers.called(RESUME))
 
 
-def test_all_go_on_where_one_cannot_pause(servers: Servers, fleet: Fleet) -> None:
+def test_failed_pause_resumes_all(servers: Servers, fleet: Fleet) -> None:
     servers.dies["http://decode-1"] = PAUSE
     with pytest.raises(FleetRefused) as refused, fleet.paused():
         raise AssertionError("not all are paused")
     assert list(refused.value.report.failures) == ["http://decode-1"]
-    assert set(servers.called(GO_ON)) >= PREFILL | {"http://whole"}
+    assert set(servers.called(RESUME)) >= PREFILL | {"http://whole"}
 
 
 def test_prefill_servers_roll_back_first(servers: Servers, fleet: Fleet) -> None:
@@ -163,8 +163,8 @@ def test_prefill_servers_roll_back_first(servers: Servers, fleet: Fleet) -> None
     assert servers.called(ROLL_BACK) == ["http://prefill-1", "http://decode-1"]
 
 
-def test_one_that_does_not_say_what_it_is(servers: Servers, fleet: Fleet) -> None:
-    """Nothing begins where its turn is not known; and yet it can be rolled back."""
+def test_server_of_unknown_role_refuses_update(servers: Servers, fleet: Fleet) -> None:
+    """Without every role an update is refused. A rollback goes on."""
     servers.dies["http://prefill-1"] = "/inflight/status"
     with pytest.raises(FleetRefused) as refused:
         fleet.update_from_disk("/v1")
@@ -175,10 +175,8 @@ def test_one_that_does_not_say_what_it_is(servers: Servers, fleet: Fleet) -> Non
 
 
 @pytest.mark.parametrize("in_session", [False, True])
-def test_a_flush_is_not_taken_back_at_the_end(
-    servers: Servers, fleet: Fleet, in_session: bool
-) -> None:
-    """What the end says of the KV cache holds, whatever the pieces have said."""
+def test_flush_is_not_reversed_at_the_end(servers: Servers, fleet: Fleet, in_session: bool) -> None:
+    """Each piece asks for a flush, and no end asks for another KV policy."""
     if in_session:
         with fleet.session():
             fleet.update_from_disk("/v1", flush_cache=True)
@@ -188,9 +186,7 @@ def test_a_flush_is_not_taken_back_at_the_end(
     assert [body.get("kv_cache") for body in servers.sent[END]] == [None] * len(ROLES)
 
 
-def test_what_a_fleet_is_told_of_the_kv_cache_every_end_says(
-    servers: Servers, fleet: Fleet
-) -> None:
+def test_kv_cache_policy_is_sent_with_every_end(servers: Servers, fleet: Fleet) -> None:
     fleet.update_from_disk("/v1", kv_cache="keep")
     for path in (STAGE, END):
         assert [body["kv_cache"] for body in servers.sent[path]] == ["keep"] * len(ROLES)

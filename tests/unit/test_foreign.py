@@ -26,7 +26,7 @@ SERVER = "verl/workers/rollout/sglang_rollout/async_sglang_server.py"
 
 
 def install(site: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """As pip does, which asks nobody whose a file was."""
+    """Install files like pip, over the files of any other distribution."""
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -49,12 +49,12 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_sglang_as_it_was_installed(site: Path) -> None:
+def test_untouched_sglang_has_no_findings(site: Path) -> None:
     install(site, "sglang-router", "0.3", {"sglang_router/__init__.py": ""})
     assert look(site) == foreign.Foreign()
 
 
-def test_a_distribution_that_overwrites_sglang(site: Path) -> None:
+def test_distribution_overwriting_sglang_is_a_problem(site: Path) -> None:
     install(site, "miles-rl", "0.0.2", MILES)
     found = look(site)
     (problem,) = found.problems
@@ -64,8 +64,8 @@ def test_a_distribution_that_overwrites_sglang(site: Path) -> None:
     assert found.notes == []
 
 
-def test_a_distribution_that_was_overwritten_in_turn(site: Path) -> None:
-    """SGLang was installed again, and files that it has not are still there."""
+def test_leftover_files_beside_sglang_are_a_problem(site: Path) -> None:
+    """SGLang was reinstalled, and extra files of the other distribution remain."""
     install(site, "miles-rl", "0.0.2", MILES)
     for path, text in SGLANG.items():
         (site / path).write_text(text)
@@ -76,8 +76,8 @@ def test_a_distribution_that_was_overwritten_in_turn(site: Path) -> None:
     assert look(site) == foreign.Foreign()
 
 
-def test_files_that_somebody_edited(site: Path) -> None:
-    """It is worth knowing, and stops nothing by itself. A fork has our patches in its files."""
+def test_edited_sglang_file_is_a_note(site: Path) -> None:
+    """A note, not a problem. A fork's patched files are no edits."""
     for path in ("sglang/version.py", "sglang/srt/scheduler.py"):
         (site / path).write_text("edited")
     found = look(site, patched=frozenset({"sglang/srt/scheduler.py"}))
@@ -86,8 +86,8 @@ def test_files_that_somebody_edited(site: Path) -> None:
     assert found.problems == []
 
 
-def test_sglang_without_a_record(site: Path) -> None:
-    """As of one that is edited where it lies."""
+def test_editable_sglang_has_no_findings(site: Path) -> None:
+    """An editable install has no record."""
     (site / "sglang-0.5.23.dist-info" / "RECORD").unlink()
     (site / "sglang/version.py").write_text("edited")
     assert look(site) == foreign.Foreign()
@@ -108,7 +108,7 @@ VERL = {
     ],
     ids=["0.9.1", "the adapter alone", "the server alone"],
 )
-def test_a_verl_that_does_not_start(site: Path, changes: dict[str, str], said: list[str]) -> None:
+def test_incompatible_verl_is_a_note(site: Path, changes: dict[str, str], said: list[str]) -> None:
     install(site, "verl", "0.9.1", VERL | changes)
     found = look(site)
     (note,) = found.notes
@@ -118,12 +118,12 @@ def test_a_verl_that_does_not_start(site: Path, changes: dict[str, str], said: l
     assert found.problems == []
 
 
-def test_a_verl_that_starts(site: Path) -> None:
+def test_compatible_verl_has_no_findings(site: Path) -> None:
     install(site, "verl", "1.0", {ADAPTER: "class HttpServerAdapter: ...", SERVER: ""})
     assert look(site) == foreign.Foreign()
 
 
-def test_what_the_doctor_says(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_prints_problems_and_notes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(site, "miles-rl", "0.0.2", MILES)
     install(site, "verl", "0.9.1", VERL)
     found = look(site)

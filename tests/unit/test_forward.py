@@ -1,4 +1,4 @@
-"""A call that is handed on, and what becomes of it where either side ends."""
+"""A forwarded call, and the end of either side."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_inflight.frontend.workers.forward import Forward
 
 
 class Owner:
-    """An app that says what it was sent, or waits until its caller has left."""
+    """An app that echoes its request, or waits until its caller has left."""
 
     def __init__(self) -> None:
         self.chunks: list[bytes] = []
@@ -45,7 +45,7 @@ class Owner:
 
 
 class Caller:
-    """An HTTP connection as a server gives it to an app."""
+    """An HTTP connection, from the server to an app."""
 
     def __init__(self, forward: Forward, path: str, root_path: str = "") -> None:
         self.sent: list[Message] = []
@@ -58,9 +58,9 @@ class Caller:
             "query_string": b"a=1&b=2",
             "headers": [(b"content-length", b"6"), (b"x-key", b"secret")],
         }
-        self.call = asyncio.ensure_future(forward(scope, self.says.get, self._hear))
+        self.call = asyncio.ensure_future(forward(scope, self.says.get, self._record))
 
-    async def _hear(self, message: Message) -> None:
+    async def _record(self, message: Message) -> None:
         self.sent.append(message)
 
     def send(self, body: bytes, *, more: bool) -> None:
@@ -93,11 +93,11 @@ async def serving(server: uvicorn.Server, listening: socket.socket) -> AsyncIter
 
 
 @pytest.mark.parametrize("root_path", ["", "/api"])
-def test_a_call_and_its_answer(tmp_path: Path, root_path: str) -> None:
+def test_forwarded_call_keeps_body_and_answer(tmp_path: Path, root_path: str) -> None:
     async def do(owner: Owner, forward: Forward) -> None:
         caller = Caller(forward, "/echo", root_path)
         caller.send(b"one", more=True)
-        # the first part is sent before there is a second
+        # the first part is sent before the second exists
         while not owner.chunks:
             await asyncio.sleep(0)
         caller.send(b"two", more=False)
@@ -112,7 +112,7 @@ def test_a_call_and_its_answer(tmp_path: Path, root_path: str) -> None:
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_owner_sees_a_caller_leave(tmp_path: Path, whole: bool) -> None:
+def test_owner_sees_disconnect_of_forwarded_call(tmp_path: Path, whole: bool) -> None:
     async def do(owner: Owner, forward: Forward) -> None:
         caller = Caller(forward, "/wait")
         caller.send(b"one", more=not whole)
@@ -125,8 +125,8 @@ def test_the_owner_sees_a_caller_leave(tmp_path: Path, whole: bool) -> None:
     with_owner(tmp_path, do)
 
 
-def test_an_owner_that_is_gone(tmp_path: Path) -> None:
-    """It was not asked, so nothing has changed."""
+def test_forward_to_a_dead_owner_answers_503(tmp_path: Path) -> None:
+    """The owner was not asked, so nothing has changed."""
 
     async def do() -> list[Message]:
         caller = Caller(Forward(tmp_path / "nowhere"), "/echo")

@@ -1,4 +1,4 @@
-"""Handles to a trainer's memory on a GPU: read as torch pickles them, and nothing is run."""
+"""Handles to a trainer's GPU memory are read from torch's pickles, and nothing is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.update.sources.gpu_handles import (
 )
 from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory
 
-# Python writes what is older only where it is told to
+# Python writes older protocols only on request
 PROTOCOLS = range(3, pickle.HIGHEST_PROTOCOL + 1)
 GPU = "4a6c1f0e-7d0b-9b2e-4d63-000000000001"
 OTHER = "4a6c1f0e-7d0b-9b2e-4d63-000000000002"
@@ -30,9 +30,9 @@ Arguments = dict[str, Any]
 
 
 def arguments(**said: Any) -> Arguments:
-    """What torch shares of a tensor on a GPU, by the names of what rebuilds it there."""
+    """Return torch's arguments for sharing a GPU tensor, by its rebuild function's parameters."""
     tensor = torch.zeros(6, 4, dtype=torch.bfloat16)[1:3]
-    # torch names a file of counters as it names any file that it shares
+    # torch names a file of counters like any shared file
     _, counter_file, _ = torch.zeros(1).untyped_storage()._share_filename_cpu_()
     found = {
         "tensor_cls": type(tensor),
@@ -79,8 +79,8 @@ def expect_first(handle: GPUHandle) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_what_vllm_pickles(protocol: int) -> None:
-    """Of each tensor a handle by GPU, merged of all ranks of the trainer."""
+def test_vllm_handles_are_read(protocol: int) -> None:
+    """Each tensor has a handle per GPU, merged from all ranks of the trainer."""
     each = [
         {GPU: tuple(arguments().values()), OTHER: tuple(arguments(storage_device=0).values())},
         {GPU: tuple(arguments(dtype=torch.float8_e4m3fn).values())},
@@ -93,9 +93,10 @@ def test_what_vllm_pickles(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("rebuild", [reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
-def test_with_what_rebuilds_it(rebuild: Callable[..., Any]) -> None:
-    """As SkyRL sends its one buffer, and vLLM 0.18 each tensor. A UUID is the device's name where
-    the trainer uses SGLang."""
+def test_handles_with_rebuild_function_are_read(rebuild: Callable[..., Any]) -> None:
+    """SkyRL sends its one buffer so, and vLLM 0.18 each tensor. A trainer with SGLang names the
+    device by UUID.
+    """
     values = tuple(arguments(storage_device=f"GPU-{GPU}").values())
     found = read_handles(pickled({GPU: (rebuild, values)}))
     assert isinstance(found, dict)
@@ -103,14 +104,14 @@ def test_with_what_rebuilds_it(rebuild: Callable[..., Any]) -> None:
     assert read_handles(pickled([{GPU: (rebuild, values)}])) == [found]
 
 
-def test_a_parameter() -> None:
+def test_handle_of_a_parameter_is_read() -> None:
     values = tuple(arguments(tensor_cls=torch.nn.Parameter, requires_grad=True).values())
     (found,) = read_each(pickled([{GPU: values}]))
     expect_first(found[GPU])
 
 
-def test_without_elements() -> None:
-    """Torch shares no memory then."""
+def test_handle_of_empty_tensor_is_read() -> None:
+    """Torch shares no memory for an empty tensor."""
     nothing = dict.fromkeys(
         ("storage_handle", "ref_counter_handle", "event_handle", "event_sync_required")
     )
@@ -127,11 +128,11 @@ def test_without_elements() -> None:
     assert found == [{GPU: GPUHandle((0, 3), (3, 1), 0, torch.bfloat16, None)}]
 
 
-# ---- what others may send ----------------------------------------------------------------
+# ---- hostile handles ---------------------------------------------------------------------
 
 
 class Calls:
-    """Pickled as a call."""
+    """Pickles as a call."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._call = function, args
@@ -140,19 +141,19 @@ class Calls:
         return self._call
 
 
-def test_nothing_is_run(tmp_path: Path) -> None:
+def test_pickled_call_is_not_run(tmp_path: Path) -> None:
     there = tmp_path / "it ran"
     content = pickled([{GPU: Calls(os.mkdir, str(there))}])
     with pytest.raises(Refused, match="no such handle needs"):
         read_handles(content)
     assert not there.exists()
-    # else this test shows nothing
+    # without this run the test proves nothing
     pickle.loads(content)
     assert there.exists()
 
 
-def test_no_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of what rebuilds a tensor is data, and calling it is refused."""
+def test_pickled_rebuild_call_opens_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rebuild function's name is data, and calling the function is refused."""
     called: list[Any] = []
     content = pickled([{GPU: Calls(reductions.rebuild_cuda_tensor, *arguments().values())}])
     monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *args: called.append(args))
@@ -173,7 +174,7 @@ def test_no_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"storage_offset_bytes": -512}, "size that is none"),
         ({"storage_handle": None}, "has no memory"),
         ({"storage_handle": "\2c"}, "shares memory"),
-        # torch would write to these when the memory is let go of
+        # torch would write to these addresses on release of the memory
         ({"ref_counter_offset": 10_000}, "at 10000, of 10000"),
         ({"ref_counter_offset": -1}, "size that is none"),
         ({"ref_counter_handle": b"/sem.another"}, "none of torch's"),
@@ -188,7 +189,7 @@ def test_no_memory_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"storage_cls": dict}, "no such handle needs"),
     ],
 )
-def test_what_torch_does_not_share(said: Arguments, words: str) -> None:
+def test_handle_beyond_shared_memory_is_refused(said: Arguments, words: str) -> None:
     content = pickled([{GPU: tuple(arguments(**said).values())}])
     with pytest.raises(Refused, match=words):
         read_handles(content)
@@ -213,6 +214,6 @@ VALUES = tuple(arguments().values())
         pytest.param(b"\x80\x04" + b"(" * 3000 + b".", id="marks"),
     ],
 )
-def test_what_is_no_handle(content: bytes) -> None:
+def test_malformed_handle_is_refused(content: bytes) -> None:
     with pytest.raises(Refused, match="ipc_handles_pickled"):
         read_handles(content)

@@ -1,4 +1,4 @@
-"""Tensors in a trainer's memory on a GPU: found, cut out of a buffer, and let go of."""
+"""Tensors in a trainer's GPU memory: open it, cut tensors out of a buffer, and release it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 UNLIMITED = RateLimit(0, lambda: False)
 NAMED = {
     "bytes": torch.arange(3, dtype=torch.uint8),
-    # begins within an element of its own
+    # begins within an element of its own dtype
     "floats": torch.arange(6, dtype=torch.float32).view(2, 3),
     "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
     "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
@@ -41,7 +41,7 @@ SIZES = [3, 24, 0, 2]
 
 
 def check() -> None:
-    """There is time."""
+    """Never time out."""
 
 
 def memory(number: int = 0) -> SharedMemory:
@@ -53,13 +53,13 @@ def handle(number: int = 0) -> GPUHandle:
 
 
 def packed() -> torch.Tensor:
-    """As vLLM's trainers pack, in a buffer that has room for more."""
+    """Pack tensors like vLLM's trainers, in a buffer with room to spare."""
     flat = [t.reshape(-1).view(torch.uint8) for t in NAMED.values() if t.numel()]
     return torch.cat([*flat, torch.zeros(20, dtype=torch.uint8)])
 
 
 @pytest.mark.parametrize("sizes", [SIZES, None])
-def test_tensors_in_a_buffer(sizes: list[int] | None) -> None:
+def test_packed_tensors_are_cut_from_buffer(sizes: list[int] | None) -> None:
     found = dict(cut(packed(), LAYOUTS, sizes))
     assert list(found) == list(NAMED)
     for name, tensor in NAMED.items():
@@ -67,14 +67,14 @@ def test_tensors_in_a_buffer(sizes: list[int] | None) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_a_buffer_that_has_a_dtype() -> None:
-    """As SkyRL's, of which every tensor has the dtype."""
+def test_typed_buffer_is_cut_without_copies() -> None:
+    """SkyRL's buffer and all its tensors have one dtype."""
     weight = torch.arange(12, dtype=torch.bfloat16)
     layouts = [Layout("a", torch.bfloat16, [2, 3]), Layout("b", torch.bfloat16, [6])]
     a, b = (tensor for _, tensor in cut(weight, layouts, None))
     assert torch.equal(a, weight[:6].view(2, 3))
     assert torch.equal(b, weight[6:])
-    # a view: nothing is copied but by the loader
+    # a view: only the loader copies
     assert a.data_ptr() == weight.data_ptr()
 
 
@@ -87,14 +87,14 @@ def test_a_buffer_that_has_a_dtype() -> None:
         (packed()[::2], None, "gaps"),
     ],
 )
-def test_a_buffer_that_does_not_hold_them(
+def test_buffer_of_wrong_size_is_refused(
     buffer: torch.Tensor, sizes: list[int] | None, words: str
 ) -> None:
     with pytest.raises(Refused, match=words):
         list(cut(buffer, LAYOUTS, sizes))
 
 
-def test_the_handle_of_this_gpu() -> None:
+def test_missing_handle_of_own_gpu_is_refused() -> None:
     each = {"one": handle(1), "two": handle(2)}
     assert own_handle(each, "two") == handle(2)
     with pytest.raises(Refused, match=r"this rank's GPU 'three' \(there is one, two\)"):
@@ -103,7 +103,7 @@ def test_the_handle_of_this_gpu() -> None:
         own_handle({}, "three")
 
 
-def test_a_handle_of_each_tensor() -> None:
+def test_handles_must_match_names_and_dtypes() -> None:
     layouts = [Layout("a", torch.uint8, [64])]
     assert own_handles([{"one": handle()}], "one", layouts) == [handle()]
     with pytest.raises(Refused, match="2 handles for 1 names"):
@@ -112,14 +112,14 @@ def test_a_handle_of_each_tensor() -> None:
         own_handles([{"one": handle()}], "one", [Layout("a", torch.int8, [64])])
 
 
-def test_without_a_gpu() -> None:
+def test_gpu_memory_on_a_cpu_is_refused() -> None:
     source = GPUMemorySource(names=[], dtypes=[], shapes=[], handles=b"")
     with pytest.raises(Refused, match="need a trainer and a server on one machine"):
         list(GPUMemory(CPU).read(source, check, UNLIMITED))
 
 
 class Driver:
-    """What is open of others' memory, in allocations: where each begins, and its bytes."""
+    """Open memory of other processes, as allocations: start and size in bytes."""
 
     def __init__(self, *allocations: tuple[int, int]) -> None:
         self._allocations = allocations
@@ -135,14 +135,16 @@ class Driver:
     ("address", "nbytes"),
     [(1000, 64), (1036, 28), (1063, 1), (1064, 0), (1000, 100), (1060, 20), (5000, 0)],
 )
-def test_memory_that_is_open(monkeypatch: pytest.MonkeyPatch, address: int, nbytes: int) -> None:
+def test_read_within_open_memory_is_allowed(
+    monkeypatch: pytest.MonkeyPatch, address: int, nbytes: int
+) -> None:
     driver = Driver((1000, 64), (1064, 40))
     monkeypatch.setattr(gpu_sharing, "address_range", driver.address_range)
     require_open(address, nbytes)
 
 
 @pytest.mark.parametrize(("address", "nbytes"), [(1000, 105), (1064, 41), (999, 2), (2000, 1)])
-def test_memory_that_is_larger_than_what_is_open(
+def test_read_beyond_open_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, address: int, nbytes: int
 ) -> None:
     driver = Driver((1000, 64), (1064, 40))
@@ -151,14 +153,14 @@ def test_memory_that_is_larger_than_what_is_open(
         require_open(address, nbytes)
 
 
-def test_a_driver_that_answers_beside_the_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_unknown_to_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sharing, "address_range", lambda address: (0, 0))
     with pytest.raises(ValueError, match="knows of no memory there"):
         require_open(1000, 1)
 
 
-def test_a_handle_that_says_more_than_was_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it may be read, not even once."""
+def test_handle_larger_than_shared_memory_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte may be read, not even once."""
     shared = torch.zeros(63, dtype=torch.uint8)
     driver = Driver((shared.data_ptr(), 63))
     monkeypatch.setattr(gpu_sharing, "address_range", driver.address_range)
@@ -167,8 +169,8 @@ def test_a_handle_that_says_more_than_was_shared(monkeypatch: pytest.MonkeyPatch
         GPUMemory(CPU)._open_again(handle(1), keep=False)
 
 
-def test_what_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One use is counted of memory that is shared once, however many calls name it."""
+def test_kept_memory_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory shared once counts as one use, however many calls name it."""
     opened: list[tuple[bytes, Any]] = []
 
     def rebuild(*arguments: Any) -> torch.Tensor:
@@ -206,7 +208,7 @@ def _share(tensor: torch.Tensor) -> Any:
 
 
 def _train(orders: Connection) -> None:
-    """A trainer that shares its memory, writes over it, and says what it could not free."""
+    """Share memory, overwrite it, and send the bytes left after freeing it."""
     gpu = str(torch.cuda.get_device_properties(0).uuid)
     match orders.recv():
         case "each":
@@ -245,10 +247,12 @@ def trainer() -> Iterator[Connection]:
 @pytest.mark.parametrize(
     ("which", "sizes"), [("each", None), ("buffer", SIZES), ("with what rebuilds it", None)]
 )
-def test_memory_of_another_process(
+def test_gpu_memory_of_another_process_is_copied_and_freed(
     trainer: Connection, which: str, sizes: list[int] | None
 ) -> None:
-    """It is copied before the trainer may write, twice from a buffer, and can be freed then."""
+    """Memory is copied before the trainer may write, twice from a buffer, and can be freed
+    afterwards.
+    """
     trainer.send(which)
     handles = trainer.recv()
     there = GPUMemory(torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""What a prefill server says of the KV that it sends, and what a decode server makes of it."""
+"""A prefill server's note on its KV, and the decode server's labels from the note."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ SIZE, ROOM = 96, (1 << 62) + 5
 LONG = "a very long name " * 12
 
 
-def there_and_back(*parts: Part) -> list[Part] | None:
+def write_and_read(*parts: Part) -> list[Part] | None:
     note = write_note(parts, room=ROOM, size=SIZE)
     assert len(note) == SIZE
     return read_note(note, room=ROOM)
 
 
-def test_a_note_says_what_was_written() -> None:
+def test_note_is_read_back() -> None:
     parts = [Part(3, "step-41", 4096), Part(4, "größer 42", 12), Part(5, "x" * 30, 1)]
-    assert there_and_back(*parts) == parts
+    assert write_and_read(*parts) == parts
 
 
-def test_names_that_are_too_long_are_told_by_their_hash() -> None:
+def test_long_version_name_is_sent_as_hash() -> None:
     parts = [Part(0, "v1", 7), Part(1, LONG, 1)]
-    assert there_and_back(*parts) == [parts[0], Part(1, hash_name(LONG), 1)]
+    assert write_and_read(*parts) == [parts[0], Part(1, hash_name(LONG), 1)]
 
 
-def test_more_versions_than_there_is_room_for() -> None:
-    """The newest are told; of those before them it is only said how much they made."""
+def test_full_note_merges_oldest_versions() -> None:
+    """The newest versions have names. The earlier versions are merged to one length."""
     parts = [Part(epoch, f"{epoch} {LONG}", 10_000) for epoch in range(20)]
-    told = there_and_back(*parts)
+    told = write_and_read(*parts)
     assert told is not None
     assert told[0].version is None
     assert (
@@ -60,7 +60,7 @@ def test_more_versions_than_there_is_room_for() -> None:
     assert sum(part.length for part in told) == 20 * 10_000
 
 
-def test_what_is_no_note() -> None:
+def test_foreign_bytes_are_no_note() -> None:
     note = write_note([Part(3, "v", 4)], room=ROOM, size=SIZE)
     assert read_note(note, room=ROOM + 1) is None
     assert read_note(bytes(SIZE), room=ROOM) is None
@@ -68,13 +68,13 @@ def test_what_is_no_note() -> None:
 
 
 @pytest.mark.parametrize("part", [Part("3", "v", 4), Part(3, ["v"], 4)])  # type: ignore[arg-type]
-def test_a_note_of_another_form(part: Any) -> None:
-    """As a package that is newer might write it: it must not end the loop that reads it."""
+def test_note_of_another_format_is_ignored(part: Any) -> None:
+    """A newer package may write such a note. Reading it must not end the loop."""
     assert read_note(write_note([part], room=ROOM, size=SIZE), room=ROOM) is None
 
 
 class Server:
-    """As much of one of a pair as there is to a transfer. Its pool is its KV: 64 slots."""
+    """The parts of a prefill or decode server used in a transfer. Its KV pool has 64 slots."""
 
     def __init__(self, buffers: MetadataBuffers, *, ends_mismatched: bool = False) -> None:
         pool = SimpleNamespace(req_to_token=torch.arange(64, dtype=torch.int32).reshape(4, 16))
@@ -119,14 +119,14 @@ class Server:
 
 @pytest.fixture
 def buffers() -> MetadataBuffers:
-    """Of both servers: what the one writes, the other has."""
+    """Buffers shared by both servers: one writes, the other reads."""
     return MetadataBuffers(
         4, hidden_size=8, hidden_states_dtype=torch.float32, max_sampling_mask_tokens=1
     )
 
 
 class Process:
-    """What a process knows of its server's label. Here one process is two servers."""
+    """Label of a process's server. This process stands for two servers."""
 
     def __init__(self) -> None:
         self.label = VersionLabel(0, "v0")
@@ -147,7 +147,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
 
 
 def send(prefill: Server, *, reused: int = 0) -> None:
-    """A prompt whose first ``reused`` positions were cached before the last update."""
+    """Send a prompt. Its first ``reused`` positions were cached before the last update."""
     req = prefill.request(row=1)
     batch: Any = SimpleNamespace(
         out_cache_loc=prefill.scheduler.req_to_token_pool.req_to_token[1, reused:10].long(),
@@ -173,7 +173,7 @@ def token_spans(req: Req, current: str) -> Any:
     return [*events, (current, len(req.output_ids))]
 
 
-def test_the_same_version_on_both(buffers: MetadataBuffers) -> None:
+def test_same_version_on_both_servers_is_no_mismatch(buffers: MetadataBuffers) -> None:
     send(Server(buffers))
     decode = Server(buffers)
     req = receive(decode)
@@ -182,8 +182,8 @@ def test_the_same_version_on_both(buffers: MetadataBuffers) -> None:
     assert decode.mismatches == 0
 
 
-def test_sglang_leaves_room_for_the_note(buffers: MetadataBuffers) -> None:
-    """It writes its own numbers after the note, and reads them as if there were none."""
+def test_note_and_sglangs_fields_do_not_overlap(buffers: MetadataBuffers) -> None:
+    """SGLang writes its own numbers after the note, and reads them back unchanged."""
     prefill = Server(buffers)
     buffers.output_ids.fill_(-1)
     buffers.cached_tokens.fill_(-1)
@@ -195,7 +195,7 @@ def test_sglang_leaves_room_for_the_note(buffers: MetadataBuffers) -> None:
     assert read_note(note, room=ROOM) == [Part(0, "v0", 11)]
 
 
-def test_a_prefill_server_that_is_ahead(buffers: MetadataBuffers, process: Process) -> None:
+def test_newer_prefill_version_is_labelled(buffers: MetadataBuffers, process: Process) -> None:
     prefill, decode = Server(buffers), Server(buffers)
     prefill.versions.begin_epoch("v1")
     send(prefill, reused=4)
@@ -206,7 +206,7 @@ def test_a_prefill_server_that_is_ahead(buffers: MetadataBuffers, process: Proce
     assert decode.mismatches == 1
 
 
-def test_a_name_that_only_the_decode_server_can_tell(
+def test_hashed_version_name_is_resolved_on_decode_server(
     buffers: MetadataBuffers, process: Process
 ) -> None:
     prefill = Server(buffers)
@@ -220,16 +220,16 @@ def test_a_name_that_only_the_decode_server_can_tell(
         assert decode.kv_spans(receive(decode)) == [("prefill", name, 10)]
 
 
-def test_a_prefill_server_without_us(buffers: MetadataBuffers) -> None:
+def test_prefill_server_without_us_is_unknown_version(buffers: MetadataBuffers) -> None:
     decode = Server(buffers)
     req = receive(decode)
     assert decode.kv_spans(req) == [("prefill", "unknown", 10)]
     assert token_spans(req, "0 v0")[0] == ("0@prefill unknown", 1)
-    # that it is another one is not known, either
+    # a mismatch is not known either
     assert decode.mismatches == 0
 
 
-def test_other_kv_is_not_cached_behind_the_fence(buffers: MetadataBuffers) -> None:
+def test_older_kv_is_not_cached_behind_the_fence(buffers: MetadataBuffers) -> None:
     send(Server(buffers))
     decode = Server(buffers)
     decode.versions.begin_epoch("v1")
@@ -238,8 +238,8 @@ def test_other_kv_is_not_cached_behind_the_fence(buffers: MetadataBuffers) -> No
     assert receive(decode).skip_radix_cache_insert
 
 
-def test_a_token_that_is_given_back(buffers: MetadataBuffers) -> None:
-    """A prompt that is sent for again: the request keeps its tokens, and gets new KV."""
+def test_reprefilled_request_keeps_token_versions(buffers: MetadataBuffers) -> None:
+    """The prompt is re-prefilled: the request keeps its tokens, and gets new KV."""
     prefill, decode = Server(buffers), Server(buffers)
     req = decode.request(row=1)
     decode.live.add(req)
@@ -257,7 +257,7 @@ def test_a_token_that_is_given_back(buffers: MetadataBuffers) -> None:
     assert decode.kv_spans(req) == [("", "v1", 10)]
 
 
-def test_a_prompt_that_is_computed_anew(buffers: MetadataBuffers) -> None:
+def test_recomputed_prompt_forgets_first_tokens_version(buffers: MetadataBuffers) -> None:
     prefill = Server(buffers)
     req = prefill.request(row=1)
     req.output_ids.append(7)
@@ -268,7 +268,7 @@ def test_a_prompt_that_is_computed_anew(buffers: MetadataBuffers) -> None:
     assert prefill.versions.of_first_token(req).version == "v1"
 
 
-def test_kv_that_the_host_keeps_meanwhile(buffers: MetadataBuffers) -> None:
+def test_kv_versions_survive_host_backup(buffers: MetadataBuffers) -> None:
     decode = Server(buffers)
     first, second = decode.request(row=1), decode.request(row=2)
     for req in (first, second):
@@ -291,7 +291,7 @@ def test_kv_that_the_host_keeps_meanwhile(buffers: MetadataBuffers) -> None:
     assert decode.kv_spans(second) == [("", "v1", 10)]
 
 
-def test_requests_that_wait_for_another_server_look_for_no_older_prefix() -> None:
+def test_requests_without_kv_are_found_on_both_servers() -> None:
     none: Any = None
     waiting: Any = SimpleNamespace(
         waiting_queue=["has its KV, or will"],
@@ -309,7 +309,7 @@ def test_requests_that_wait_for_another_server_look_for_no_older_prefix() -> Non
     assert said == ["asked for", "retracted", "grammar"]
 
 
-def test_a_mismatch_ends_a_request_where_it_is_to(
+def test_mismatch_ends_request_when_configured(
     buffers: MetadataBuffers, process: Process, tmp_path: Path
 ) -> None:
     meeting = f"file://{tmp_path / 'store'}"

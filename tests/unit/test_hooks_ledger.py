@@ -1,4 +1,4 @@
-"""The ledger's table of hooks is the code's."""
+"""The ledger's table of hooks matches the code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_inflight.plugin import every_hook
 LEDGER = Path(__file__).parents[2] / "patches" / "README.md"
 
 
-def test_every_hook_has_a_row_and_every_row_a_hook() -> None:
+def test_ledgers_hook_table_matches_code() -> None:
     table = LEDGER.read_text().partition("## Hooks")[2]
     rows = set(re.findall(r"^\| `([\w.]+)` \| (\w+) \|", table, re.MULTILINE))
     hooks = {(".".join(target.split(".")[-2:]), kind.name) for target, _, kind in every_hook()}

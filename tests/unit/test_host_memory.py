@@ -1,4 +1,4 @@
-"""What the host has left for a rank, and that no copy is begun for which that is too little."""
+"""Host memory available to a rank, and the refusal of larger copies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(group: Path, **files: str) -> None:
         (group / name.replace("__", ".")).write_text(f"{text}\n")
 
 
-def left(tmp_path: Path, own: str) -> int:
+def available_in(tmp_path: Path, own: str) -> int:
     (tmp_path / "own").write_text(own)
     return available(tmp_path / "groups", tmp_path / "own")
 
@@ -41,21 +41,21 @@ def limited(group: Path, limit: int | str, used: int, files: int = 0) -> None:
     write(group, memory__max=f"{limit}", memory__current=f"{used}", memory__stat=stat)
 
 
-def test_a_container_s_limit(tmp_path: Path) -> None:
-    """Pages of files are counted as used, and are no loss."""
+def test_available_memory_respects_container_limit(tmp_path: Path) -> None:
+    """A cgroup counts pages of files as used. The kernel can drop them."""
     limited(tmp_path / "groups", 32 * GB, 30 * GB, files=4 * GB)
-    assert left(tmp_path, "0::/\n") == 6 * GB
+    assert available_in(tmp_path, "0::/\n") == 6 * GB
 
 
-def test_the_tightest_group_of_all_above(tmp_path: Path) -> None:
+def test_tightest_parent_cgroup_limits_memory(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
     limited(groups / "pod" / "container", "max", 3 * GB)
     limited(groups / "pod", 20 * GB, 8 * GB)
     limited(groups, 90 * GB, 10 * GB)
-    assert left(tmp_path, "0::/pod/container\n") == 12 * GB
+    assert available_in(tmp_path, "0::/pod/container\n") == 12 * GB
 
 
-def test_groups_of_the_first_version(tmp_path: Path) -> None:
+def test_cgroup_v1_limit_is_read(tmp_path: Path) -> None:
     own = tmp_path / "groups" / "memory" / "docker" / "abc"
     write(
         own,
@@ -69,22 +69,22 @@ def test_groups_of_the_first_version(tmp_path: Path) -> None:
         memory__usage_in_bytes=f"{50 * GB}",
         memory__stat="total_inactive_file 0",
     )
-    assert left(tmp_path, "9:cpu,memory:/docker/abc\n8:pids:/\n0::/\n") == 7 * GB
+    assert available_in(tmp_path, "9:cpu,memory:/docker/abc\n8:pids:/\n0::/\n") == 7 * GB
 
 
 @pytest.mark.parametrize(
     "own", ["0::/\n", "4:memory:/a/path/of/the/host\n", "1:cpu:/\n", ""], ids=repr
 )
-def test_without_a_limit_the_machine_s(tmp_path: Path, own: str) -> None:
-    assert left(tmp_path, own) == MACHINE
+def test_unlimited_cgroup_uses_machine_memory(tmp_path: Path, own: str) -> None:
+    assert available_in(tmp_path, own) == MACHINE
 
 
-def test_a_group_beyond_its_limit_has_nothing_left(tmp_path: Path) -> None:
+def test_cgroup_over_limit_has_no_memory(tmp_path: Path) -> None:
     limited(tmp_path / "groups", 8 * GB, 9 * GB)
-    assert left(tmp_path, "0::/\n") == 0
+    assert available_in(tmp_path, "0::/\n") == 0
 
 
-def test_of_this_machine() -> None:
+def test_real_cgroup_can_be_read() -> None:
     assert 0 < available() <= MACHINE
 
 
@@ -92,15 +92,15 @@ def never() -> None:
     raise AssertionError("a copy was begun")
 
 
-def test_no_pinned_copy_beyond_the_host_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_copy_beyond_host_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "available_to_this_rank", lambda: 7 * GB)
-    # which torch pins as 8 GiB
+    # torch pins a power of two: 8 GiB
     weights = torch.empty(5 * GB, dtype=torch.uint8, device="meta")
     with pytest.raises(Conflict, match="8192 MiB of the host's memory, and 7168 MiB are free"):
         HostCopy([weights], never)
 
 
-def test_no_file_beyond_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_copy_beyond_disk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(Conflict, match=r"TMPDIR.*discard"):
         FileCopy([torch.zeros(1001, dtype=torch.uint8)], never)

@@ -1,4 +1,4 @@
-"""A version goes to the host's tier with the KV, and with nothing else that is copied."""
+"""A version goes to the host tier with its KV, and with no other copy."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sglang_inflight.scheduler.controller import Controller
 NONE, SLOTS, WINDOW = torch.tensor([]), torch.tensor([1, 2]), torch.tensor([70, 80])
 
 
-class Heard:
-    """Instead of the versions, which slots they were told of."""
+class Recorder:
+    """A stand-in for the KV versions, recording the slots copied."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[str, list[int]]] = []
@@ -48,7 +48,7 @@ def entry(name: PoolName, *, is_anchor: bool) -> PoolEntry:
 @pytest.mark.parametrize(
     ("kv", "window"), [(SLOTS, None), (SLOTS, WINDOW), (NONE, WINDOW)], ids=["kv", "both", "window"]
 )
-def test_only_versions_of_kv(
+def test_versions_follow_only_kv_to_host_tier(
     monkeypatch: pytest.MonkeyPatch, kv: torch.Tensor, window: torch.Tensor | None
 ) -> None:
     monkeypatch.setattr(
@@ -63,10 +63,10 @@ def test_only_versions_of_kv(
     cache: Any = SimpleNamespace(cache_controller=copier)
     any_controller: Any = controller
     any_controller._scheduler = SimpleNamespace(tree_cache=cache)
-    any_controller._kv_versions = heard = Heard()
+    any_controller._kv_versions = recorder = Recorder()
     engine: Any = SimpleNamespace(inflight=controller)
     pools = [] if window is None else [PoolTransfer(PoolName.SWA, window, window)]
     hooks.follow_to_host(engine, copier._l2_transfers(kv, kv, pools))
     hooks.follow_from_host(engine, copier._l2_load_transfers(kv, kv, pools))
     slots = kv.tolist()
-    assert heard.copies == ([("to", slots), ("from", slots)] if slots else [])
+    assert recorder.copies == ([("to", slots), ("from", slots)] if slots else [])

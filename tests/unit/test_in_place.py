@@ -1,4 +1,4 @@
-"""A model that is written in place keeps the addresses that captured graphs hold."""
+"""A model written in place keeps the addresses held by captured graphs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def made(finish: Finish) -> Any:
 
 
 def derive(layer: Any) -> None:
-    """As Kimi-Linear assigns a fresh product."""
+    """Assign a new product, like Kimi-Linear."""
     layer.w_kc = layer.weight.data * 2
 
 
@@ -62,7 +62,7 @@ def forget(layer: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
-    """As jobs run."""
+    """Turn gradients off, like the staging thread."""
     with torch.no_grad():
         yield
 
@@ -93,13 +93,13 @@ def test_graphs_read_the_new_value_at_the_old_address(finish: Finish) -> None:
 
 
 @pytest.mark.parametrize("finish", [as_large_as_it_is, forget])
-def test_memory_that_graphs_would_read_and_nobody_writes_is_refused(finish: Finish) -> None:
+def test_moved_tensor_is_refused_with_cuda_graphs(finish: Finish) -> None:
     with pytest.raises(Refused, match=r"moved 'layer\.w_kc', and captured CUDA graphs"):
         update(made(finish), holds_graphs=True)
 
 
 @pytest.mark.parametrize("finish", [as_large_as_it_is, forget])
-def test_without_graphs_a_tensor_may_move(finish: Finish) -> None:
+def test_moved_tensor_is_accepted_without_graphs(finish: Finish) -> None:
     model = made(finish)
     update(model, holds_graphs=False)
     assert model.layer.w_kc is None or len(model.layer.w_kc) == 3

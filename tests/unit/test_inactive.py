@@ -1,4 +1,4 @@
-"""A server that runs without us: how its processes know, and what is left of us in them."""
+"""A server without us: its processes know, and our fields are refused."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ WHY = "it asks for what we cannot do"
 
 @pytest.fixture(autouse=True)
 def no_server_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None that this process launched, before a test and after it."""
+    """Reset the record of launched servers before and after each test."""
     monkeypatch.setattr(inactive, "_why", None)
 
 
-def test_only_what_is_launched_meanwhile_is_told() -> None:
+def test_only_children_of_the_launch_are_inactive() -> None:
     with inactive.launching(WHY):
         assert inactive.is_child_of_inactive()
-        # a child reads its settings only if it loads us, and then this is none of them
+        # a child loading us must not refuse the variable as an unknown setting
         Settings.from_environment()
     assert (inactive.is_child_of_inactive(), inactive.why_inactive()) == (False, WHY)
     with inactive.launching(None):
@@ -46,7 +46,7 @@ def test_only_what_is_launched_meanwhile_is_told() -> None:
     assert inactive.why_inactive() is None
 
 
-def test_a_launch_that_fails_leaves_nothing() -> None:
+def test_failed_launch_leaves_no_variable() -> None:
     with pytest.raises(RuntimeError), inactive.launching(WHY):
         raise RuntimeError
     assert inactive.VARIABLE not in os.environ
@@ -56,14 +56,14 @@ def test_a_launch_that_fails_leaves_nothing() -> None:
     ("off", "in_fork", "words"),
     [(False, False, "=off starts it"), (False, True, "=off starts it"), (True, True, "fork")],
 )
-def test_what_a_refusal_says(off: bool, in_fork: bool, words: str) -> None:
+def test_refusal_names_setting_or_fork(off: bool, in_fork: bool, words: str) -> None:
     refusal = why_refused(WHY, off=off, in_fork=in_fork)
     assert refusal is not None
     assert refusal.startswith(WHY)
     assert words in refusal
 
 
-def test_a_server_starts_without_us_where_it_may() -> None:
+def test_unsupported_server_starts_when_allowed() -> None:
     assert why_refused(WHY, off=True, in_fork=False) is None
 
 
@@ -77,7 +77,7 @@ class _Engine:
         self.tokenizer_manager = manager
 
 
-def test_hooks_leave_alone_what_belongs_to_no_frontend() -> None:
+def test_hooks_skip_objects_without_frontend() -> None:
     called: list[Any] = []
 
     def ours(*args: Any) -> str:
@@ -111,23 +111,23 @@ def test_hooks_leave_alone_what_belongs_to_no_frontend() -> None:
             {"model_path": "/x", "non_blocking": True, "on_busy": "refuse"},
             ["non_blocking", "on_busy"],
         ),
-        # what asks for nothing is what SGLang passes over
+        # our fields at their defaults ask for nothing, and SGLang ignores them
         ({"model_path": "/x", "non_blocking": False, "partial": None, "kv_cache": None}, []),
         ({"model_path": "/x", "unknown": 1}, []),
         ([], []),
     ],
 )
-def test_our_fields_are_found(given: Any, named: list[str]) -> None:
+def test_our_non_default_fields_are_found(given: Any, named: list[str]) -> None:
     assert find_our_fields(msgspec.json.encode(given), DiskBody) == named
 
 
 @pytest.mark.parametrize("content", [b"", b"no JSON", b"[" * 100_000])
-def test_what_cannot_be_read_is_for_sglang_to_refuse(content: bytes) -> None:
+def test_unreadable_body_is_left_to_sglang(content: bytes) -> None:
     assert find_our_fields(content, PauseBody) == []
 
 
-def test_every_route_is_known_here() -> None:
-    """But for those whose bodies have no field of ours, which are SGLang's own."""
+def test_inactive_server_knows_every_route() -> None:
+    """The other routes' bodies have only SGLang's own fields."""
     paths = set(re.findall(r'"(/[a-z_/]+)"', inspect.getsource(routes.mount)))
     known = {*BODIES, *(path for path, _ in ROUTES), "/inflight/status"}
     assert paths - known == {
@@ -137,7 +137,7 @@ def test_every_route_is_known_here() -> None:
 
 
 @pytest.mark.parametrize("root_path", ["", "/api"])
-def test_over_http(root_path: str) -> None:
+def test_inactive_server_refuses_our_fields_over_http(root_path: str) -> None:
     app = FastAPI()
 
     @app.post("/pause_generation")

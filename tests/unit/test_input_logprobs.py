@@ -1,4 +1,4 @@
-"""A prefill's result, as SGLang's patched function writes it to the requests."""
+"""A prefill's result, written to the requests by SGLang's patched function."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MODULE = "sglang.srt.managers.scheduler_components.batch_result_processor"
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The class with the series in it, in a module of its own."""
+    """The patched class, in a module of its own."""
     (patched,) = (each for each in load_series().plan().modules if each.name == MODULE)
     module = ModuleType("patched_batch_result_processor")
-    # dataclasses look their module up
+    # dataclasses look up their module
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(patched.text, str(patched.path), "exec"), module.__dict__)
     return module.SchedulerBatchResultProcessor
 
 
 class Written(Exception):
-    """The first request that is not skipped was given its log probabilities."""
+    """The first request not skipped was given its log probabilities."""
 
 
 def request(*, is_retracted: bool) -> Any:
@@ -39,7 +39,7 @@ def request(*, is_retracted: bool) -> Any:
     )  # fmt: skip
 
 
-def test_a_request_behind_a_retracted_one_has_its_own_input_logprobs(processor: Any) -> None:
+def test_retracted_request_keeps_next_requests_input_logprobs(processor: Any) -> None:
     reqs = [request(is_retracted=True), request(is_retracted=False)]
     lengths = [3, 5]
     wanted: list[tuple[Any, int]] = []

@@ -1,4 +1,4 @@
-"""A join whose caller has left takes no other group of its name with it. Groups are real."""
+"""A cancelled join removes no other group of its name. The groups are real."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ONE = {"pp_size": 1, "tp_size": 1, "dp_size": 1, "pp_rank": 0, "tp_rank": 0, "dp
 
 
 class Answers:
-    """By the ids of the calls; None is a success."""
+    """Answers by call id. None is a success."""
 
     def __init__(self) -> None:
         self._said: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
@@ -51,7 +51,7 @@ class Answers:
 
 
 class OneRank:
-    """Its staging thread is busy until the test says otherwise."""
+    """A rank whose staging thread runs when the test calls ``worker.work``."""
 
     def __init__(self) -> None:
         scheduler: Any = SimpleNamespace(device="cpu")
@@ -108,7 +108,7 @@ def trainer() -> Iterator[TrainerGroup]:
     trainer.leave()
 
 
-def expect_of_use(rank: OneRank, trainer: TrainerGroup) -> None:
+def expect_broadcast(rank: OneRank, trainer: TrainerGroup) -> None:
     is_sent = trainer.broadcast(torch.tensor([7.0]))
     tensor = torch.zeros(1)
     rank.groups.get(NAME).receive(tensor, check=lambda: None)
@@ -117,9 +117,7 @@ def expect_of_use(rank: OneRank, trainer: TrainerGroup) -> None:
         pass
 
 
-def test_the_next_join_is_formed_before_the_staging_thread_comes_to_it(
-    rank: OneRank, trainer: TrainerGroup
-) -> None:
+def test_join_after_a_cancelled_join_forms_its_group(rank: OneRank, trainer: TrainerGroup) -> None:
     rank.join("first", free_port())
     rank.give_up("first")
     assert rank.answers.next()[0] == "first"
@@ -128,12 +126,12 @@ def test_the_next_join_is_formed_before_the_staging_thread_comes_to_it(
     assert rank.answers.next() == ("second", None)
     formed.result()
     rank.worker.work()
-    expect_of_use(rank, trainer)
+    expect_broadcast(rank, trainer)
     rank.leave()
     assert rank.groups.describe() == {}
 
 
-def test_the_group_that_it_asks_to_make_way_is_of_use(
+def test_cancelled_join_keeps_existing_group(
     rank: OneRank, trainer: TrainerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     formed = trainer.form()
@@ -156,10 +154,10 @@ def test_the_group_that_it_asks_to_make_way_is_of_use(
     assert rank.answers.next()[0] == "second"
     rank.worker.work()
     may_answer.put(None)
-    expect_of_use(rank, trainer)
+    expect_broadcast(rank, trainer)
 
 
-def test_the_rendezvous_that_took_its_name_goes_on(rank: OneRank, trainer: TrainerGroup) -> None:
+def test_cancelled_join_keeps_newer_rendezvous(rank: OneRank, trainer: TrainerGroup) -> None:
     rank.join("first", free_port())
     rank.join("second", trainer.port)
     assert rank.answers.next()[0] == "first"
@@ -168,11 +166,11 @@ def test_the_rendezvous_that_took_its_name_goes_on(rank: OneRank, trainer: Train
     assert rank.answers.next() == ("second", None)
     formed.result()
     rank.worker.work()
-    expect_of_use(rank, trainer)
+    expect_broadcast(rank, trainer)
 
 
-def test_what_it_formed_is_left(rank: OneRank, trainer: TrainerGroup) -> None:
-    """Its answer came when its caller had left."""
+def test_cancelled_join_leaves_its_formed_group(rank: OneRank, trainer: TrainerGroup) -> None:
+    """The answer came after the caller had left."""
     formed = trainer.form()
     rank.join("first", trainer.port)
     assert rank.answers.next() == ("first", None)
@@ -182,7 +180,7 @@ def test_what_it_formed_is_left(rank: OneRank, trainer: TrainerGroup) -> None:
     assert rank.groups.describe() == {}
 
 
-def test_the_front_end_gives_up_the_call_that_it_made() -> None:
+def test_cancelled_join_sends_leave_with_its_id() -> None:
     async def play() -> None:
         sent: asyncio.Queue[Any] = asyncio.Queue()
         manager: Any = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""A body is the same, however it is cut into chunks, and large tensors in it become files."""
+"""A body is read the same in chunks of any size, and its large tensors become files."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def take(text: bytes, size: int = 10_000) -> tuple[TensorBody, list[bytes]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000, LARGE - 1, LARGE, LARGE + 1, 1 << 30])
-def test_payloads_of_all_sizes(size: int) -> None:
+def test_payloads_of_all_sizes_are_read(size: int) -> None:
     sizes = [0, 1, 2, 3, 1000, LARGE * 3 // 4 - 1, LARGE * 3 // 4, LARGE * 3 // 4 + 1, len(CONTENT)]
     if size < 1000:
         sizes = [0, 2, 1000, LARGE + 1]
@@ -72,8 +72,8 @@ def test_small_payloads_need_no_file() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 6, 1000, 1 << 30])
-def test_base64_that_is_escaped(size: int) -> None:
-    """As some languages write JSON."""
+def test_escaped_base64_is_read(size: int) -> None:
+    """Some languages escape slashes in JSON."""
     content = CONTENT[: LARGE + 100]
     text = encode(content).replace("/", r"\/").replace("+", r"\u002B")
     _, found = take(b'{"serialized_named_tensors": ["%b"]}' % text.encode(), size)
@@ -94,7 +94,7 @@ def test_base64_that_is_escaped(size: int) -> None:
     ],
     ids=range(8),
 )
-def test_what_is_no_base64(spoilt: str) -> None:
+def test_invalid_base64_is_refused(spoilt: str) -> None:
     text = b'{"serialized_named_tensors": ["%b"]}' % spoilt.encode()
     for size in (1000, 1 << 30):
         with pytest.raises(Refused, match="bad request body"):
@@ -110,20 +110,20 @@ def test_what_is_no_base64(spoilt: str) -> None:
         {"serialized_named_tensors": [["A" * 2 * LARGE]]},
     ],
 )
-def test_large_strings_elsewhere(text: Any) -> None:
+def test_large_string_outside_payloads_is_refused(text: Any) -> None:
     with pytest.raises(Refused, match="bad request body"):
         take(json.dumps(text).encode())
 
 
 @pytest.mark.parametrize("cut", [1, 30, 100, LARGE, 2 * LARGE, -1, -2, -3])
-def test_a_body_that_ends_early(cut: int) -> None:
+def test_truncated_body_is_refused(cut: int) -> None:
     text = json.dumps({"serialized_named_tensors": [encode(CONTENT)]}).encode()[:cut]
     with pytest.raises(Refused, match="bad request body"):
         take(text)
 
 
-def test_a_file_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux gives no more than 2 GiB at a time."""
+def test_short_reads_of_a_payload_file_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux reads no more than 2 GiB at a time."""
     pread = os.pread
     monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 1000), at))
     text = json.dumps({"serialized_named_tensors": [encode(CONTENT)]}).encode()
@@ -133,13 +133,13 @@ def test_a_file_is_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert body.put_back(payloads, as_files=False) == [CONTENT]
 
 
-def test_nobody_can_name_a_file() -> None:
+def test_body_cannot_name_a_server_file() -> None:
     forged = {"type": "PayloadFile", "path": "/etc/passwd"}
     with pytest.raises(Refused, match="Expected `bytes`, got `object`"):
         take(json.dumps({"serialized_named_tensors": [forged]}).encode())
 
 
-def test_too_much_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_body_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(large_bodies, "MOST_REST_BYTES", 2 * LARGE)
     small = ["A" * 1000] * (3 * LARGE // 1000)
     with pytest.raises(TooLarge, match="more than"):
@@ -149,7 +149,7 @@ def test_too_much_of_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         take(json.dumps({"serialized_named_tensors": ["A" * 2 * LARGE] * 4}).encode())
 
 
-def test_files_go_with_the_call() -> None:
+def test_payload_files_are_closed_after_the_call() -> None:
     before = set(os.listdir("/proc/self/fd"))
     text = json.dumps({"serialized_named_tensors": [encode(CONTENT)] * 3}).encode()
     take(text)
@@ -159,7 +159,7 @@ def test_files_go_with_the_call() -> None:
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_any_json_comes_through_as_it_is() -> None:
+def test_other_json_is_unchanged() -> None:
     random.seed(1)
     values: list[Any] = [
         None,

@@ -1,4 +1,4 @@
-"""An aborted stream, as SGLang's own tokenizer manager ends it."""
+"""Last chunk of an aborted stream, from SGLang's own tokenizer manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_inflight.frontend.last_chunk import end_with_an_empty_chunk
 
 
 def aborted(*, stream: bool, increments: bool) -> dict[str, Any]:
-    """The chunk that ends a request of which two tokens, and their text, were sent."""
+    """Return the last chunk of a request. Two tokens and their text were sent before."""
     manager: Any = object.__new__(TokenizerManager)
     obj = SimpleNamespace(
         stream=stream, return_logprob=True, return_text_in_logprobs=False, token_ids_logprob=None,
@@ -38,7 +38,7 @@ def aborted(*, stream: bool, increments: bool) -> dict[str, Any]:
     return chunk
 
 
-def test_an_aborted_stream_says_nothing_twice() -> None:
+def test_abort_chunk_repeats_no_sent_tokens() -> None:
     chunk = aborted(stream=True, increments=True)
     assert (chunk["text"], chunk["output_ids"]) == ("", [])
     assert chunk["meta_info"]["output_token_logprobs"] == []
@@ -46,7 +46,7 @@ def test_an_aborted_stream_says_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize(("stream", "increments"), [(False, True), (True, False)])
-def test_any_other_says_all_of_it(stream: bool, increments: bool) -> None:
+def test_abort_of_other_requests_has_all_tokens(stream: bool, increments: bool) -> None:
     chunk = aborted(stream=stream, increments=increments)
     assert (chunk["text"], chunk["output_ids"]) == ("t5 t6", [5, 6])
     assert len(chunk["meta_info"]["output_token_logprobs"]) == 2

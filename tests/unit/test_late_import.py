@@ -1,4 +1,4 @@
-"""A module is seen to once, in either order of its import and of who wants it."""
+"""``when_imported`` runs its callback once, before or after the import."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_inflight.frontend.http.late_import import when_imported
 
 @pytest.fixture
 def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of a module in a package that nobody has imported."""
+    """Name of a module in a package not imported yet."""
     package = f"late_{tmp_path.name}"
     folder = tmp_path / package
     folder.mkdir()
@@ -26,25 +26,25 @@ def name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"{package}.app"
 
 
-def test_it_is_imported_first(name: str) -> None:
+def test_when_imported_runs_at_once_for_a_loaded_module(name: str) -> None:
     seen: list[ModuleType] = []
     module = importlib.import_module(name)
     when_imported(name, seen.append)
     assert seen == [module]
 
 
-def test_it_is_imported_later(name: str) -> None:
+def test_when_imported_runs_last_callback_at_import(name: str) -> None:
     first: list[float] = []
     last: list[float] = []
     for seen in (first, last):
-        # it has run by then
+        # the module has run by then
         when_imported(
             name, functools.partial(lambda seen, module: seen.append(module.run_at), seen)
         )
     assert first == last == []
     module = importlib.import_module(name)
     assert (first, last) == ([], [module.run_at])
-    # to all others it is as any module
+    # other importers see an ordinary module
     assert module.__spec__ is not None
     assert module.__loader__ is module.__spec__.loader
     assert "run_at" in inspect.getsource(module)

@@ -1,4 +1,4 @@
-"""Payloads that torch's shared memory is late for."""
+"""Payloads whose shared memory torch opens too late."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATE = RuntimeError("Shared memory manager connection has timed out\nException r
 
 
 class Torch:
-    """Raises ``errors`` one after the other, and reads the payload then."""
+    """Raise ``errors`` one after the other, then read the payload."""
 
     def __init__(self, *errors: Exception) -> None:
         self._errors = list(errors)
@@ -25,13 +25,15 @@ class Torch:
         return pickle.loads(payload)
 
 
-def test_it_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_memory_timeout_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "unpickle", Torch(LATE, LATE).unpickle)
     assert tensors._unpickle(pickle.dumps([1])) == [1]
 
 
 @pytest.mark.parametrize("errors", [[LATE] * tensors.TRIES, [ValueError("rubbish")]])
-def test_it_is_refused(monkeypatch: pytest.MonkeyPatch, errors: list[Exception]) -> None:
+def test_unreadable_shared_memory_is_refused(
+    monkeypatch: pytest.MonkeyPatch, errors: list[Exception]
+) -> None:
     monkeypatch.setattr(tensors, "unpickle", Torch(*errors).unpickle)
     with pytest.raises(Refused, match="cannot be unpickled"):
         tensors._unpickle(pickle.dumps([1]))

@@ -1,4 +1,4 @@
-"""``patches/README.md`` names every patch and every hook that mends, and what it names exists."""
+"""``patches/README.md`` names every patch and every mending hook, and only existing tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECTIONS = {
     for title, text in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", LEDGER, re.M | re.S)
 }
 
-# of hooks that mend something in SGLang, as a patch does
+# sections of hooks with a fix for SGLang
 MENDS = {
     title: text
     for title, text in re.findall(
@@ -31,11 +31,11 @@ MENDS = {
 ENTRIES = {**{patch: SECTIONS.get(patch, "") for patch in PATCHES}, **MENDS}
 
 
-def test_every_patch_has_a_section_and_every_section_a_patch() -> None:
+def test_patch_sections_match_patches() -> None:
     assert [title for title in SECTIONS if title.endswith(".patch")] == PATCHES
 
 
-def test_every_hook_that_mends_has_a_section() -> None:
+def test_every_mending_hook_has_a_section() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| \w+ \| .*\(mends\) \|$", SECTIONS["Hooks"], re.M)
     named = [
         hook for text in MENDS.values() for hook in re.findall(r"`([\w.]+)`", text.split("\n")[0])
@@ -44,13 +44,13 @@ def test_every_hook_that_mends_has_a_section() -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_section_answers_the_five_questions(entry: str) -> None:
+def test_section_has_five_heads(entry: str) -> None:
     answers = dict(re.findall(r"^- \*\*(.+?)\*\*: (\S.*)$", ENTRIES[entry], re.M))
     assert tuple(answers) == HEADS
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_a_section_names_tests_that_exist(entry: str) -> None:
+def test_section_names_existing_tests(entry: str) -> None:
     named = re.findall(r"(tests/[\w/]+\.py)::(\w+)", ENTRIES[entry])
     assert named
     for file, test in named:
@@ -59,7 +59,7 @@ def test_a_section_names_tests_that_exist(entry: str) -> None:
         assert test in functions, f"{file}::{test}"
 
 
-def test_the_hooks_table_is_there() -> None:
+def test_ledger_has_a_hooks_table() -> None:
     assert "| target | kind | why |" in SECTIONS["Hooks"]
 
 
@@ -68,7 +68,7 @@ def test_every_series_has_the_same_patches(folder: Path) -> None:
     assert sorted(path.name for path in folder.glob("*.patch")) == PATCHES
 
 
-def test_the_versions_of_the_package_are_those_of_the_series() -> None:
+def test_pyproject_allows_exactly_patched_versions() -> None:
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (allowed,) = (r for r in map(Requirement, requirements) if r.name == "sglang")
     versions = [folder.name.removeprefix("sglang-") for folder in SERIES]
@@ -77,7 +77,7 @@ def test_the_versions_of_the_package_are_those_of_the_series() -> None:
     assert bounds == {min(versions, key=Version), max(versions, key=Version)}
 
 
-def test_what_differs_by_version_is_told_of_every_older_one() -> None:
+def test_ledger_lists_differences_of_every_older_version() -> None:
     *older, _ = sorted((f.name.removeprefix("sglang-") for f in SERIES), key=Version)
     told = set(re.findall(r"^\| ([\d.]+) \|", SECTIONS["By version"], re.M))
     assert told == set(older)

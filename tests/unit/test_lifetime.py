@@ -1,4 +1,4 @@
-"""What waits at the end, and what comes after it."""
+"""Waiting calls at a shutdown, and calls after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Play = Callable[[Lifetime, "asyncio.Future[str]"], Coroutine[Any, Any, str]]
 
 
 def play(doing: Play) -> str:
-    """What comes of ``doing`` with a lifetime, and with something that others wait for."""
+    """Run ``doing`` with a lifetime and a future to wait for."""
 
     async def run() -> str:
         loop = asyncio.get_running_loop()
@@ -27,7 +27,7 @@ def play(doing: Play) -> str:
 
 
 async def attended(lifetime: Lifetime, awaited: asyncio.Future[str]) -> asyncio.Task[str]:
-    """Somebody who waits."""
+    """Start a task waiting for ``awaited``."""
 
     async def wait() -> str:
         return await awaited
@@ -38,7 +38,7 @@ async def attended(lifetime: Lifetime, awaited: asyncio.Future[str]) -> asyncio.
     return task
 
 
-def test_an_answer() -> None:
+def test_unless_shut_down_returns_answer() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
         waiting = await attended(lifetime, awaited)
         awaited.set_result("done")
@@ -47,7 +47,7 @@ def test_an_answer() -> None:
     assert play(doing) == "done"
 
 
-def test_the_end_comes_first() -> None:
+def test_shutdown_before_the_answer_is_outcome_unknown() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
         waiting = await attended(lifetime, awaited)
         lifetime.end("it was shut down")
@@ -58,8 +58,8 @@ def test_the_end_comes_first() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
-def test_the_end_takes_along_what_was_waited_for(how: str) -> None:
-    """As SGLang cancels its tasks, which is no word about the call."""
+def test_shutdown_hides_error_of_awaited_call(how: str) -> None:
+    """SGLang cancels its tasks at a shutdown. The cancellation says nothing about the call."""
 
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
         waiting = await attended(lifetime, awaited)
@@ -74,7 +74,7 @@ def test_the_end_takes_along_what_was_waited_for(how: str) -> None:
         play(doing)
 
 
-def test_an_answer_that_came_before_the_end_counts() -> None:
+def test_answer_before_shutdown_is_returned() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
         waiting = await attended(lifetime, awaited)
         awaited.set_result("done")
@@ -85,7 +85,7 @@ def test_an_answer_that_came_before_the_end_counts() -> None:
     assert play(doing) == "done"
 
 
-def test_a_refusal_is_handed_on() -> None:
+def test_unless_shut_down_raises_callers_error() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
         waiting = await attended(lifetime, awaited)
         awaited.set_exception(Conflict("another one is going on"))
@@ -95,7 +95,7 @@ def test_a_refusal_is_handed_on() -> None:
         play(doing)
 
 
-def test_what_comes_after_the_end_is_not_begun() -> None:
+def test_call_after_shutdown_is_not_begun() -> None:
     begun = []
 
     async def doing(lifetime: Lifetime, _: asyncio.Future[str]) -> str:

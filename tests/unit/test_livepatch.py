@@ -57,7 +57,7 @@ class House:
         self._patched[module] = text
 
     def patch(self, number: int, *changes: tuple[str, str], module: str = "core") -> str:
-        """Write a patch on top of those before it. Each change is one text for another."""
+        """Write a patch on top of the earlier ones. Each change is a pair of old and new text."""
         before = after = self._patched[module]
         for old, new in changes:
             assert after.count(old) == 1, old
@@ -81,7 +81,7 @@ class House:
         return load_series(self.name, self.patches)
 
     def start(self) -> ModuleType:
-        """What SGLang does at start: plugins run, then hooks are applied."""
+        """Apply the series and then the hooks, like SGLang at start."""
         self.series.apply()
         HookRegistry.apply_hooks()
         return self.module()
@@ -110,7 +110,7 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[House]:
 
 @pytest.fixture(autouse=True)
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty registry, as in a fresh process, and the old one back afterwards."""
+    """Start with an empty registry, and restore the old registry afterwards."""
     monkeypatch.setattr(HookRegistry, "_hooks", type(HookRegistry._hooks)(list))
     monkeypatch.setattr(HookRegistry, "_patched", set())
     monkeypatch.setattr(HookRegistry, "apply_hooks", HookRegistry.__dict__["apply_hooks"])
@@ -141,10 +141,10 @@ def refused(start: Callable[[], object]) -> PatchRefused:
     return caught.value
 
 
-# What a patch can do
+# ---- what a patch can do
 
 
-def test_a_method_and_a_function_run_patched(house: House) -> None:
+def test_method_and_function_are_patched(house: House) -> None:
     house.write(ENGINE)
     name = house.patch(1, CHANGE, ('"old helper"', '"new helper"'))
     old_class = house.module().Engine
@@ -167,7 +167,7 @@ def test_a_method_and_a_function_run_patched(house: House) -> None:
     assert applied[0].qualname == "Engine.step"
 
 
-def test_the_installed_file_is_not_written(house: House) -> None:
+def test_patching_does_not_write_installed_file(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     file = house.base / house.name / "core.py"
@@ -183,7 +183,7 @@ def test_planning_imports_nothing(house: House) -> None:
     assert f"{house.name}.core" not in sys.modules
 
 
-def test_a_traceback_shows_the_patched_line(house: House) -> None:
+def test_traceback_shows_patched_line(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, ('return "old"\n', "x = 0\n        return 1 / x  # patched\n"))
     engine = house.start().Engine()
@@ -196,7 +196,7 @@ def test_a_traceback_shows_the_patched_line(house: House) -> None:
     assert frame.name == "step"
 
 
-def test_names_are_those_of_the_source(house: House) -> None:
+def test_patched_function_keeps_its_qualname(house: House) -> None:
     house.write(
         """
         class Outer:
@@ -213,7 +213,7 @@ def test_names_are_those_of_the_source(house: House) -> None:
     assert local.__module__ == f"{house.name}.core"
 
 
-def test_super_and_private_names_and_dunder_class(house: House) -> None:
+def test_patched_method_may_use_super_and_private_names(house: House) -> None:
     house.write(
         """
         class Base:
@@ -232,7 +232,7 @@ def test_super_and_private_names_and_dunder_class(house: House) -> None:
     assert core.Engine().step() == ("base", "secret", core.Engine)
 
 
-def test_decorators_and_defaults_see_the_class_and_the_module(house: House) -> None:
+def test_patched_decorators_and_defaults_resolve(house: House) -> None:
     house.write(
         """
         import functools
@@ -257,7 +257,7 @@ def test_decorators_and_defaults_see_the_class_and_the_module(house: House) -> N
     assert house.start().Engine().step() == "HELLO NEW"
 
 
-def test_class_and_static_methods(house: House) -> None:
+def test_class_and_static_methods_are_patched(house: House) -> None:
     house.write(
         """
         class Base:
@@ -280,7 +280,7 @@ def test_class_and_static_methods(house: House) -> None:
     assert (core.Engine.make(), core.Engine.twice(2)) == ("Engine", 4)
 
 
-def test_coroutines_and_asynchronous_generators(house: House) -> None:
+def test_coroutines_and_async_generators_are_patched(house: House) -> None:
     house.write(
         """
         class Engine:
@@ -301,7 +301,7 @@ def test_coroutines_and_asynchronous_generators(house: House) -> None:
     assert asyncio.run(run()) == ("new", [0, 10, 20])
 
 
-def test_future_annotations_are_honoured(house: House) -> None:
+def test_patched_function_keeps_future_annotations(house: House) -> None:
     house.write(
         """
         from __future__ import annotations
@@ -316,7 +316,7 @@ def test_future_annotations_are_honoured(house: House) -> None:
     assert inspect.get_annotations(function) == {"x": "NotDefined", "return": "AlsoNot"}
 
 
-def test_two_patches_on_one_function_add_up(house: House) -> None:
+def test_two_patches_of_one_function_add_up(house: House) -> None:
     house.write(ENGINE)
     first = house.patch(1, ('return "old"\n', 'a = "one"\n        return a\n'))
     second = house.patch(2, ("return a\n", 'return a + "two"\n'))
@@ -324,14 +324,14 @@ def test_two_patches_on_one_function_add_up(house: House) -> None:
     assert house.start().Engine().step() == "onetwo"
 
 
-def test_a_removed_line_belongs_to_its_patch(house: House) -> None:
+def test_removed_line_is_attributed_to_its_patch(house: House) -> None:
     house.write("def step():\n    x = 1\n    x = 2\n    return x\n")
     name = house.patch(1, ("    x = 2\n", ""))
     assert house.series.plan().functions[0].patches == (name,)
     assert house.start().step() == 1
 
 
-def test_other_plugins_may_wrap_a_patched_function(house: House) -> None:
+def test_other_plugin_may_wrap_patched_function(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     target = house.target("Engine.step")
@@ -343,10 +343,10 @@ def test_other_plugins_may_wrap_a_patched_function(house: House) -> None:
     assert house.module().Engine().step() == "<new>!"
 
 
-# What is refused
+# ---- refusals
 
 
-def test_another_version(house: House) -> None:
+def test_other_package_version_is_refused(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     house.folder.rename(house.patches / f"{house.name}-2.0")
@@ -355,7 +355,7 @@ def test_another_version(house: House) -> None:
     assert f"the patches are for {house.name} 2.0" in message
 
 
-def test_a_missing_package(house: House) -> None:
+def test_missing_package_is_refused(house: House) -> None:
     assert "not installed" in str(refused(lambda: load_series("no_such_engine", house.patches)))
 
 
@@ -368,7 +368,7 @@ def test_a_missing_package(house: House) -> None:
         pytest.param('return "old"\n', 'return "old" \n', id="white space"),
     ],
 )
-def test_a_source_that_does_not_match(house: House, old: str, new: str) -> None:
+def test_mismatched_source_is_refused(house: House, old: str, new: str) -> None:
     house.write(ENGINE)
     name = house.patch(1, CHANGE)
     file = house.base / house.name / "core.py"
@@ -380,7 +380,7 @@ def test_a_source_that_does_not_match(house: House, old: str, new: str) -> None:
     assert not HookRegistry._hooks
 
 
-def test_a_mismatch_names_the_function(house: House) -> None:
+def test_refused_mismatch_names_function(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     file = house.base / house.name / "core.py"
@@ -406,7 +406,7 @@ def test_a_mismatch_names_the_function(house: House) -> None:
         pytest.param('    def stop(self):\n        return "stopped"\n', "", id="removed method"),
     ],
 )
-def test_a_patch_beyond_bodies(house: House, old: str, new: str) -> None:
+def test_patch_outside_function_bodies_is_refused(house: House, old: str, new: str) -> None:
     house.write(ENGINE)
     name = house.patch(1, (old, new))
     refusal = refused(house.series.apply)
@@ -414,7 +414,7 @@ def test_a_patch_beyond_bodies(house: House, old: str, new: str) -> None:
     assert "bodies of functions" in str(refusal)
 
 
-def test_the_patch_that_went_too_far_is_named(house: House) -> None:
+def test_refusal_names_patch_outside_function_bodies(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     second = house.patch(2, ("def helper():", "def helper(x):"))
@@ -422,31 +422,31 @@ def test_the_patch_that_went_too_far_is_named(house: House) -> None:
     assert (refusal.patch, refusal.function) == (second, "helper")
 
 
-def test_a_function_under_a_condition(house: House) -> None:
+def test_patch_of_conditional_function_is_refused(house: House) -> None:
     house.write("if True:\n    def step():\n        return 1\n")
     house.patch(1, ("return 1", "return 2"))
     assert "bodies of functions" in str(refused(house.series.apply))
 
 
-def test_a_property(house: House) -> None:
+def test_patch_of_a_property_is_refused(house: House) -> None:
     house.write("class Engine:\n    @property\n    def size(self):\n        return 1\n")
     house.patch(1, ("return 1", "return 2"))
     assert "cannot hook a property" in str(refused(house.series.apply))
 
 
-def test_a_name_that_is_bound_twice(house: House) -> None:
+def test_patch_of_a_name_bound_twice_is_refused(house: House) -> None:
     house.write("def step():\n    return 1\n\n\ndef step():\n    return 2\n")
     house.patch(1, ("return 1", "return 3"))
     assert "more than once" in str(refused(house.series.apply))
 
 
-def test_a_patch_that_changes_no_code(house: House) -> None:
+def test_patch_without_code_is_refused(house: House) -> None:
     house.write("# Old.\ndef step():\n    return 1\n")
     house.patch(1, ("# Old.", "# New."))
     assert "changes no function" in str(refused(house.series.apply))
 
 
-def test_a_result_that_is_no_python(house: House) -> None:
+def test_patch_with_syntax_error_is_refused(house: House) -> None:
     house.write(ENGINE)
     name = house.patch(1, ('return "old"\n', "return (\n"))
     refusal = refused(house.series.apply)
@@ -454,7 +454,7 @@ def test_a_result_that_is_no_python(house: House) -> None:
     assert "no Python" in str(refusal)
 
 
-def test_a_decorator_that_fails(house: House) -> None:
+def test_patch_with_failing_decorator_is_refused(house: House) -> None:
     house.write("names = ['first']\n\n\ndef named(f):\n    names.pop()\n    return f\n\n\n"
                 "@named\ndef step():\n    return 1\n")  # fmt: skip
     house.patch(1, ("return 1", "return 2"))
@@ -476,21 +476,21 @@ def test_a_decorator_that_fails(house: House) -> None:
         ),
     ],
 )
-def test_a_file_that_is_no_patch(house: House, text: str, reason: str) -> None:
+def test_malformed_patch_file_is_refused(house: House, text: str, reason: str) -> None:
     (house.folder / "0001-broken.patch").write_text(text)
     refusal = refused(lambda: house.series)
     assert refusal.patch == "0001-broken.patch"
     assert reason in str(refusal)
 
 
-def test_a_file_that_is_not_installed(house: House) -> None:
+def test_patch_of_missing_file_is_refused(house: House) -> None:
     house.write(ENGINE, "gone")
     house.patch(1, CHANGE, module="gone")
     (house.base / house.name / "gone.py").unlink()
     assert "cannot be read" in str(refused(house.series.apply))
 
 
-def test_an_unforeseen_error_stops_the_start_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unforeseen_error_refuses_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Series) -> None:
         raise KeyError("unforeseen")
 
@@ -498,7 +498,7 @@ def test_an_unforeseen_error_stops_the_start_too(monkeypatch: pytest.MonkeyPatch
     assert "unforeseen" in str(refused(apply_series))
 
 
-# Rival plugins
+# ---- rival plugins
 
 RIVAL = HookSource("rival", "rival-dist")
 
@@ -514,7 +514,7 @@ class RivalEngine:
 @pytest.mark.parametrize(
     ("qualname", "rival"), [("Engine.step", rival_step), ("Engine", RivalEngine)]
 )
-def test_a_rival_that_came_before(
+def test_earlier_replace_hook_is_refused(
     house: House, qualname: str, rival: Callable[..., object]
 ) -> None:
     house.write(ENGINE)
@@ -529,7 +529,7 @@ def test_a_rival_that_came_before(
 @pytest.mark.parametrize(
     ("qualname", "rival"), [("Engine.step", rival_step), ("Engine", RivalEngine)]
 )
-def test_a_rival_that_comes_after(
+def test_later_replace_hook_is_refused(
     house: House, qualname: str, rival: Callable[..., object]
 ) -> None:
     house.write(ENGINE)
@@ -540,8 +540,8 @@ def test_a_rival_that_comes_after(
     assert f"plugin 'rival' replaces {house.target(qualname)}" in str(refusal)
 
 
-def test_a_rival_through_another_name_of_the_class(house: House) -> None:
-    """The registry knows targets by name; the function that runs tells the truth."""
+def test_replace_hook_through_an_alias_is_refused(house: House) -> None:
+    """The registry knows targets by name. Only the function in place proves the patch."""
     house.write(ENGINE)
     house.patch(1, CHANGE)
     house.write(f"from {house.name}.core import Engine\n", "zalias")
@@ -550,8 +550,8 @@ def test_a_rival_through_another_name_of_the_class(house: House) -> None:
     assert "not in place" in str(refused(HookRegistry.apply_hooks))
 
 
-def test_hooks_that_were_applied_before_ours(house: House) -> None:
-    """The registry skips a target it has applied once, and our function with it."""
+def test_target_hooked_before_the_series_is_refused(house: House) -> None:
+    """The registry skips a target applied before, and our function with it."""
     house.write(ENGINE)
     house.patch(1, CHANGE)
     HookRegistry.register(house.target("Engine.step"), lambda result, self: result)
@@ -560,7 +560,7 @@ def test_hooks_that_were_applied_before_ours(house: House) -> None:
     assert "not in place" in str(refused(HookRegistry.apply_hooks))
 
 
-def test_a_rival_that_resets_the_registry(house: House) -> None:
+def test_registry_reset_after_the_series_is_refused(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     house.series.apply()
@@ -568,7 +568,7 @@ def test_a_rival_that_resets_the_registry(house: House) -> None:
     assert "not in place" in str(refused(HookRegistry.apply_hooks))
 
 
-def test_an_expected_hook(house: House) -> None:
+def test_expected_hook_is_applied(house: House) -> None:
     def louder(result: str, self: object) -> str:
         return result.upper()
 
@@ -580,7 +580,7 @@ def test_an_expected_hook(house: House) -> None:
     assert house.module().Engine().stop() == "STOPPED"
 
 
-def test_an_expected_hook_that_sglang_could_not_apply(house: House) -> None:
+def test_expected_hook_without_target_is_refused(house: House) -> None:
     house.write(ENGINE)
     target = house.target("Engine.no_such_method")
     HookRegistry.register(target, rival_step)
@@ -589,7 +589,7 @@ def test_an_expected_hook_that_sglang_could_not_apply(house: House) -> None:
     assert refusal.function == target
 
 
-def test_an_expected_hook_that_is_not_the_one_applied(house: House) -> None:
+def test_expected_hook_replaced_by_another_is_refused(house: House) -> None:
     house.write(ENGINE)
     target = house.target("Engine.stop")
     HookRegistry.register(target, lambda result, self: result)
@@ -597,10 +597,10 @@ def test_an_expected_hook_that_is_not_the_one_applied(house: House) -> None:
     assert refused(HookRegistry.apply_hooks).function == target
 
 
-# The fork
+# ---- the fork
 
 
-def test_a_fork_is_recognised(house: House) -> None:
+def test_fork_is_recognised_as_patched(house: House) -> None:
     house.write(ENGINE)
     first = house.patch(1, ('return "old"\n', 'a = "one"\n        return a\n'))
     second = house.patch(2, ("return a\n", 'return a + "two"\n'))
@@ -614,7 +614,7 @@ def test_a_fork_is_recognised(house: House) -> None:
     assert not HookRegistry._hooks
 
 
-def test_a_rival_of_a_fork(house: House) -> None:
+def test_replace_hook_on_a_fork_is_refused(house: House) -> None:
     house.write(ENGINE)
     house.patch(1, CHANGE)
     house.install_patched()
@@ -623,7 +623,7 @@ def test_a_rival_of_a_fork(house: House) -> None:
     assert "plugin 'rival'" in str(refused(HookRegistry.apply_hooks))
 
 
-def test_a_source_that_is_partly_patched(house: House) -> None:
+def test_partly_patched_source_is_refused(house: House) -> None:
     house.write(ENGINE)
     house.write(ENGINE, "more")
     house.patch(1, CHANGE)
@@ -634,7 +634,7 @@ def test_a_source_that_is_partly_patched(house: House) -> None:
     assert "partly patched" in str(refusal)
 
 
-def test_write_fork(house: House, tmp_path: Path) -> None:
+def test_write_fork_writes_patched_package(house: House, tmp_path: Path) -> None:
     house.write(ENGINE)
     house.write("x = 1\n", "other")
     house.patch(1, CHANGE)
@@ -647,17 +647,17 @@ def test_write_fork(house: House, tmp_path: Path) -> None:
         write_fork(tmp_path / "fork", house.series)
 
 
-# The series for SGLang
+# ---- the series for SGLang
 
 
-def test_the_series_applies_to_the_installed_sglang() -> None:
+def test_series_applies_to_installed_sglang() -> None:
     series = load_series()
     plan = series.plan()
     assert {name for f in plan.functions for name in f.patches} == {p.name for p in series.patches}
 
 
 @pytest.mark.skipif(shutil.which("patch") is None, reason="needs patch(1)")
-def test_patch_gives_the_same_files(tmp_path: Path) -> None:
+def test_series_gives_same_files_as_patch(tmp_path: Path) -> None:
     series = load_series()
     plan = series.plan()
     if plan.already_applied:

@@ -1,8 +1,8 @@
-"""An update is as good as a fresh load, or it is refused: for any loader, in any number of calls.
+"""An update equals a fresh load, or is refused: for any loader, in any number of calls.
 
-A loader is made up of what SGLang's loaders do: it gathers all tensors and writes them sorted,
-keeps a dict of parameters, holds one half of a fused parameter for the other one, renames,
-splits, ignores, copies past ``weight_loader``, and derives tensors from weights.
+The loader under test combines the habits of SGLang's loaders. Some gather all tensors and write
+them sorted, keep a dict of parameters, or hold one half of a fused parameter for the other. Others
+rename, split, ignore, copy past ``weight_loader``, or derive tensors from weights.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SHAPES = {
     "both": (2, 5),
     "norm": (4,),
     "uncounted": (2,),
-    # of no use to this model
+    # unused by this model
     "rotary.inv_freq": (2,),
     "mtp.plain": (4,),
 }
@@ -56,9 +56,9 @@ HALVES = {"q", "k"}
 class Traits:
     gathers: bool = False
     caches: bool = False
-    # puts a new tensor in an attribute, as Sarvam's MLA does
+    # assigns a new tensor to an attribute, like Sarvam's MLA
     replaces: bool = False
-    # copies what it holds for later, as DeepSeek's loader does
+    # clones held tensors, like DeepSeek's loader
     clones: bool = False
 
 
@@ -133,7 +133,7 @@ def fresh(traits: Traits, weights: Tensors) -> Model:
     return model
 
 
-def all_that_a_forward_reads(model: Model) -> Tensors:
+def tensors_read_by_forward(model: Model) -> Tensors:
     found = dict(model.named_parameters()) | dict(model.named_buffers())
     if model.product is not None:
         found["product"] = model.product
@@ -145,7 +145,7 @@ def are_equal(one: Tensors, other: Tensors) -> bool:
 
 
 class Rank:
-    """One that serves a model by a made-up loader, through the jobs of real updates."""
+    """A rank with a made-up loader, running the jobs of real updates."""
 
     def __init__(
         self,
@@ -177,12 +177,12 @@ class Rank:
         )
         self._previous: Any = None
         self._is_marked = False
-        # of the live weights, as far as this rank knows them
+        # digest of the live weights, None if unknown
         self.digest: str | None = None
         self.base_digest: str | None = None
 
     def fill_hollow(self, call: Tensors) -> int:
-        """A partial update of weights that nobody knows; returns the elements still missing."""
+        """Make a partial update of hollow weights. Return the number of elements still missing."""
         opened: Any = SimpleNamespace(update_id="u", partial=True, may_be_empty=False)
         update = Update(opened, fills_hollow=True, marks=not self._is_marked)
         self._is_marked = True
@@ -193,7 +193,7 @@ class Rank:
     def update(
         self, *calls: Tensors, partial: bool = False, load_format: str | None = None
     ) -> None:
-        """One update of as many calls. The sender's memory is used again after each of them."""
+        """Make one update of several calls, overwriting the sender's memory after each call."""
         opened: Any = SimpleNamespace(update_id="u", partial=partial, may_be_empty=False)
         update = Update(opened)
         self._send(update, calls, load_format)
@@ -243,7 +243,7 @@ def runner_of(model: nn.Module, ties_head: bool) -> Any:
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
-    """As jobs run."""
+    """Turn gradients off, like the staging thread."""
     with torch.no_grad():
         yield
 
@@ -256,7 +256,7 @@ traits_of_loaders = st.builds(
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[bool, list[list[str]]]:
-    """Whether it is partial, and the names of each of its calls."""
+    """Draw a partial or whole update, and the names of each of its calls."""
     partial = draw(st.booleans())
     names = list(SHAPES)
     if partial:
@@ -270,41 +270,41 @@ def updates(draw: st.DrawFn) -> tuple[bool, list[list[str]]]:
 @BOTH_MODES
 @settings(max_examples=60, deadline=None)
 @given(traits=traits_of_loaders, history=st.lists(updates(), min_size=1, max_size=3))
-def test_an_update_is_a_fresh_load_or_refused(
+def test_update_equals_fresh_load_or_is_refused(
     mode: StagingMode, traits: Traits, history: list[tuple[bool, list[list[str]]]]
 ) -> None:
     served = tensors(1.0)
     model = fresh(traits, served)
     rank = Rank(mode, model)
     for version, (partial, calls) in enumerate(history, 2):
-        before = all_that_a_forward_reads(model)
+        before = tensors_read_by_forward(model)
         sent = {name for call in calls for name in call}
         lacks_a_half = len(sent & HALVES) == 1
         pieces = [tensors(version, call) for call in calls]
         if lacks_a_half or sent <= IGNORED:
-            # what reaches no weight need not be refused where the loader ignores it by itself
+            # tensors without a weight may pass if the loader itself ignores them
             if lacks_a_half:
                 with pytest.raises(Refused, match="only together with other tensors"):
                     rank.update(*pieces, partial=partial)
                 if mode is StagingMode.OFF:
                     return
-                assert are_equal(all_that_a_forward_reads(model), before)
+                assert are_equal(tensors_read_by_forward(model), before)
             continue
         rank.update(*pieces, partial=partial)
         served |= tensors(version, sent)
-        assert are_equal(all_that_a_forward_reads(model), state_of_fresh(traits, served))
+        assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, served))
         if mode is StagingMode.DEVICE:
             rank.roll_back()
-            assert are_equal(all_that_a_forward_reads(model), before)
+            assert are_equal(tensors_read_by_forward(model), before)
             rank.roll_back()
 
 
 def state_of_fresh(traits: Traits, weights: Tensors) -> Tensors:
-    return all_that_a_forward_reads(fresh(traits, weights))
+    return tensors_read_by_forward(fresh(traits, weights))
 
 
 def test_equal_weights_have_equal_digests_in_every_mode() -> None:
-    """And the version before has one where a way leads back to it, and is not read elsewhere."""
+    """The previous version has a digest only if a rollback can reach it."""
     found: dict[StagingMode, list[str | None]] = {}
     for mode in (StagingMode.DEVICE, StagingMode.OFF):
         rank = Rank(mode, fresh(Traits(), tensors(1.0)))
@@ -319,59 +319,57 @@ def test_equal_weights_have_equal_digests_in_every_mode() -> None:
 
 
 @BOTH_MODES
-def test_halves_of_a_fused_weight_in_two_calls_go_live_together(mode: StagingMode) -> None:
+def test_halves_of_fused_weight_in_two_calls_are_joined(mode: StagingMode) -> None:
     model = fresh(Traits(), tensors(1.0))
     rank = Rank(mode, model)
     rest = [name for name in SHAPES if name != "k"]
     rank.update(tensors(2.0, rest), tensors(2.0, ["k"]))
-    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(2.0)))
+    assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(2.0)))
 
 
-def test_half_of_a_fused_weight_alone_is_refused_though_its_name_is_known() -> None:
+def test_half_of_a_fused_weight_is_refused() -> None:
     model = fresh(Traits(), tensors(1.0))
     rank = Rank(StagingMode.DEVICE, model)
     with pytest.raises(Refused, match="loader takes q only together with other tensors"):
         rank.update(tensors(2.0, ["q", "plain"]), partial=True)
-    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(1.0)))
+    assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(1.0)))
 
 
 @BOTH_MODES
 @pytest.mark.parametrize("traits", [Traits(), Traits(gathers=True)])
-def test_names_that_nobody_served_are_loaded_where_the_model_has_them(
-    mode: StagingMode, traits: Traits
-) -> None:
+def test_names_are_checked_without_served_checkpoint(mode: StagingMode, traits: Traits) -> None:
     """The served checkpoint is not on this machine."""
     model = fresh(traits, tensors(1.0))
     rank = Rank(mode, model, served=())
     names = SHAPES.keys() - IGNORED
     rank.update(tensors(2.0, sorted(names)), partial=True)
-    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(traits, tensors(2.0)))
+    assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, tensors(2.0)))
     with pytest.raises(Refused, match=r"no weight named 'mtp\.plain'"):
         rank.update(tensors(3.0, ["mtp.plain", "plain"]), partial=True)
 
 
-def test_an_attribute_that_a_loader_replaces_is_new_in_place() -> None:
+def test_replaced_attribute_is_new_after_in_place_update() -> None:
     traits = Traits(replaces=True)
     model = fresh(traits, tensors(1.0))
     Rank(StagingMode.OFF, model).update(tensors(2.0))
-    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(traits, tensors(2.0)))
+    assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, tensors(2.0)))
 
 
-def test_an_attribute_that_a_loader_replaces_refuses_the_next_update_at_once() -> None:
+def test_replaced_attribute_refuses_later_staged_updates() -> None:
     model = fresh(Traits(replaces=True), tensors(1.0))
-    before = all_that_a_forward_reads(model)
+    before = tensors_read_by_forward(model)
     rank = Rank(StagingMode.DEVICE, model)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank.update(tensors(2.0))
     opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank._jobs.prepare(Update(opened), None, after=None)
-    assert are_equal(all_that_a_forward_reads(model), before)
+    assert are_equal(tensors_read_by_forward(model), before)
 
 
 @pytest.mark.parametrize("traits", [Traits(), Traits(caches=True), Traits(gathers=True)])
-def test_the_first_write_in_place_is_told_of(traits: Traits) -> None:
-    """A dict of parameters that the model kept is of the live ones."""
+def test_first_in_place_write_is_reported(traits: Traits) -> None:
+    """A dict of parameters kept by the model holds the live parameters."""
     rank = Rank(StagingMode.OFF, fresh(traits, tensors(1.0)))
     with pytest.raises(Refused, match="no weight named 'unheard-of'"):
         rank.update({"unheard-of": torch.ones(2)} | tensors(2.0, ["plain"]), partial=True)
@@ -381,31 +379,31 @@ def test_the_first_write_in_place_is_told_of(traits: Traits) -> None:
     assert rank.writes > 0
 
 
-def test_a_tensor_that_no_checkpoint_holds_stays_as_it_is() -> None:
-    """Gemma 2 registers its normalizer as a buffer, and a whole update does not bring it."""
+def test_update_keeps_tensor_in_no_checkpoint() -> None:
+    """Gemma 2 registers its normalizer as a buffer, and a whole update does not contain it."""
     model = fresh(Traits(), tensors(1.0))
     Rank(StagingMode.DEVICE, model).update(tensors(2.0))
     assert model.normalizer.item() == 3.0
 
 
-def test_hollow_weights_are_whole_without_a_tensor_that_no_checkpoint_holds() -> None:
+def test_hollow_weights_need_no_tensor_in_no_checkpoint() -> None:
     model = fresh(Traits(), tensors(1.0))
     rank = Rank(StagingMode.DEVICE, model)
     names = list(SHAPES)
     assert rank.fill_hollow(tensors(2.0, names[:4])) > 0
     assert rank.fill_hollow(tensors(2.0, names[4:])) == 0
-    assert are_equal(all_that_a_forward_reads(model), state_of_fresh(Traits(), tensors(2.0)))
+    assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(2.0)))
 
 
-def test_a_weight_that_was_not_sent_is_missing() -> None:
+def test_missing_weight_is_refused() -> None:
     rank = Rank(StagingMode.DEVICE, fresh(Traits(), tensors(1.0)))
     with pytest.raises(Refused, match="not complete: 4 of 4 elements of 'plain' were not sent"):
         rank.update({name: t for name, t in tensors(2.0).items() if name != "plain"})
 
 
 @BOTH_MODES
-def test_a_direct_write_reaches_what_is_derived(mode: StagingMode) -> None:
-    """``GemmaRMSNorm`` derives in its parameter's loader, which a direct write passes by."""
+def test_direct_write_updates_derived_tensors(mode: StagingMode) -> None:
+    """``GemmaRMSNorm`` derives in its parameter's loader, and a direct write skips the loader."""
     from sglang.srt.layers.layernorm import GemmaRMSNorm
 
     model: Any = nn.Module()
@@ -417,7 +415,9 @@ def test_a_direct_write_reaches_what_is_derived(mode: StagingMode) -> None:
 
 
 class Finished(nn.Module):
-    """SGLang computes ``product`` after loading, as MLA's halves of ``kv_b_proj``."""
+    """A model with a ``product`` computed by SGLang after loading, like MLA's halves of
+    ``kv_b_proj``.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -433,14 +433,14 @@ class Finished(nn.Module):
         self.product = self.plain.data * 2
 
 
-def test_a_direct_write_to_a_model_that_sglang_finishes_is_finished() -> None:
+def test_direct_write_runs_post_load_weights() -> None:
     model = Finished()
     rank = Rank(StagingMode.OFF, model, served=())
     rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
     assert model.product.tolist() == [6.0] * 4
 
 
-def test_a_direct_write_to_weights_that_are_laid_out_anew_is_refused() -> None:
+def test_direct_write_to_quantized_weights_is_refused() -> None:
     class Transposes(QuantizeMethodBase):
         def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
             raise NotImplementedError
@@ -458,8 +458,8 @@ def test_a_direct_write_to_weights_that_are_laid_out_anew_is_refused() -> None:
 
 
 @BOTH_MODES
-def test_a_router_that_folds_its_scale_uses_the_new_one(mode: StagingMode) -> None:
-    """Gemma 4's does so at its first forward, in a tensor that no checkpoint holds."""
+def test_update_refolds_routers_scale(mode: StagingMode) -> None:
+    """Gemma 4's router folds its scale at the first forward, into a tensor in no checkpoint."""
     from sglang.srt.models.gemma4_causal import Gemma4Router
 
     config = SimpleNamespace(hidden_size=4, rms_norm_eps=1e-6, num_experts=2)
@@ -485,14 +485,14 @@ class Scaled(nn.Module):
             parameters[name].data.copy_(tensor)
 
 
-def test_names_put_to_use_are_those_that_reach_a_weight() -> None:
+def test_used_names_are_found_without_memory() -> None:
     for traits in (Traits(), Traits(gathers=True), Traits(caches=True), Traits(clones=True)):
         found = find_put_to_use(Model(traits), SHAPES, torch.float32)
         assert found.tensors == SHAPES.keys() - IGNORED
         assert list(found.weights_left_out or ()) == ["normalizer"]
 
 
-def test_a_loader_that_cannot_run_without_memory_is_believed_as_far_as_it_came() -> None:
+def test_used_names_of_an_aborted_dry_run_are_kept() -> None:
     class Stops(Model):
         def load_weights(self, weights: Weights) -> None:
             for name, tensor in weights:
@@ -529,7 +529,7 @@ class Tied(nn.Module):
         ({"embed_tokens.weight": 2.0}, None),
     ],
 )
-def test_a_tied_head_that_is_not_the_embeddings_is_refused(
+def test_tied_head_unlike_embeddings_is_refused(
     mode: StagingMode, sent: dict[str, float], reason: str | None
 ) -> None:
     model = Tied()

@@ -1,7 +1,7 @@
-"""A session in SGLang's own way, of which a piece is lost.
+"""A session opened by SGLang's own calls loses a piece.
 
-Its client may send the rest, and end it, whatever it was told: NeMo-RL ends its session in
-``finally``. Nothing of it goes live, neither at the end nor piece by piece.
+Its client may send the rest and end the session regardless: NeMo-RL ends its session in
+``finally``. No part goes live, neither at the end nor piece by piece.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ async def with_a_lost_piece(loss: str) -> FrontEnd:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_nothing_of_it_goes_live(loss: str) -> None:
+def test_session_with_lost_piece_goes_live_in_no_part(loss: str) -> None:
     async def play() -> None:
         front = await with_a_lost_piece(loss)
         for _ in range(2):
@@ -106,7 +106,7 @@ def test_nothing_of_it_goes_live(loss: str) -> None:
         ):
             await front.calls.end(EndBody())
         assert (front.rank.epoch, front.rank.update_id) == (0, None)
-        # whoever is told that has lost nothing more
+        # the client was told of the loss, so a later piece is an update of its own
         await front.calls.update(PIECE)
         assert front.rank.version == "v1"
 
@@ -114,7 +114,7 @@ def test_nothing_of_it_goes_live(loss: str) -> None:
 
 
 @pytest.mark.parametrize("ends", ["begin", "abort"])
-def test_it_is_over_when_its_client_says_so(ends: str) -> None:
+def test_lost_session_is_over_after_begin_or_abort(ends: str) -> None:
     async def play() -> None:
         front = await with_a_lost_piece("left")
         if ends == "begin":
@@ -130,7 +130,7 @@ def test_it_is_over_when_its_client_says_so(ends: str) -> None:
     run(play())
 
 
-def test_a_client_that_died_keeps_nobody_out_for_ever() -> None:
+def test_lost_session_of_dead_client_expires() -> None:
     async def play() -> None:
         front = await with_a_lost_piece("left")
         session = front.updates._last
@@ -142,7 +142,7 @@ def test_a_client_that_died_keeps_nobody_out_for_ever() -> None:
     run(play())
 
 
-def test_what_is_no_piece_of_it_is_done() -> None:
+def test_disk_update_after_a_lost_session_succeeds() -> None:
     async def play() -> None:
         front = await with_a_lost_piece("left")
         disk = DiskBody(model_path="/v2", weight_version="v2")
@@ -151,8 +151,8 @@ def test_what_is_no_piece_of_it_is_done() -> None:
     run(play())
 
 
-def test_what_fails_beside_a_session_leaves_it_open() -> None:
-    """A call that names another session, or would not wait for this one."""
+def test_failed_call_beside_a_session_keeps_it_open() -> None:
+    """Calls for another session, and calls that refuse to wait for this session."""
 
     async def play() -> None:
         front = FrontEnd(delay=1)
@@ -170,7 +170,7 @@ def test_what_fails_beside_a_session_leaves_it_open() -> None:
     run(play())
 
 
-def test_a_session_that_is_named_is_not_lost_with_a_body_that_names_nothing() -> None:
+def test_unreadable_piece_keeps_named_session() -> None:
     async def play() -> None:
         front = FrontEnd(delay=1)
         begun = await front.calls.begin(BeginBody(non_blocking=True))

@@ -1,4 +1,4 @@
-"""The table of where memory is, and every order of calls through it."""
+"""The table of memory states, and every order of events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.memory.machine import (
 )
 
 
-def test_the_table_is_the_machine() -> None:
+def test_docstrings_table_matches_machine() -> None:
     assert machine.__doc__ is not None
     rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+) +(\w+)$", machine.__doc__, re.MULTILINE)
     assert rows[0] == ("event", *(where.name for where in Where))
@@ -44,8 +44,8 @@ def after(*events: Event) -> Where | None:
     return None if memory is None else memory[WEIGHTS]
 
 
-def test_every_order_of_weights() -> None:
-    """What was lost is served by no order of calls but one that fills it."""
+def test_lost_weights_are_hollow_until_filled() -> None:
+    """Only an order of events with a fill serves lost weights again."""
     for events in itertools.product(Event, repeat=6):
         memory: Memory | None = PRESENT
         is_lost = is_away = False
@@ -53,7 +53,7 @@ def test_every_order_of_weights() -> None:
             assert memory is not None
             before, memory = memory, move(memory, {WEIGHTS: event})
             if memory is None:
-                # refused: a release of what is away, a return or an update of what is not here
+                # refused: a resume of present memory, or another event on absent memory
                 assert (event is Event.RESUME) != is_away
                 assert released(before) == ([WEIGHTS] if is_away else [])
                 break
@@ -69,7 +69,7 @@ def test_every_order_of_weights() -> None:
     [
         ((Event.KEEP, Event.RESUME), Where.PRESENT),
         ((Event.DISCARD, Event.RESUME), Where.HOLLOW),
-        # a copy of what is hollow is hollow
+        # a copy of hollow memory is hollow
         ((Event.DISCARD, Event.RESUME, Event.KEEP, Event.RESUME), Where.HOLLOW),
         ((Event.DISCARD, Event.RESUME, Event.FILLED), Where.PRESENT),
         ((Event.OVERWRITE, Event.KEEP, Event.RESUME, Event.OVERWRITE), Where.HOLLOW),
@@ -80,11 +80,11 @@ def test_every_order_of_weights() -> None:
         ((Event.KEEP, Event.FILLED), None),
     ],
 )
-def test_some_orders(events: tuple[Event, ...], where: Where | None) -> None:
+def test_event_order_ends_in_expected_state(events: tuple[Event, ...], where: Where | None) -> None:
     assert after(*events) is where
 
 
-def test_all_kinds_move_or_none() -> None:
+def test_memory_kinds_move_together_or_not() -> None:
     kv_away = move(PRESENT, {KV_CACHE: Event.KEEP})
     assert kv_away is not None
     assert released(kv_away) == [KV_CACHE]

@@ -1,4 +1,4 @@
-"""What crosses a process: each call has an answer, and each arrives as it was sent."""
+"""Messages between processes: each call names an answer, and answers arrive unchanged."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ DESCRIBED = Described(
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_every_call_names_an_answer_that_is_known(call: Any) -> None:
+def test_every_call_names_a_known_answer(call: Any) -> None:
     assert call.answer in ANSWERS
 
 
-def test_answers_arrive_as_they_were_sent() -> None:
+def test_answer_survives_msgpack() -> None:
     make_known()
     assert io_struct.msgpack_decode(io_struct.msgpack_encode(DESCRIBED)) == DESCRIBED
 
@@ -58,8 +58,8 @@ def test_an_answer_is_read_by_attribute_and_by_key() -> None:
         pause["colour"]
 
 
-def test_as_json() -> None:
-    """Plain down to its last part, and no more than the fields."""
+def test_answer_as_json_has_plain_values() -> None:
+    """Plain values down to the innermost, and only the fields."""
     assert DESCRIBED.pause.as_json() == {
         "state": "frozen",
         "paused": True,

@@ -1,4 +1,4 @@
-"""Which weights a request gets by the name of a model."""
+"""Adapter or served model for a request's model name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LOADED = ("policy", "a:b", "served", "s3://bucket/other")
 
 
 def names(*adapters: str, known_only: bool = True, **manager: Any) -> tuple[ModelNames, Any]:
-    """Of a server that was started on ``/ckpt/base`` and was updated from disk since."""
+    """Names of a server started on ``/ckpt/base`` and updated from disk to ``/ckpt/step-42``."""
     tokenizer_manager = SimpleNamespace(
         served_model_name="s3://bucket/model",
         model_path="/ckpt/base",
@@ -31,7 +31,7 @@ def names(*adapters: str, known_only: bool = True, **manager: Any) -> tuple[Mode
     "model",
     [None, "", "default", "s3://bucket/model", "/ckpt/base", "/ckpt/step-42", "default:", ":"],
 )
-def test_names_of_the_served_model(model: str | None) -> None:
+def test_name_of_served_model_gets_no_adapter(model: str | None) -> None:
     assert names(*LOADED)[0].adapter_of(model) is None
 
 
@@ -49,7 +49,7 @@ def test_names_of_the_served_model(model: str | None) -> None:
         (":policy", "policy"),
     ],
 )
-def test_names_of_an_adapter(model: str, adapter: str) -> None:
+def test_name_of_an_adapter_gets_adapter(model: str, adapter: str) -> None:
     assert names(*LOADED)[0].adapter_of(model) == adapter
 
 
@@ -57,14 +57,14 @@ def test_names_of_an_adapter(model: str, adapter: str) -> None:
     "model",
     ["gpt-4", "polic", "policy2", "/ckpt/step-41", "default:gone", "gpt-4:policy", "s3://x", "a"],
 )
-def test_an_unknown_name_is_nobodys(model: str) -> None:
+def test_unknown_model_name_is_not_found(model: str) -> None:
     with pytest.raises(NotFound, match="does not exist") as refused:
         names(*LOADED)[0].adapter_of(model)
     assert repr(model) in str(refused.value)
 
 
-def test_an_adapter_takes_the_name_of_the_served_model() -> None:
-    """vLLM's trainers load it so, and ask for it so."""
+def test_adapter_may_take_served_models_name() -> None:
+    """vLLM's trainers load and request an adapter under the served model's name."""
     found, tokenizer_manager = names()
     served = tokenizer_manager.served_model_name
     assert found.adapter_of(served) is None
@@ -73,8 +73,8 @@ def test_an_adapter_takes_the_name_of_the_served_model() -> None:
     assert found.adapter_of("default") is None
 
 
-def test_a_name_that_could_mean_either_is_refused() -> None:
-    """A body that names no model says "default", as SGLang reads it."""
+def test_ambiguous_default_is_refused() -> None:
+    """SGLang reads a body without a model as "default"."""
     found, _ = names("default")
     with pytest.raises(Refused, match="s3://bucket/model:default"):
         found.adapter_of("default")
@@ -82,8 +82,8 @@ def test_a_name_that_could_mean_either_is_refused() -> None:
     assert found.adapter_of("s3://bucket/model") is None
 
 
-def test_a_server_that_takes_any_name() -> None:
-    """Adapters are still found by theirs, and one that is not there is still an error."""
+def test_any_model_name_is_served_when_allowed() -> None:
+    """Loaded adapters are still found by name, and an absent adapter is still an error."""
     found, _ = names(*LOADED, known_only=False)
     assert found.adapter_of("gpt-4") is None
     assert found.adapter_of("policy") == "policy"

@@ -1,4 +1,4 @@
-"""Requests of one name that come by several tokenizer workers."""
+"""Requests with one name from several tokenizer workers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def request(rid: str, worker: str) -> TokenizedGenerateReqInput:
 
 
 class Rank:
-    """The rank that takes messages in; its requests run until they are ended."""
+    """The rank that takes messages in. Its requests run until the test ends them."""
 
     def __init__(self, workers: int = 2) -> None:
         self.live: dict[str, Any] = {}
-        # to whom, and of which request
+        # worker and request
         self.refused: list[tuple[str, str]] = []
         self.names = Names()
         sender = SimpleNamespace(socket=object(), send_output=self._send)
@@ -77,7 +77,7 @@ def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "get_serving", lambda: serving)
 
 
-def test_a_name_is_one_requests_until_that_has_ended() -> None:
+def test_request_name_is_free_after_its_request_ends() -> None:
     rank = Rank()
     first, second = request("x", "one"), request("x", "other")
     assert rank.take(first, request("y", "other")) != []
@@ -87,14 +87,14 @@ def test_a_name_is_one_requests_until_that_has_ended() -> None:
     assert rank.take(second) == [second]
 
 
-def test_two_that_come_together_are_not_both_taken() -> None:
+def test_second_request_of_a_name_in_one_batch_is_refused() -> None:
     rank = Rank()
     first, second = request("x", "one"), request("x", "other")
     assert rank.take(first, second) == [first]
     assert rank.refused == [("other", "x")]
 
 
-def test_one_of_a_batch_is_refused_alone() -> None:
+def test_duplicate_in_batch_is_refused_alone() -> None:
     rank = Rank()
     rank.take(request("x", "one"))
     fresh = request("z", "other")
@@ -106,15 +106,15 @@ def test_one_of_a_batch_is_refused_alone() -> None:
     assert rank.take(BatchTokenizedGenerateReqInput(batch=[request("z", "one")])) == []
 
 
-def test_an_abort_passes() -> None:
-    """What it means the scheduler knows, of each replica."""
+def test_abort_by_another_worker_is_passed_on() -> None:
+    """The scheduler of each replica decides on the abort."""
     rank = Rank()
     rank.take(request("x", "one"))
     abort = AbortReq(rid="x", http_worker_ipc="other")
     assert rank.take(abort) == [abort]
 
 
-def test_names_of_requests_that_have_ended_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_ended_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "FULL", 4)
     rank = Rank()
     rank.names._full = 4
@@ -130,7 +130,7 @@ def test_names_of_requests_that_have_ended_are_forgotten(monkeypatch: pytest.Mon
 
 
 def output(*rows: tuple[str, list[int], bool]) -> BatchTokenIDOutput:
-    """A step's, of requests named x: worker, tokens, whether it is the last."""
+    """Build a step's output for requests named x: worker, tokens, and whether they are the last."""
     n = len(rows)
     fields: dict[str, Any] = {
         field: [None] * n
@@ -154,8 +154,8 @@ def output(*rows: tuple[str, list[int], bool]) -> BatchTokenIDOutput:
     )
 
 
-def test_a_detokenizer_makes_the_text_of_each_workers_request() -> None:
-    """Two replicas have a request of that name each."""
+def test_detokenizer_separates_workers_with_same_name() -> None:
+    """Two replicas each have a request of that name."""
     detokenizer = DetokenizerManager.__new__(DetokenizerManager)
     detokenizer.decode_status = LimitedCapacityDict(capacity=8)
     detokenizer.disable_tokenizer_batch_decode = True

@@ -1,4 +1,4 @@
-"""What is asked of NCCL, which needs a GPU: a stalled trainer costs its update, not the server."""
+"""Groups over NCCL, on a fake without a GPU: a stalled trainer costs its update, not the server."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RENDEZVOUS = datetime.timedelta(seconds=5)
 
 
-class Made(dict[str, Any]):
-    """What a group was made with."""
+class Arguments(dict[str, Any]):
+    """The arguments of a group's constructor."""
 
 
-def form(monkeypatch: pytest.MonkeyPatch, backend: str) -> Made:
-    """Up to torch's constructor, which finds no GPU here; the rendezvous is real."""
-    made = Made()
+def form(monkeypatch: pytest.MonkeyPatch, backend: str) -> Arguments:
+    """Form a group up to torch's constructor, which finds no GPU here. The rendezvous is real."""
+    made = Arguments()
 
     def construct(**arguments: Any) -> str:
         made.update(arguments, handling=os.environ.get(HANDLING))
@@ -55,26 +55,26 @@ def form(monkeypatch: pytest.MonkeyPatch, backend: str) -> Made:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
-def test_no_watchdog_ends_a_broadcast_or_the_process(
+def test_nccl_watchdog_ends_no_broadcast_or_process(
     monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     made = form(monkeypatch, backend)
     assert made["set to"] == NEVER
     assert made["handling"] == "2"
-    # it leaves a device to the forwards that it waits beside
+    # few CTAs leave the device to the forwards running beside
     options = made["pg_options"]
     if backend == "nccl":
         assert options.config.max_ctas == process_group.MAX_CTAS <= 2
         assert options._timeout == RENDEZVOUS
     else:
-        # torch would hand them to gloo, too
+        # torch would hand the options to gloo, too
         assert options is None
-    # whoever meets nobody gives up in time
+    # the rendezvous itself times out
     assert made["timeout"] == made["store"].timeout == RENDEZVOUS
 
 
-def test_no_watchdog_ends_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Made()
+def test_nccl_watchdog_ends_no_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Arguments()
 
     class Constructed:
         Options = dist.ProcessGroupNCCL.Options
@@ -92,10 +92,10 @@ def test_no_watchdog_ends_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     group.form().result()
     group.leave()
     assert made == {"rank": 0, "size": 3, "timeout": NEVER, "handling": "2", "aborted": True}
-    assert os.environ.get(HANDLING) == as_torch_takes(before)
+    assert os.environ.get(HANDLING) == as_torch_reads(before)
 
 
-def as_torch_takes(handling: str | None) -> str:
+def as_torch_reads(handling: str | None) -> str:
     return "3" if handling is None else handling
 
 
@@ -113,14 +113,14 @@ def test_other_groups_keep_their_watchdogs(
     if before is not None:
         monkeypatch.setenv(HANDLING, before)
     form(monkeypatch, "nccl")
-    assert os.environ.get(HANDLING) == as_torch_takes(before)
+    assert os.environ.get(HANDLING) == as_torch_reads(before)
 
 
 @pytest.mark.parametrize(("older", "meant"), [(None, "3"), ("1", "1")])
-def test_the_environment_keeps_its_places_when_groups_are_made(
+def test_forming_a_group_moves_no_environment_variable(
     monkeypatch: pytest.MonkeyPatch, older: str | None, meant: str
 ) -> None:
-    """C++ of another thread may read it meanwhile."""
+    """C++ code of another thread may read the environment meanwhile."""
     monkeypatch.delenv(HANDLING, raising=False)
     monkeypatch.delenv("NCCL_ASYNC_ERROR_HANDLING", raising=False)
     if older is not None:
@@ -137,7 +137,7 @@ def test_the_environment_keeps_its_places_when_groups_are_made(
     assert os.environ[HANDLING] == meant
 
 
-def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
+def test_group_of_one_forms_with_real_constructor() -> None:
     address = f"tcp://127.0.0.1:{get_free_port()}"
     formed = form_group("gloo", address, name="one", rank=0, world_size=1, timeout=RENDEZVOUS)
     try:
@@ -148,12 +148,12 @@ def test_a_group_of_one_is_formed_with_the_real_constructor() -> None:
         dist.destroy_process_group(formed.group)
 
 
-def test_a_rendezvous_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_rendezvous_blocks_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     waits, goes_on = threading.Event(), threading.Event()
 
     def init(**arguments: Any) -> Any:
         if arguments["group_name"] == "waits":
-            # as gloo does for peers that do not come
+            # gloo blocks here for missing peers
             waits.set()
             goes_on.wait()
         return init_custom_process_group(**arguments)
@@ -176,7 +176,7 @@ def test_a_rendezvous_that_waits_holds_up_no_other(monkeypatch: pytest.MonkeyPat
 
 
 class Broadcast:
-    """One that does not end, or ends with ``failure``, as NCCL's do: ``wait`` says nothing."""
+    """A broadcast that is stuck or failed. Like NCCL's, its ``wait`` raises nothing."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self._failure = failure
@@ -193,7 +193,7 @@ class Broadcast:
 
 @pytest.fixture
 def aborted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The groups whose communicator was ended."""
+    """Groups with an aborted communicator."""
     ended: list[Any] = []
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(groups, "_abort_process_group", ended.append)
@@ -214,7 +214,7 @@ def out_of_time() -> Callable[[], None]:
     return check
 
 
-def test_a_broadcast_that_is_given_up_is_ended(
+def test_dropped_broadcast_aborts_its_group(
     monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
 ) -> None:
     pg: Any = object()
@@ -226,14 +226,12 @@ def test_a_broadcast_that_is_given_up_is_ended(
     assert not group.is_waiting
     with pytest.raises(Refused, match="is broken"):
         group.receive(torch.empty(1), out_of_time())
-    # it is gone already
+    # the group is gone already
     group.leave()
     assert aborted == [pg]
 
 
-def test_a_broadcast_that_failed_is_not_taken_for_one_that_came(
-    monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
-) -> None:
+def test_failed_broadcast_is_refused(monkeypatch: pytest.MonkeyPatch, aborted: list[Any]) -> None:
     pg: Any = object()
     broadcast(monkeypatch, Broadcast(RuntimeError("remote process exited\nmore")))
     with pytest.raises(Refused, match=r"'g' failed: remote process exited$"):
@@ -242,7 +240,7 @@ def test_a_broadcast_that_failed_is_not_taken_for_one_that_came(
 
 
 class Communicator:
-    """One that is made in the first broadcast, as NCCL's are, and waits for its peers there."""
+    """A communicator made in the first broadcast, blocked there for its peers, like NCCL's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._peers_come = threading.Event()
@@ -255,7 +253,7 @@ class Communicator:
         self._peers_come.wait()
         return Broadcast()
 
-    def let_peers_come(self) -> None:
+    def admit_peers(self) -> None:
         self._peers_come.set()
 
     def abort(self) -> None:
@@ -263,18 +261,18 @@ class Communicator:
 
 
 def expect_lost(group: Group, communicator: Communicator, aborted: list[Any]) -> None:
-    """Nothing is done to it while a thread is in it, and it is kept; then it is ended."""
+    """Expect the communicator to be kept while a thread is in it, and then aborted."""
     group.leave()
     group.retire("a newer group takes its name")
     assert (group.is_waiting, aborted, communicator.aborted.is_set()) == (True, [], False)
     with pytest.raises(Refused, match="is broken"):
         group.receive(torch.empty(1), check=lambda: None)
-    communicator.let_peers_come()
+    communicator.admit_peers()
     assert communicator.aborted.wait(timeout=30)
     assert aborted == []
 
 
-def test_a_communicator_whose_peers_do_not_come_is_given_up(
+def test_communicator_without_peers_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
 ) -> None:
     communicator: Any = Communicator(monkeypatch)
@@ -285,7 +283,7 @@ def test_a_communicator_whose_peers_do_not_come_is_given_up(
     expect_lost(group, communicator, aborted)
 
 
-def test_a_group_is_left_while_its_communicator_waits_for_peers(
+def test_group_is_left_while_its_communicator_waits(
     monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
 ) -> None:
     communicator: Any = Communicator(monkeypatch)
@@ -306,7 +304,7 @@ def test_a_group_is_left_while_its_communicator_waits_for_peers(
     expect_lost(group, communicator, aborted)
 
 
-def test_a_lost_group_gives_its_name_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_of_a_lost_group_can_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     def form() -> dist.ProcessGroup:
         return construct("gloo", HashStore(), name="lost", rank=0, world_size=1, timeout=RENDEZVOUS)
 
@@ -315,14 +313,14 @@ def test_a_lost_group_gives_its_name_away(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(Dropped):
         lost.receive(torch.empty(1), out_of_time())
     dist.destroy_process_group(form())
-    waits.let_peers_come()
+    waits.admit_peers()
 
 
 # ---- many broadcasts ---------------------------------------------------------------------
 
 
 class Wire:
-    """Between a trainer and this rank: what is posted here comes when it is sent there."""
+    """The wire from a trainer to this rank. A posted broadcast ends at the trainer's ``send``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         self.posted: list[torch.Tensor] = []
@@ -342,7 +340,7 @@ class Wire:
         )
 
     def send(self) -> None:
-        """The trainer's next one."""
+        """Send the trainer's next broadcast."""
         self._came += 1
 
 
@@ -358,11 +356,11 @@ def buffers(count: int, nbytes: int) -> Iterator[tuple[torch.Tensor, torch.Tenso
         ("nccl", 100, 1, groups.WINDOW_COUNT),
         ("nccl", 10, groups.WINDOW_BYTES // 4, 4),
         ("nccl", 3, 2 * groups.WINDOW_BYTES, 1),
-        # whose time counts from when it is posted
+        # gloo's time limit counts from the post
         ("gloo", 10, 1, 1),
     ],
 )
-def test_a_window_is_posted_ahead(
+def test_broadcasts_are_posted_a_window_ahead(
     monkeypatch: pytest.MonkeyPatch, backend: str, count: int, nbytes: int, most: int
 ) -> None:
     wire = Wire(monkeypatch, backend)
@@ -375,7 +373,7 @@ def test_a_window_is_posted_ahead(
     assert not group.is_waiting
 
 
-def test_what_was_posted_ahead_is_given_up_with_the_rest(
+def test_drop_aborts_broadcasts_posted_ahead(
     monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
 ) -> None:
     wire = Wire(monkeypatch, "nccl")
@@ -386,8 +384,8 @@ def test_what_was_posted_ahead_is_given_up_with_the_rest(
     assert (len(wire.posted), aborted, group.is_waiting) == (10, [pg], False)
 
 
-def test_a_broadcast_that_is_there_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of small ones would take minutes, if each were looked for every few ms."""
+def test_completed_broadcast_is_found_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a poll every few ms, thousands of small broadcasts would take minutes."""
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     wire = Wire(monkeypatch, "nccl")
@@ -402,7 +400,7 @@ def test_a_broadcast_that_is_there_is_found_at_once(monkeypatch: pytest.MonkeyPa
     assert max(slept) <= 8 * groups.FIRST_POLL_S
 
 
-def test_a_trainer_that_is_away_for_long_is_not_asked_for_often(
+def test_absent_trainer_is_polled_rarely(
     monkeypatch: pytest.MonkeyPatch, aborted: list[Any]
 ) -> None:
     slept: list[float] = []

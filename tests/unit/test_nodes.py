@@ -1,4 +1,4 @@
-"""Nodes that are not alike, addresses that they meet at, and what comes to the first of them."""
+"""Consistency checks of nodes, the address of their meeting, and the relay on the first node."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ encode = msgspec.msgpack.Encoder().encode
         ({"sglang-inflight": "0.1.0 (aa)"}, ["STAGING is auto on node 0 and None on node 1"]),
     ],
 )
-def test_nodes_that_are_not_alike(there: dict[str, str] | None, words: list[str]) -> None:
+def test_difference_between_nodes_is_named(there: dict[str, str] | None, words: list[str]) -> None:
     sentence = find_difference({0: HERE, 1: there})
     assert sentence is not None
     for word in words:
         assert word in sentence
 
 
-def test_nodes_that_are_alike() -> None:
+def test_equal_nodes_have_no_difference() -> None:
     assert find_difference({0: HERE, 1: dict(HERE)}) is None
     assert find_difference({0: describe_this_node(), 1: describe_this_node()}) is None
 
@@ -62,7 +62,7 @@ def test_nodes_that_are_alike() -> None:
         ("REQUIRE_UPDATE", "1"),
     ],
 )
-def test_settings_by_which_ranks_step(
+def test_settings_must_match_between_nodes(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     here = describe_this_node()
@@ -79,14 +79,12 @@ def test_settings_by_which_ranks_step(
         ("[::1]:5000", "[::1]", "[::1]", True),
     ],
 )
-def test_the_interface_that_the_nodes_meet_on(
-    meeting: str, bound: str, told: str, is_ipv6: bool
-) -> None:
+def test_relay_binds_meeting_interface(meeting: str, bound: str, told: str, is_ipv6: bool) -> None:
     address = choose_address(meeting)
     assert (address.bound, address.told, address.is_ipv6) == (bound, told, is_ipv6)
 
 
-def test_a_name_that_means_the_loopback_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_loopback_name_binds_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_inflight.scheduler.nodes import address
 
     monkeypatch.setattr(address, "_own_address_towards", lambda host, port: "127.0.1.1")
@@ -95,7 +93,7 @@ def test_a_name_that_means_the_loopback_here_alone(monkeypatch: pytest.MonkeyPat
 
 
 class Relayed:
-    """A relay whose front end is a socket of the test, as is ``node``."""
+    """A relay with test sockets for its front end and for ``node``."""
 
     def __init__(self, context: zmq.Context[Any], door: Door, node: zmq.Socket[bytes]) -> None:
         messages.make_known()
@@ -108,7 +106,7 @@ class Relayed:
         self.relay = Relay(sending, door)
 
     def heard(self) -> list[Any]:
-        """By the front end."""
+        """Return the messages received by the front end."""
         found = []
         while self._front_end.poll(0):
             found.append(sock_recv(self._front_end))
@@ -117,7 +115,7 @@ class Relayed:
 
 @pytest.fixture
 def relayed() -> Iterator[Relayed]:
-    """What its node sends is there at once."""
+    """A relay whose node's messages arrive at once."""
     context: zmq.Context[Any] = zmq.Context()
     listening, ends = context.socket(zmq.PULL), context.socket(zmq.PAIR)
     listening.bind("inproc://relay")
@@ -129,7 +127,7 @@ def relayed() -> Iterator[Relayed]:
 
 @pytest.fixture
 def reachable() -> Iterator[Relayed]:
-    """A relay that strangers can connect to."""
+    """A relay on a port open to strangers."""
     context: zmq.Context[Any] = zmq.Context()
     door = open_door(context, LOOPBACK)
     yield Relayed(context, door, knock(context, door.whereabouts))
@@ -140,7 +138,7 @@ LOOPBACK = Address("127.0.0.1", "127.0.0.1", is_ipv6=False)
 
 
 def knock(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[bytes]:
-    """A socket like that of another node."""
+    """Open a socket like another node's."""
     node = context.socket(zmq.PUSH)
     node.curve_serverkey = where.key
     node.curve_publickey, node.curve_secretkey = zmq.curve_keypair()
@@ -149,12 +147,12 @@ def knock(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[bytes]:
 
 
 def connect_stranger(relayed: Relayed) -> socket.socket:
-    """A connection to the relay's port, and none of ZeroMQ's."""
+    """Open a TCP connection to the relay's port without ZeroMQ."""
     port = int(relayed.door.whereabouts.endpoint.rpartition(":")[2])
     return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
-def test_answers_are_handed_on(relayed: Relayed) -> None:
+def test_relay_passes_answers_on(relayed: Relayed) -> None:
     answer = Failed(call_id="one", tp_rank=1, message="no", error="Conflict")
     relayed.relay.take([encode(answer)], 0.0)
     assert relayed.heard() == [answer]
@@ -163,7 +161,7 @@ def test_answers_are_handed_on(relayed: Relayed) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\xc1", encode(StatusCall()), encode(["PickleWrapper", b"cos\n"])]
 )
-def test_what_is_no_answer_is_dropped(
+def test_relay_drops_and_counts_other_messages(
     relayed: Relayed, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     relay = relayed.relay
@@ -175,7 +173,7 @@ def test_what_is_no_answer_is_dropped(
     assert "3 messages there were no answers" in caplog.text
 
 
-def test_an_answer_longer_than_a_frame_comes_whole(
+def test_answer_longer_than_a_frame_arrives_whole(
     reachable: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(RemoteReplies, "_say_that_we_are_here", lambda far: None)
@@ -184,7 +182,7 @@ def test_an_answer_longer_than_a_frame_comes_whole(
     assert listen_until_heard(reachable) == [answer]
 
 
-def test_an_answer_with_another_key_is_refused_in_the_handshake(
+def test_answer_with_wrong_key_is_refused(
     reachable: Relayed, caplog: pytest.LogCaptureFixture
 ) -> None:
     context: zmq.Context[Any] = zmq.Context()
@@ -215,7 +213,7 @@ _NULL = b"NULL".ljust(20, b"\0") + bytes(32)
 _CURVE = b"CURVE".ljust(20, b"\0") + bytes(32)
 _READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x04PUSH"
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-# A frame that says of itself that it is long, and that the message goes on after it.
+# A frame announcing a great length, and a further frame after it.
 _LONG_FRAME = b"\x03" + (1 << 20).to_bytes(8, "big") + bytes(1 << 20)
 _BARE_FRAME = b"\xff" + ((1 << 20) + 1).to_bytes(8, "big") + b"\x01" + bytes(1 << 20)
 
@@ -231,7 +229,7 @@ _BARE_FRAME = b"\xff" + ((1 << 20) + 1).to_bytes(8, "big") + b"\x01" + bytes(1 <
     ],
     ids=["NULL", "CURVE", "ZMTP 2", "ZMTP 1", "ZMTP 1 without a version"],
 )
-def test_a_stranger_cannot_fill_the_memory(
+def test_oversized_frame_of_a_stranger_is_refused(
     reachable: Relayed, greeting: bytes, frame: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connect_stranger(reachable) as stranger:
@@ -242,9 +240,7 @@ def test_a_stranger_cannot_fill_the_memory(
 
 
 @pytest.mark.parametrize("words", [b"", _SIGNATURE, _SIGNATURE + b"\x03\x00" + _CURVE])
-def test_a_stranger_who_says_no_more_is_let_go(
-    monkeypatch: pytest.MonkeyPatch, words: bytes
-) -> None:
+def test_silent_stranger_is_disconnected(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
     monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.HANDSHAKE_S", 0.1)
     context: zmq.Context[Any] = zmq.Context()
     door = open_door(context, LOOPBACK)
@@ -256,13 +252,13 @@ def test_a_stranger_who_says_no_more_is_let_go(
     context.destroy(linger=0)
 
 
-def test_a_libzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda capability: False)
     with pytest.raises(Unsupported, match="install pyzmq's own wheel"):
         open_door(zmq.Context(), LOOPBACK)
 
 
-def test_silence_is_told_once_and_its_end_too(relayed: Relayed) -> None:
+def test_silence_and_its_end_are_reported_once(relayed: Relayed) -> None:
     relay, pulse = relayed.relay, encode(Pulse(dp_rank=0, pp_rank=0, tp_rank=1))
     began = time.monotonic()
     relay.take([pulse], began)
@@ -275,7 +271,7 @@ def test_silence_is_told_once_and_its_end_too(relayed: Relayed) -> None:
     assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=None)]
 
 
-def test_what_was_said_while_the_relay_was_held_up_is_heard_first(relayed: Relayed) -> None:
+def test_delayed_relay_reads_pulses_before_reporting_silence(relayed: Relayed) -> None:
     relay, long_ago = relayed.relay, time.monotonic() - SILENCE_S - 1
     pulses = [[encode(Pulse(tp_rank=rank))] for rank in (1, 2)]
     for pulse in pulses:
@@ -287,7 +283,7 @@ def test_what_was_said_while_the_relay_was_held_up_is_heard_first(relayed: Relay
     assert relayed.heard() == []
 
 
-def test_strangers_keep_nobody_from_looking(
+def test_relay_reads_limited_messages_at_once(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.MOST_AT_ONCE", 2)

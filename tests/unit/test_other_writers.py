@@ -1,4 +1,4 @@
-"""Whatever writes live weights beside an update is noticed, or refused."""
+"""Writes to live weights outside an update are noticed, or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOBODY: Any = None
 
 
 class MemoryRelease:
-    """Of whom it is asked what was noticed."""
+    """Records the reports of such writes."""
 
     def __init__(self) -> None:
         self.noticed: list[Any] = []
@@ -54,7 +54,7 @@ def model() -> nn.Module:
 def handle(
     memory_release: MemoryRelease, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Any], None]:
-    """SGLang's handling of a request, on a scheduler to which a plugin has added methods."""
+    """SGLang's handling of a request, on a scheduler with a plugin's methods."""
     monkeypatch.setattr(other_writers, "is_true_of_any", bool)
 
     class Extended(Scheduler):
@@ -63,11 +63,11 @@ def handle(
             self.weight_updater = SimpleNamespace(_select_runners=lambda which: runners)
 
         def scale(self, by: float) -> None:
-            # as loaders do, past the count of a tensor's writes
+            # loaders write through ``.data``, and a tensor's version does not count such writes
             model.get_parameter("weight").data.mul_(by)
 
         def configure_logging(self) -> None:
-            """One of SGLang's own, made to write: it is not looked at."""
+            """One of SGLang's own methods, made to write. Its writes are not checked."""
             self.scale(2.0)
 
     Extended.configure_logging.__module__ = Scheduler.__module__
@@ -83,7 +83,7 @@ def handle(
     return handle
 
 
-def test_an_rpc_that_writes_weights(
+def test_weights_written_by_an_rpc_are_noticed(
     handle: Callable[[Any], None], memory_release: MemoryRelease
 ) -> None:
     handle(RpcReqInput(method="scale", parameters={"by": 1.0}))
@@ -92,7 +92,7 @@ def test_an_rpc_that_writes_weights(
     assert memory_release.noticed == ["the RPC 'scale' has written them"]
 
 
-def test_an_rpc_that_writes_and_fails(
+def test_rpc_without_a_write_is_not_reported(
     handle: Callable[[Any], None], memory_release: MemoryRelease, model: nn.Module
 ) -> None:
     with pytest.raises(TypeError):
@@ -103,7 +103,7 @@ def test_an_rpc_that_writes_and_fails(
     assert memory_release.noticed == []
 
 
-def test_sglangs_own_rpcs_are_not_slowed(
+def test_sglangs_own_rpcs_are_not_checked(
     handle: Callable[[Any], None], memory_release: MemoryRelease
 ) -> None:
     handle(RpcReqInput(method="configure_logging"))
@@ -119,7 +119,7 @@ def test_sglangs_own_rpcs_are_not_slowed(
     ],
     ids=lambda request: type(request).__name__,
 )
-def test_updates_do_not_pass_us_by(
+def test_sglangs_update_requests_are_refused(
     handle: Callable[[Any], None], memory_release: MemoryRelease, request_of_sglang: Any
 ) -> None:
     with pytest.raises(Refused, match=f"{type(request_of_sglang).__name__} .*HTTP routes"):
@@ -127,14 +127,14 @@ def test_updates_do_not_pass_us_by(
     assert memory_release.noticed == []
 
 
-def test_memory_that_sglang_brings_back(
+def test_memory_resumed_by_sglang_is_noticed(
     handle: Callable[[Any], None], memory_release: MemoryRelease
 ) -> None:
     handle(ResumeMemoryOccupationReqInput(tags=["weights"]))
     assert memory_release.noticed == [["weights"]]
 
 
-def test_no_rollback_leads_to_weights_without_a_name() -> None:
+def test_rollback_to_unnamed_weights_is_not_offered() -> None:
     scheduler: Any = SimpleNamespace(device="cpu")
     live = LiveWeights(scheduler)
     served, shadow = torch.zeros(4), torch.ones(4)
@@ -145,7 +145,7 @@ def test_no_rollback_leads_to_weights_without_a_name() -> None:
     served.fill_(7.0)
     live.lose_name()
     assert known(live) == (None, False, None)
-    # an update reads what is live, as it is at its seal
+    # an update reads the live weights at its seal
     live.digest = "sevens"
     live.swap_in("zeros", swap, base_version="v1")
     assert known(live) == (None, False, "zeros")
@@ -154,6 +154,6 @@ def test_no_rollback_leads_to_weights_without_a_name() -> None:
 
 
 def known(live: LiveWeights) -> tuple[str | None, bool, str | None]:
-    """The digest of the version before, whether a way leads back to it, and that of this one."""
+    """Return the previous version's digest, its reachability by rollback, and the live digest."""
     before = None if live.previous is None else live.previous.digest
     return before, live.holds_previous, live.digest

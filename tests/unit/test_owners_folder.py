@@ -1,4 +1,4 @@
-"""Folders of owners: those that live keep theirs, and dead ones' go."""
+"""Live owners keep their folders, and folders of dead owners are removed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def owner(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that has a folder."""
+    """Run a process with an owner's folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", _OWNER],
         env={**os.environ, "TMPDIR": str(parent)},
@@ -47,7 +47,7 @@ def owner(parent: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.kill()
 
 
-def test_the_folder_of_an_owner_that_was_killed_is_removed(parent: Path) -> None:
+def test_killed_owners_folder_is_removed(parent: Path) -> None:
     with owner(parent) as (process, left):
         remove_abandoned(parent)
         assert (left / "calls").exists()
@@ -58,16 +58,14 @@ def test_the_folder_of_an_owner_that_was_killed_is_removed(parent: Path) -> None
         assert [*parent.iterdir()] == [own.path]
 
 
-def test_an_owner_that_ends_removes_its_folder(parent: Path) -> None:
+def test_owner_removes_its_folder_on_exit(parent: Path) -> None:
     own = OwnersFolder()
     assert own.path.stat().st_mode & 0o777 == 0o700
     del own
     assert not [*parent.iterdir()]
 
 
-def test_a_folder_that_is_being_made_is_not_removed(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_folder_is_not_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make = tempfile.mkdtemp
 
     def interrupted(prefix: str) -> str:
@@ -80,9 +78,7 @@ def test_a_folder_that_is_being_made_is_not_removed(
     assert own.path.exists()
 
 
-def test_a_folder_that_cannot_be_locked_stays(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unlockable_folder_is_not_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folder, "_locks", lambda opened: False)
     own = OwnersFolder()
     monkeypatch.undo()
@@ -90,9 +86,7 @@ def test_a_folder_that_cannot_be_locked_stays(
     assert own.path.exists()
 
 
-def test_nothing_of_somebody_elses_is_removed(
-    parent: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_files_are_not_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = parent / "elsewhere"
     elsewhere.mkdir()
     (parent / "sglang-inflight.link").symlink_to(elsewhere)

@@ -1,4 +1,4 @@
-"""Memory of the reference platform that goes and comes back, and what a touch of it does."""
+"""Release and return of memory on the reference platform, and a touch of released memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZE = 64 * MIB
 
 
 def resident() -> int:
-    """Bytes of this process."""
+    """Resident bytes of this process."""
     return memory.resident(os.getpid())
 
 
@@ -25,10 +25,10 @@ def saver_of(**tensors: list[torch.Tensor]) -> PageSaver:
     return saver
 
 
-def test_memory_goes_and_comes_back_where_it_was() -> None:
+def test_released_memory_returns_at_its_address() -> None:
     weights = torch.ones(SIZE, dtype=torch.uint8)
     cache = torch.ones(SIZE, dtype=torch.uint8)
-    # a view shares its storage, and a commit may have swapped it since
+    # a view shares its storage, and a commit may have swapped the storage since
     saver = saver_of(weights=[weights, weights[: SIZE // 2]], kv_cache=[cache])
     address, before = weights.data_ptr(), resident()
     saver.pause("weights")
@@ -37,7 +37,7 @@ def test_memory_goes_and_comes_back_where_it_was() -> None:
     assert before - resident() > 0.9 * 2 * SIZE
     saver.resume("weights")
     assert weights.data_ptr() == address
-    # the ends of a storage stay what they were: their pages may be shared
+    # the ends of a storage keep their contents: their pages may be shared
     assert weights.sum().item() < 2 * os.sysconf("SC_PAGESIZE")
     weights.fill_(2)
     assert weights.sum().item() == 2 * SIZE
@@ -46,8 +46,8 @@ def test_memory_goes_and_comes_back_where_it_was() -> None:
     assert before - resident() < 0.1 * SIZE
 
 
-def test_what_shares_a_page_stays() -> None:
-    """Of tensors below the size of a page nothing can go."""
+def test_shared_pages_are_not_released() -> None:
+    """No page belongs to a tensor smaller than a page."""
     small = [torch.full((100,), float(i)) for i in range(50)]
     saver = saver_of(weights=small)
     saver.pause("weights")
@@ -56,7 +56,7 @@ def test_what_shares_a_page_stays() -> None:
     saver.resume("weights")
 
 
-def test_a_touch_of_what_is_away_ends_the_process() -> None:
+def test_touch_of_released_memory_crashes() -> None:
     weights = torch.ones(SIZE, dtype=torch.uint8)
     saver = saver_of(weights=[weights])
     saver.pause("weights")

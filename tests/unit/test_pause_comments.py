@@ -1,4 +1,4 @@
-"""What becomes of an answer that a comment began, with applications that answer as told."""
+"""The answer after a pause comment began it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMENT = ": paused mode=in_place"
 
 
 class Paused:
-    """Until it was asked ``times`` times. An application waits for the end of it."""
+    """A pause of ``times`` polls. ``ended`` is set at its end."""
 
     def __init__(self, times: int = 3) -> None:
         self._left = times
@@ -50,7 +50,7 @@ async def ask(
     client = httpx.AsyncClient(transport=transport, base_url="http://test")
     async with asyncio.timeout(PATIENCE_S), client:
         asked = {"stream": True} if body is None else body
-        # as servers hand paths to applications
+        # servers pass the path with its prefix
         return await client.post(f"{root_path}/generate", json=asked)
 
 
@@ -67,7 +67,7 @@ def lines_of(response: httpx.Response) -> list[str]:
     ],
     ids=["OpenAI's", "SGLang's", "text"],
 )
-def test_a_late_error_is_an_event(late: Response, event: dict[str, Any]) -> None:
+def test_error_after_a_comment_is_an_event(late: Response, event: dict[str, Any]) -> None:
     async def answer(paused: Paused) -> Response:
         await paused.ended.wait()
         return late
@@ -80,8 +80,8 @@ def test_a_late_error_is_an_event(late: Response, event: dict[str, Any]) -> None
     assert done == "data: [DONE]"
 
 
-def test_a_line_that_says_nothing_is_empty() -> None:
-    """Readers that take every other line for JSON pass it over."""
+def test_comments_without_reason_are_empty_lines() -> None:
+    """Readers that parse every other line as JSON skip an empty line."""
 
     async def answer(paused: Paused) -> Response:
         async def events() -> AsyncIterator[str]:
@@ -95,7 +95,7 @@ def test_a_line_that_says_nothing_is_empty() -> None:
     assert response.text == "data: {}\n\n" + "\n" * 3 + "data: [DONE]\n\n"
 
 
-def test_behind_a_proxy_that_takes_a_prefix_off() -> None:
+def test_pause_comments_work_behind_a_path_prefix() -> None:
     async def answer(paused: Paused) -> Response:
         await paused.ended.wait()
         return JSONResponse({"message": "full"}, 503)
@@ -105,7 +105,7 @@ def test_behind_a_proxy_that_takes_a_prefix_off() -> None:
 
 
 @pytest.mark.parametrize("body", [{"stream": False}, {}, {"stream": "yes"}, [1]])
-def test_who_did_not_ask_for_a_stream(body: Any) -> None:
+def test_unstreamed_request_gets_no_comments(body: Any) -> None:
     async def answer(paused: Paused) -> Response:
         await paused.ended.wait()
         return JSONResponse({"message": "full"}, 503)
@@ -114,7 +114,7 @@ def test_who_did_not_ask_for_a_stream(body: Any) -> None:
     assert (response.status_code, response.json()) == (503, {"message": "full"})
 
 
-def test_an_event_is_not_interrupted() -> None:
+def test_comment_does_not_split_an_event() -> None:
     async def answer(paused: Paused) -> Response:
         async def events() -> AsyncIterator[str]:
             yield "data: begun "

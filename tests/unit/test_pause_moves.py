@@ -1,4 +1,4 @@
-"""The moves of the pause machine, made on a scheduler."""
+"""Moves of the pause machine, carried out on a scheduler."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Request:
 
 
 class Scheduler:
-    """It writes down what it is told, and holds two requests until they are aborted."""
+    """Records its calls, and holds two requests until they are aborted."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
         self.running: set[Any] = {object(), object()}
         self.chunked_req = self.cur_batch_for_debug = None
         self.disaggregation_mode = DisaggregationMode.NULL
-        # no socket: it does not sleep
+        # without a socket the pause does not sleep
         self.ipc_channels = SimpleNamespace(recv_from_tokenizer=None)
         self.fails = False
         self.waiting: list[Any] = []
         self.elsewhere: list[Any] = []
         self.live: list[Any] = []
 
-    # as a scheduler
+    # methods of a scheduler
 
     def pause_generation(self, request: Any) -> None:
         self.told.append(f"pause {request.mode}")
@@ -45,7 +45,7 @@ class Scheduler:
     def abort_request(self, request: Any) -> None:
         self.told.append("abort")
 
-    # as its boundary
+    # methods of its boundary
 
     pending_batches: tuple[Any, ...] = ()
 
@@ -116,7 +116,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
     return Rank()
 
 
-def test_a_move_that_fails_moves_nothing(rank: Rank) -> None:
+def test_failed_retract_leaves_state_unchanged(rank: Rank) -> None:
     rank.scheduler.fails = True
     with pytest.raises(RuntimeError, match="no memory"):
         rank.ask("retract", "first")
@@ -130,10 +130,10 @@ def test_a_move_that_fails_moves_nothing(rank: Rank) -> None:
     assert rank.scheduler.told == ["retract", "pause in_place"]
 
 
-def test_each_caller_hears_how_many_requests_it_aborted(rank: Rank) -> None:
+def test_abort_answer_counts_aborted_requests(rank: Rank) -> None:
     rank.ask("abort", "first")
     assert not rank.pause.holds_the_loop()
-    # the same pause, asked for again, while the first one's requests still end
+    # the same pause asked again, while the first call's requests still end
     rank.ask("abort", "second")
     [(call_id, said)] = rank.answers.given
     assert (call_id, "took its place" in said) == ("first", True)
@@ -145,10 +145,8 @@ def test_each_caller_hears_how_many_requests_it_aborted(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("ends", ["the requests", "the wait"])
-def test_a_lease_begins_when_it_is_granted(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    """By the clock here, whatever that of the first rank, which may be another machine's, says."""
+def test_lease_starts_at_the_grant(rank: Rank, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    """The lease counts by the local clock. The first rank may run on another machine."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(pp_size=1))
@@ -167,7 +165,7 @@ def test_a_lease_begins_when_it_is_granted(
     assert rank.pause.describe().holders[0].lease_left_s == 1.0
 
 
-def test_draining_ends_a_freeze_and_running_on_only_a_freeze(rank: Rank) -> None:
+def test_only_a_freeze_is_continued(rank: Rank) -> None:
     rank.ask("in_place", "first")
     rank.ask("wait", "second")
     told = ["pause in_place", "continue, torch_empty_cache=False"]
@@ -177,7 +175,7 @@ def test_draining_ends_a_freeze_and_running_on_only_a_freeze(rank: Rank) -> None
     assert rank.state() == "running"
 
 
-def test_what_is_on_its_way_when_a_pause_begins_may_run_and_is_not_waited_for(rank: Rank) -> None:
+def test_draining_pause_admits_requests_in_transfer(rank: Rank) -> None:
     coming: Any = Request()
     later: Any = Request()
     rank.scheduler.elsewhere = [coming]
@@ -185,15 +183,15 @@ def test_what_is_on_its_way_when_a_pause_begins_may_run_and_is_not_waited_for(ra
     assert (rank.pause.admits(coming), rank.pause.admits(later)) == (True, False)
     rank.scheduler.running = set()
     assert not rank.pause._still_drains()
-    # it has come, and waits for its turn
+    # the request has arrived, and waits for its turn
     rank.scheduler.elsewhere, rank.scheduler.waiting = [], [coming, later]
     assert rank.pause._still_drains()
     rank.scheduler.waiting = [later]
     assert not rank.pause._still_drains()
 
 
-def test_what_was_ended_on_its_way_is_waited_for(rank: Rank) -> None:
-    """It takes the loop to let go of its memory."""
+def test_abort_waits_for_aborted_transfers(rank: Rank) -> None:
+    """Only the loop can free the request's memory."""
     rank.scheduler.elsewhere = [Request()]
     rank.ask("abort", "first")
     rank.scheduler.running = set()
@@ -202,8 +200,10 @@ def test_what_was_ended_on_its_way_is_waited_for(rank: Rank) -> None:
     assert not rank.pause._still_drains()
 
 
-def test_no_request_is_forgiven_more_time_than_it_has_waited(rank: Rank) -> None:
-    """One was there before the pause, one came in it, one has not waited yet."""
+def test_timeout_extension_is_at_most_the_time_waited(rank: Rank) -> None:
+    """One request from before the pause, one from within the pause, and one that has not waited
+    yet.
+    """
     began = time.perf_counter()
     times = [began - 1, began, 0.0]
     stats = [SimpleNamespace(wait_queue_entry_time=at, forward_entry_time=at) for at in times]

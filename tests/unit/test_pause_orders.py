@@ -1,9 +1,9 @@
-"""Every order of events, of whatever length, through the machine of pauses.
+"""Every order of events, of any length, through the pause machine.
 
-The machine is a function of the pauses held and of an event, so an order is a path through the
-states that any order leads to. There are few of them, and what holds at each event in each of
-them holds along every path. Times are all one time here, and a call's id says what it is: what
-differs in these alone is one state.
+The machine is a function of the held pauses and an event, so an order is a path through reachable
+states. There are few states. A property checked at each event in each state holds along every path.
+All events happen at one time, and a call's id names its content, so states differing only in times
+or ids are one state.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def itself(event: Event) -> Make:
     return lambda _: event
 
 
-# by the time at which they happen
+# by the time of the event
 EVENTS: dict[str, Make] = {
     "a in_place": ask("in_place", "a"),
     "a retract": ask("retract", "a"),
@@ -113,7 +113,7 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     held = [holder.pause_id for holder in pauses.holders]
     waiting = [each.call.pause_id for each in pauses.waiting]
 
-    # the state is what is held
+    # the state follows from the held pauses
     assert (pauses.state is RUNNING) == (not held)
     assert (pauses.state is DRAINING) == bool(waiting)
     assert len(set(held)) == len(held)
@@ -124,7 +124,7 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     without_lease = {holder.pause_id for holder in pauses.holders if holder.expires_at is None}
     assert without_lease == {*waiting, MEMORY} & set(held)
 
-    # the scheduler is told of it, and of nothing that it is not to do
+    # the moves bring the scheduler to that state, and no further move is made
     assert loop_after(done.moves, before.state) is pauses.state
     if before.state is RUNNING and pauses.state is RUNNING:
         assert done.moves == ()
@@ -136,7 +136,7 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     calls += [event.call] if isinstance(event, Asked | Continued) else []
     answered = [each.call for each in done.sayings if isinstance(each, Grant | Released | Refuse)]
     assert ids([*answered, *(each.call for each in pauses.waiting)]) == ids(calls)
-    # and what it hears is so when it hears it
+    # each answer is true at its time
     for saying in done.sayings:
         if isinstance(saying, Grant):
             assert pauses.state is FROZEN
@@ -146,9 +146,9 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
             assert saying.call.pause_id is not None or held in ([], [MEMORY])
         elif isinstance(saying, Refuse):
             assert saying.why
-            # but by a later call
+            # except by a later call
             assert saying.call.pause_id not in held or isinstance(event, Asked)
-            # nobody is told that memory holds generation back but when it does
+            # memory is named as the reason only while it holds generation back
             assert (MEMORY in held) or "cannot go on" not in saying.why
     continues = any(isinstance(saying, SayThatGenerationContinues) for saying in done.sayings)
     ended = before.state is not RUNNING and pauses.state is RUNNING
@@ -156,19 +156,19 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     lease_over = any(isinstance(saying, LeaseExpired) for saying in done.sayings)
     assert lease_over == (isinstance(event, LeaseOver) and before.find(event.pause_id) is not None)
 
-    # what is away is touched by no step, and only its return lets generation go on
+    # no step touches released memory, and only its return lets generation go on
     assert MEMORY not in held or pauses.state is FROZEN
     if before.memory is not None and not isinstance(event, MemoryBack):
         assert MEMORY in held
 
-    # who does nothing, and waits for nothing, keeps what it has
+    # a holder without a call of its own keeps its pause, unless it waits
     if not (isinstance(event, Continued) and event.call.pause_id is None):
         idle = {holder.pause_id for holder in before.holders} - {about(event)}
         assert idle - {each.call.pause_id for each in before.waiting} <= set(held)
 
 
 def about(event: Event) -> str | None:
-    """The pause that an event is about, if it is about one."""
+    """Return the pause named by an event, or None."""
     match event:
         case Asked(call):
             return call.pause_id
@@ -183,7 +183,7 @@ def about(event: Event) -> str | None:
 
 
 def loop_after(moves: tuple[Move, ...], loop: PauseState) -> PauseState:
-    """What the moves leave a loop doing."""
+    """Return the loop's state after the moves."""
     does = {Freeze: FROZEN, Drain: DRAINING, RunOn: RUNNING}
     for move in moves:
         loop = does.get(type(move), loop)
@@ -201,7 +201,7 @@ def key(pauses: HeldPauses) -> Any:
 
 @functools.cache
 def reachable() -> list[tuple[HeldPauses, Event, Transition]]:
-    """Each event in each state that any order leads to, and what comes of it."""
+    """Return each event in each reachable state, with its transition."""
     events = [make(0.0) for make in EVENTS.values()]
     begin = HeldPauses()
     known, pending, found = {key(begin)}, [begin], []
@@ -217,7 +217,7 @@ def reachable() -> list[tuple[HeldPauses, Event, Transition]]:
     return found
 
 
-def test_every_order() -> None:
+def test_invariants_hold_in_every_order_of_pauses() -> None:
     states = {before.state for before, _, _ in reachable()}
     assert states == set(PauseState)
     for before, event, done in reachable():
@@ -225,7 +225,7 @@ def test_every_order() -> None:
 
 
 def row_of(pauses: HeldPauses, event: Event) -> str:
-    """The row of the table that ``event`` is in."""
+    """Return the table's row of ``event``."""
     match event:
         case LeaseOver():
             return "lease over"
@@ -246,7 +246,7 @@ def row_of(pauses: HeldPauses, event: Event) -> str:
             return "take, unless frozen" if call.yields else f"take {modes}"
 
 
-def test_the_table_is_the_machine() -> None:
+def test_docstrings_table_matches_machine() -> None:
     table: dict[tuple[str, PauseState], set[PauseState]] = {}
     assert machine.__doc__ is not None
     rows = re.findall(r"^    (\w.*?)  +(\S.*?)  +(\S.*?)  +(\S.*)$", machine.__doc__, re.MULTILINE)
@@ -260,8 +260,8 @@ def test_the_table_is_the_machine() -> None:
     assert table == found
 
 
-def test_a_message_is_left_as_it_is() -> None:
-    """Who sent it may send it again."""
+def test_transition_does_not_change_messages() -> None:
+    """The sender may send the message again."""
     reachable()
     assert {name: make(0.0) for name, make in EVENTS.items()} == AS_SENT
 
@@ -277,11 +277,11 @@ def after(*names: str) -> HeldPauses:
     ("names", "modes"),
     [
         (("a in_place", "b retract"), [("a", "in_place"), ("b", "retract")]),
-        # who asks last decides the mode, and a renewal asks for nothing
+        # the last call decides the mode, and a renewal does not
         (("a in_place", "b retract", "a in_place"), [("b", "retract"), ("a", "in_place")]),
         (("a in_place", "b retract", "a renews"), [("a", "in_place"), ("b", "retract")]),
         (("a retract", "a renews as in_place"), [("a", "in_place")]),
-        # a freeze ends the draining of others, who then hold nothing
+        # a freeze ends the draining of other holders and takes their pauses
         (("a in_place", "b wait", "a in_place"), [("a", "in_place")]),
         (("a wait", "b abort", "a has waited too long"), [("a", "wait")]),
         (("a wait", "b abort", "drained"), [("a", "wait"), ("b", "abort")]),
@@ -298,7 +298,9 @@ def after(*names: str) -> HeldPauses:
         ),
     ],
 )
-def test_who_holds_it(names: tuple[str, ...], modes: list[tuple[str, str]]) -> None:
+def test_holders_and_modes_after_an_order(
+    names: tuple[str, ...], modes: list[tuple[str, str]]
+) -> None:
     assert [(holder.pause_id, holder.mode) for holder in after(*names).holders] == modes
 
 
@@ -307,7 +309,7 @@ def test_who_holds_it(names: tuple[str, ...], modes: list[tuple[str, str]]) -> N
     [
         (("a in_place", "b retract"), [(1, LeaseOver("a")), (2, LeaseOver("b"))]),
         (("a in_place", "a renews"), [(2, LeaseOver("a"))]),
-        # of a call that waits no lease has begun
+        # a waiting call's lease has not begun
         (("a abort", "b wait"), []),
         (("a in_place", "b wait"), [(1, LeaseOver("a"))]),
         (("a abort", "b wait", "drained"), [(3, LeaseOver("a")), (3, LeaseOver("b"))]),
@@ -316,14 +318,14 @@ def test_who_holds_it(names: tuple[str, ...], modes: list[tuple[str, str]]) -> N
         (("a in_place", "a wait", "a continues"), []),
     ],
 )
-def test_leases_are_counted_from_the_grant(
+def test_lease_alarms_count_from_the_grant(
     names: tuple[str, ...], alarms: list[tuple[float, LeaseOver]]
 ) -> None:
     found = [each for each in after(*names).alarms if isinstance(each[1], LeaseOver)]
     assert found == [(begun + LEASE_S, event) for begun, event in alarms]
 
 
-def test_waits_are_counted_from_the_call() -> None:
+def test_wait_alarms_count_from_the_call() -> None:
     assert after("a abort", "b wait").alarms == [(2 + TIMEOUT_S, WaitOver("b", 2 + TIMEOUT_S))]
 
 
@@ -336,12 +338,12 @@ def test_waits_are_counted_from_the_call() -> None:
         ("wait", (Drain,)),
     ],
 )
-def test_what_a_mode_does_first(mode: str, moves: tuple[type, ...]) -> None:
+def test_mode_makes_its_first_moves(mode: str, moves: tuple[type, ...]) -> None:
     done = transition(HeldPauses(), EVENTS[f"a {mode}"](1))
     assert tuple(type(move) for move in done.moves) == moves
 
 
-def test_retract_drains_where_a_server_says_so() -> None:
+def test_retract_drains_when_server_requires_it() -> None:
     call = PauseCall(call_id="a retracts", mode="retract", pause_id="a")
     asked = transition(HeldPauses(), Asked(call, 0.0, (*machine.DRAINING_MODES, "retract")))
     assert (asked.pauses.state, asked.moves, asked.sayings) == (DRAINING, (Drain(),), ())
@@ -350,7 +352,7 @@ def test_retract_drains_where_a_server_says_so() -> None:
     assert drained.sayings == (Grant(call),)
 
 
-def test_one_who_is_refused_is_told_why() -> None:
+def test_pause_refusal_names_reason() -> None:
     pauses = after("a wait")
     refused, granted = transition(pauses, EVENTS["b in_place"](2)).sayings
     assert isinstance(refused, Refuse)

@@ -1,4 +1,4 @@
-"""The call of a pause made again, by the name that its caller chose, at any moment of the first."""
+"""A pause call repeated under its chosen name, at any moment of the first call."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from sglang_inflight.messages import (
 from tests.support.ticks import run, tick, until_idle
 
 BODY = PauseBody(mode="in_place", new_id="p")
-# more than a call waits for by itself
+# more ticks than a call waits for by itself
 MOST_TICKS = 100
 
 
 class OneRank(Ranks):
-    """In a long step, until the test says that it is over. Then it does what it was told."""
+    """A rank in a long step. ``step`` ends it and carries the calls out."""
 
     def __init__(self) -> None:
         self.held: list[str] = []
@@ -65,7 +65,7 @@ class OneRank(Ranks):
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none, whose settings this is one of."""
+    """Let pauses work without a server's settings."""
     for module in ("pauses", "sglangs_pause"):
         monkeypatch.setattr(f"sglang_inflight.frontend.{module}.why_no_pause", lambda: None)
 
@@ -85,8 +85,8 @@ async def finish(rank: OneRank, calls: list[asyncio.Task[Grant]]) -> None:
         await until_idle()
 
 
-def test_while_the_first_is_taken_back() -> None:
-    """At each tick of the loop after its caller has left; and a third call, after the second."""
+def test_repeated_pause_is_granted_during_release_of_first() -> None:
+    """At each tick after the first caller left, a second and a third call are made."""
 
     async def play(ticks: int) -> bool:
         rank = OneRank()
@@ -100,7 +100,7 @@ def test_while_the_first_is_taken_back() -> None:
         await finish(rank, [first, *again])
         assert first.cancelled()
         assert {call.result().pause_id for call in again} == {"p"}
-        # that of the first, which was taken back, and theirs
+        # two takes: the first caller's, since released, and one for both repeats
         assert (rank.held, rank.takes) == (["p"], 2)
         assert pauses._taking == {}
         return is_idle
@@ -108,7 +108,7 @@ def test_while_the_first_is_taken_back() -> None:
     assert any(run(play(ticks)) for ticks in range(MOST_TICKS))
 
 
-def test_all_have_left() -> None:
+def test_pause_without_callers_is_released() -> None:
     async def play() -> None:
         rank = OneRank()
         pauses = pauses_of(rank)

@@ -1,4 +1,4 @@
-"""SGLang's own penalizers, of a request that was retracted and of one that was not."""
+"""SGLang's own penalizers, with and without a retraction."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ HOOKS = {
     BatchedRepetitionPenalizer: penalties.note_repetition,
     BatchedMinNewTokensPenalizer: penalties.count_tokens,
 }
-# tokens of one request after the other; the last request has no penalties
+# tokens of each request. The last request has no penalties.
 MADE: tuple[list[int], ...] = ([3, 4, 3], [], [5, 5])
 
 
 class Batch:
-    """Requests with these tokens, of which the penalizers have counted ``counted``."""
+    """Requests with the given output tokens."""
 
     def __init__(self, made: tuple[list[int], ...], *, enable_overlap: bool) -> None:
         self.device, self.enable_overlap = "cpu", enable_overlap
@@ -58,11 +58,9 @@ def request(tokens: list[int], *, is_penalized: bool) -> Any:
 
 
 @pytest.mark.parametrize("enable_overlap", [False, True], ids=["normal", "overlap"])
-def test_a_retraction_forgets_no_penalty(
-    monkeypatch: pytest.MonkeyPatch, enable_overlap: bool
-) -> None:
+def test_retraction_keeps_penalties(monkeypatch: pytest.MonkeyPatch, enable_overlap: bool) -> None:
     undisturbed = Batch(([], [], []), enable_overlap=enable_overlap)
-    # as ``ScheduleBatch.cumulate_penalty_output_tokens`` counts, a step behind under overlap
+    # count like ``ScheduleBatch.cumulate_penalty_output_tokens``: one step behind under overlap
     for step in range(max(map(len, MADE))):
         for req, tokens in zip(undisturbed.reqs, MADE, strict=True):
             req.output_ids = tokens[: step + (not enable_overlap)]
@@ -77,11 +75,11 @@ def test_a_retraction_forgets_no_penalty(
 
         monkeypatch.setattr(penalizer, "_prepare", prepare_and_count)
     again = Batch(MADE, enable_overlap=enable_overlap)
-    # under overlap the first step counts the prompt's last token, for want of another
+    # under overlap the first step has only the prompt's last token to count
     expected = undisturbed.penalize()[0]
     if enable_overlap:
         expected[PROMPT] = again.penalize()[0, PROMPT]
-    # requests with fewer tokens were counted on in the first batch
+    # the first batch went on counting for requests with fewer tokens
     assert again.penalize()[0].tolist() == expected.tolist()
     assert (
         again.penalize()[1].tolist()

@@ -1,4 +1,4 @@
-"""Calls that wait until nothing is in flight are handled in the order in which they came."""
+"""Calls deferred to a drained pipeline are handled in the order of their arrival."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain
 
 @pytest.fixture
 def boundary(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Of a stage of a pipeline, with one microbatch in flight."""
+    """Boundary of a pipeline stage with one microbatch in flight."""
     monkeypatch.setattr(pipeline_drain, "get_parallel", lambda: SimpleNamespace(pp_size=2))
     return SimpleNamespace(pending_batches=["a microbatch"])
 
 
-def test_the_order(boundary: Any) -> None:
+def test_deferred_calls_keep_their_order(boundary: Any) -> None:
     still = PipelineDrain(boundary)
     handled: list[str] = []
     always = still.defer(handled.append)
@@ -27,7 +27,7 @@ def test_the_order(boundary: Any) -> None:
     sometimes("keep")
     assert handled == ["keep"]
     always("pause")
-    # it needs no still pipeline, and must not overtake what does
+    # this call needs no drained pipeline, and must not overtake an earlier call
     sometimes("keep again")
     assert handled == ["keep"]
     assert still.is_waited_for

@@ -1,7 +1,7 @@
-"""What the reference platform chooses where the user says nothing, and leaves where he does.
+"""Choices of the reference platform, with and without a choice by the user.
 
-In a process of its own: what is chosen is the environment of processes to come, and torch
-reads it when it is imported.
+Each case runs in a process of its own: the platform sets the environment of later processes, and
+torch reads the environment at its import.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from sglang_inflight import platform
 from sglang_inflight.cpu import WEIGHTS_A_THREAD, fast_dtype, threads_for
 from sglang_inflight.platform import ReferencePlatform
 
-# what a CPU without bfloat16 has at most
+# the most features of a CPU without bfloat16
 OLD_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 OWN = {"GOMP_SPINCOUNT": "7", "OMP_NUM_THREADS": "3"}
 OPEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "OMP_NUM_THREADS")
 
-# the cases of one import: each in a process forked from it, whose environment is its own
+# all cases share one import: each forks from it, with an environment of its own
 SERVE = """
 import json, os, sys
 from sglang.srt.arg_groups.model_override_base import resolved_view
@@ -46,7 +46,7 @@ for arguments, environment in json.loads(sys.argv[1]):
     assert os.wait()[1] == 0
 """
 
-# one thread waits for another, which sleeps: only what spins takes time of a core
+# one thread waits for a sleeping thread: only a spinning thread uses CPU time
 WAIT = """
 import time, torch
 torch.set_num_threads(2)
@@ -79,9 +79,8 @@ Chosen = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Chosen]:
-    """Where nobody chose, where the user did, and under attention DP, which has two spellings.
-
-    The model is tiny, and says bfloat16.
+    """Cases: no choice, the user's choice, and attention DP in its two spellings. The model is
+    tiny, and says bfloat16.
     """
     model = tmp_path_factory.mktemp("model")
     (model / "config.json").write_text(json.dumps(CONFIG))
@@ -89,12 +88,12 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Chosen]:
     cases = [(flags, {}), ([*flags, "--dtype", "bfloat16"], OWN)]
     attention_dp = ("--attn-dp-size",), ("--enable-dp-attention", "--dp-size")
     cases += [([*flags, "--tp-size", "2", *words, "2"], {}) for words in attention_dp]
-    # SGLang prints too
+    # SGLang prints lines of its own
     lines = _run(SERVE, json.dumps(cases), **OLD_CPU).splitlines()
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def test_what_nobody_chose(chosen: list[Chosen]) -> None:
+def test_platform_defaults(chosen: list[Chosen]) -> None:
     found = chosen[0]
     assert (found["dtype"], found["served"]) == ("float32", "torch.float32")
     assert found["env"]["OMP_WAIT_POLICY"] == "passive"
@@ -102,27 +101,27 @@ def test_what_nobody_chose(chosen: list[Chosen]) -> None:
     assert found["sleeps"]
 
 
-def test_what_the_user_chose(chosen: list[Chosen]) -> None:
+def test_platform_keeps_users_choices(chosen: list[Chosen]) -> None:
     found = chosen[1]
     assert (found["dtype"], found["served"]) == ("bfloat16", "torch.bfloat16")
     assert "OMP_WAIT_POLICY" not in found["env"]
     assert OWN.items() <= found["env"].items()
 
 
-def test_ranks_that_wait_for_each_other_never_sleep(chosen: list[Chosen]) -> None:
+def test_attention_dp_ranks_never_sleep(chosen: list[Chosen]) -> None:
     assert [found["sleeps"] for found in chosen] == [True, True, False, False]
 
 
 def test_quantized_weights_keep_their_dtype() -> None:
-    """Their kernels have a wish of their own."""
+    """The kernels of quantized weights choose the dtype."""
     server_args = SimpleNamespace(dtype="auto", quantization=None)
     config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
     ReferencePlatform()._choose_dtype(server_args, config)
     assert server_args.dtype == "auto"
 
 
-def test_threads_sleep_while_they_wait() -> None:
-    """What is chosen is what torch's OpenMP goes by."""
+def test_passive_threads_use_no_cpu_time() -> None:
+    """torch's OpenMP follows the chosen policy."""
     asleep, awake = (float(_run(WAIT, OMP_WAIT_POLICY=policy)) for policy in ("passive", "active"))
     assert asleep < awake
 
@@ -136,13 +135,13 @@ def test_threads_sleep_while_they_wait() -> None:
         (4 * WEIGHTS_A_THREAD, 2, 2),
     ],
 )
-def test_small_matrices_have_one_thread(weights: int, cores: int, threads: int) -> None:
+def test_threads_follow_matrix_size(weights: int, cores: int, threads: int) -> None:
     assert threads_for(weights, cores) == threads
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "avx512_core", "AVX512_CORE_VNNI"])
-def test_no_bfloat16_where_its_instructions_are_forbidden(isa: str) -> None:
-    """Or where there are none: then the reason is another, and the dtype is the same."""
+def test_bfloat16_is_off_without_its_instructions(isa: str) -> None:
+    """On a CPU without bfloat16 the reason differs, and the dtype is the same."""
     code = "from sglang_inflight.cpu import fast_dtype; print(fast_dtype())"
     said = _run(code, ONEDNN_MAX_CPU_ISA=isa)
     assert "dtype='float32'" in said
@@ -152,7 +151,7 @@ def test_no_bfloat16_where_its_instructions_are_forbidden(isa: str) -> None:
 
 @pytest.fixture
 def gpu_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine with a GPU that torch cannot use."""
+    """A machine with a GPU unusable by torch."""
     monkeypatch.setattr(platform, "DEVICES", tmp_path)
     monkeypatch.setattr(platform, "_has_accelerator", lambda: False)
     for name in ("CUDA_VISIBLE_DEVICES", "SGLANG_PLATFORM", "SGLANG_USE_CPU_ENGINE"):
@@ -162,7 +161,7 @@ def gpu_without_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(
+def test_unusable_gpu_is_not_replaced_by_cpu(
     gpu_without_driver: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert platform.activate() is None
@@ -178,18 +177,18 @@ def test_a_gpu_that_cannot_be_used_is_not_replaced_by_the_cpu(
         ("CUDA_VISIBLE_DEVICES", "-1"),
     ],
 )
-def test_the_cpu_can_be_chosen_on_a_machine_with_a_gpu(
+def test_cpu_can_be_chosen_beside_a_gpu(
     gpu_without_driver: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     assert platform.activate() == "sglang_inflight.platform:ReferencePlatform"
 
 
-def test_a_machine_without_a_gpu_is_served_on_the_cpu(gpu_without_driver: Path) -> None:
+def test_machine_without_gpu_uses_cpu(gpu_without_driver: Path) -> None:
     (gpu_without_driver / "nvidia0").unlink()
     assert platform.activate() == "sglang_inflight.platform:ReferencePlatform"
 
 
-def test_our_entry_point_has_the_name_that_is_told() -> None:
+def test_entry_point_matches_platform_name() -> None:
     (ours,) = distribution("sglang-inflight").entry_points.select(group="sglang.srt.platforms")
     assert ours.name == platform.NAME

@@ -1,4 +1,4 @@
-"""A survey of an SGLang says what does not fit, and where it has gone."""
+"""A survey of an SGLang names each misfit and its new place."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def grow(tmp_path: Path) -> Grow:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the Protocols of a test are looked at."""
+    """Look only at the Protocols of a test."""
     described: dict[type, Description] = {}
     monkeypatch.setattr(protocols, "FOLDERS", ())
     monkeypatch.setattr(protocols, "DESCRIBED", described)
@@ -117,7 +117,7 @@ def misfits(findings: Sequence[Finding]) -> dict[str, str | None]:
         "sglang.base",
     ],
 )
-def test_found(grow: Grow, name: str) -> None:
+def test_name_is_found_in_source(grow: Grow, name: str) -> None:
     assert grow(MODULE).find(name) is not None
 
 
@@ -125,11 +125,11 @@ def test_found(grow: Grow, name: str) -> None:
     "name",
     ["sglang.thing.Thing.unseen", "sglang.thing.Thing._", "sglang.other", "sglang.thing.helper"],
 )
-def test_not_found(grow: Grow, name: str) -> None:
+def test_missing_name_is_not_found(grow: Grow, name: str) -> None:
     assert grow(MODULE).find(name) is None
 
 
-def test_what_is_defined_elsewhere_is_found_there(grow: Grow) -> None:
+def test_imported_name_is_found_in_its_module(grow: Grow) -> None:
     found = grow(MODULE).find("sglang.thing.assistant")
     assert found is not None
     assert found.module == "sglang.base"
@@ -139,7 +139,7 @@ def test_what_is_defined_elsewhere_is_found_there(grow: Grow) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_protocols_that_fit(grow: Grow) -> None:
+def test_fitting_protocol_has_no_findings(grow: Grow) -> None:
     @describes("sglang.thing.Thing")
     class Thing(Protocol):
         table: dict[str, int]
@@ -159,7 +159,7 @@ def test_protocols_that_fit(grow: Grow) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_protocols_that_do_not_fit(grow: Grow) -> None:
+def test_protocol_misfits_are_named(grow: Grow) -> None:
     @describes("sglang.thing.Thing")
     class Thing(Protocol):
         gone: int
@@ -187,7 +187,7 @@ def test_protocols_that_do_not_fit(grow: Grow) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("version", "fits"), [("0.9", True), ("1.0", False), ("1.10", False)])
-def test_protocols_of_newer_versions(grow: Grow, version: str, fits: bool) -> None:
+def test_newer_protocol_is_skipped_for_older_versions(grow: Grow, version: str, fits: bool) -> None:
     @describes("sglang.thing.Thing", since="1.0")
     class Newer(Protocol):
         not_yet: int
@@ -219,7 +219,7 @@ def wants_more(thing: object, at: int, more: int, *, twice: bool = False) -> Non
         ("Thing.first", before, "BEFORE", "it is no function there"),
     ],
 )
-def test_hooks(
+def test_hook_misfits_are_named(
     grow: Grow, target: str, hook: Callable[..., Any], kind: str, reason: str | None
 ) -> None:
     assert why_not_hooked(grow(MODULE), f"sglang.thing.{target}", hook, kind) == reason
@@ -243,7 +243,9 @@ def test_hooks(
         ),
     ],
 )
-def test_imports(grow: Grow, tmp_path: Path, ours: str, found: dict[str, str]) -> None:
+def test_import_misfits_are_named(
+    grow: Grow, tmp_path: Path, ours: str, found: dict[str, str]
+) -> None:
     house = tmp_path / "ours"
     house.mkdir()
     (house / "module.py").write_text(ours)
@@ -300,27 +302,27 @@ def series(tmp_path: Path) -> Series:
         ),
     ],
 )
-def test_patches(grow: Grow, series: Series, text: str, said: list[str]) -> None:
+def test_patch_misfits_are_named(grow: Grow, series: Series, text: str, said: list[str]) -> None:
     (finding,) = look_at_patches(series, grow(text).root)
     assert finding.fits is (not said)
     assert [words for words in said if words not in (finding.reason or "")] == []
 
 
-def test_patch_of_a_file_that_is_gone(grow: Grow, series: Series) -> None:
+def test_patch_of_a_missing_file_is_named(grow: Grow, series: Series) -> None:
     root = grow(LOOP).root
     (root / "sglang" / "thing.py").unlink()
     (finding,) = look_at_patches(series, root)
     assert finding.reason == "sglang/thing.py is not there"
 
 
-def test_patch_that_fits_where_it_may_not(grow: Grow, series: Series) -> None:
-    """Two functions of one name: the lines fit, and no server would start."""
+def test_patch_of_ambiguous_function_is_named(grow: Grow, series: Series) -> None:
+    """Two functions of one name: the hunks fit, and no server would start."""
     *_, last = look_at_patches(series, grow(LOOP.replace("second", "first")).root)
     assert last.reason is not None
     assert "defined more than once" in last.reason
 
 
-def test_an_unsupported_version_is_told_those_that_are(tmp_path: Path, series: Series) -> None:
+def test_unsupported_version_is_told_supported_ones(tmp_path: Path, series: Series) -> None:
     (tmp_path / "patches" / "sglang-0.9").mkdir()
     with pytest.raises(PatchRefused, match=re.escape("the patches are for sglang 0.9 or 1.0")):
         read_series("0.8", patches=tmp_path / "patches")
@@ -331,14 +333,14 @@ def test_an_unsupported_version_is_told_those_that_are(tmp_path: Path, series: S
     [("0.1", supported_versions()[0]), ("99.0", supported_versions()[-1])]
     + [(each, each) for each in supported_versions()],
 )
-def test_a_new_version_is_held_against_the_nearest_series(version: str, taken: str) -> None:
+def test_new_version_uses_nearest_series(version: str, taken: str) -> None:
     assert nearest_series(version).version == taken
 
 
-# ---- what is said ------------------------------------------------------------------
+# ---- the report --------------------------------------------------------------------
 
 
-def test_where_it_has_gone(grow: Grow) -> None:
+def test_survey_suggests_new_places(grow: Grow) -> None:
     look = Whereabouts(grow(MODULE))
     assert look.of("sglang.thing.Thing.first") == []
     assert look.of("sglang.thing.Thing.star") == ["Thing has start, started"]
@@ -346,7 +348,7 @@ def test_where_it_has_gone(grow: Grow) -> None:
     assert look.of("sglang.thingy.Thing")[0] == "sglang/thing.py:7: class Thing"
 
 
-def test_a_survey_in_words() -> None:
+def test_survey_report_lists_misfits() -> None:
     findings = (Finding("patch", "0001.patch", None), Finding("hook", "a.b", "it is not there"))
     lines = command.describe(Survey("9.9", "sglang-9.8", findings, {"a.b": ["a.c:1: def b"]}))
     assert lines[0] == "SGLang 9.9, with the patches of sglang-9.8"
@@ -359,7 +361,7 @@ def test_a_survey_in_words() -> None:
     ("kind", "reason", "code"),
     [("hook", None, 0), ("hook", "it is not there", 1), ("test", "it is not there", 0)],
 )
-def test_the_exit_code(
+def test_port_exit_code(
     grow: Grow, monkeypatch: pytest.MonkeyPatch, kind: Kind, reason: str | None, code: int
 ) -> None:
     root = grow(MODULE).root
@@ -368,7 +370,7 @@ def test_the_exit_code(
     assert command.main(["1.0", "--source", str(root)]) == code
 
 
-def test_a_wheel_is_fetched_once_and_nothing_but_source_is_unpacked(
+def test_wheel_is_fetched_once_and_only_source_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called: list[list[str]] = []

@@ -1,4 +1,4 @@
-"""What SGLang's handlers need is looked at before they begin."""
+"""The needs of SGLang's handlers are checked before they begin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_inflight.scheduler.guard.preconditions import Preconditions
 NOBODY: Any = None
 
 
-def test_a_step_sleeps_as_long_as_the_watchdog_lets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_down_is_bounded_by_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(watchdog_timeout=300.0)
     monkeypatch.setattr(preconditions, "get_device", lambda: device)
     asked = Preconditions(NOBODY, NOBODY, NOBODY)

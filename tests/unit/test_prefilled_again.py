@@ -1,4 +1,4 @@
-"""A prefill of requests that have made tokens before keeps what they have."""
+"""A re-prefill keeps the embeddings and hidden states of earlier tokens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EmbedsItself(Model):
 
 
 def batch(*requests: tuple[list[list[float]] | None, int, int]) -> Any:
-    """A batch of requests with these embeddings, cached tokens and tokens to compute."""
+    """Build a batch of requests with these embeddings, cached tokens and tokens to compute."""
     embeddings, prefixes, lengths = zip(*requests, strict=True)
     return SimpleNamespace(
         reqs=[SimpleNamespace(input_embeds=each) for each in embeddings],
@@ -59,22 +59,22 @@ def _first_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("model", [Model(), EmbedsItself()])
-def test_tokens_are_embedded_beside_embeddings(model: Model) -> None:
+def test_output_tokens_are_embedded_beside_embeddings(model: Model) -> None:
     prompt = [[0.5] * WIDTH, [1.5] * WIDTH, [2.5] * WIDTH]
-    # made two tokens; has none of its own; is prefilled from its second token on, and in part
+    # a request with two output tokens; one without embeddings; and two partial prefills
     prefill = batch((prompt, 0, 5), (None, 0, 2), (prompt, 1, 1), (prompt, 3, 1))
     rows = embedded(prefill, [0.5, 1.5, 2.5, 1.5], [1, 1, 1, 7, 8, 20, 21, 1, 9], model)
     assert rows == [0.5, 1.5, 2.5, 7.0, 8.0, 20.0, 21.0, 1.5, 9.0]
 
 
-def test_embeddings_of_all_tokens_stay_as_they_are() -> None:
+def test_prompt_embeddings_are_unchanged() -> None:
     prompt = [[0.5] * WIDTH, [1.5] * WIDTH]
     assert embedded(batch((prompt, 0, 2)), [0.5, 1.5], [1, 1], Model()) == [0.5, 1.5]
 
 
 @pytest.mark.parametrize("mode", [CaptureHiddenMode.FULL, CaptureHiddenMode.LAST])
 @pytest.mark.parametrize("wanted", [True, "last"])
-def test_a_later_token_has_one_row_of_hidden_states(mode: CaptureHiddenMode, wanted: Any) -> None:
+def test_reprefill_adds_one_row_of_hidden_states(mode: CaptureHiddenMode, wanted: Any) -> None:
     processor: Any = object.__new__(SchedulerBatchResultProcessor)
     append = partial(
         append_hidden_states,
@@ -82,7 +82,7 @@ def test_a_later_token_has_one_row_of_hidden_states(mode: CaptureHiddenMode, wan
         processor,
         capture_hidden_mode=mode,
     )
-    # of two requests, of which the second one has made a token before
+    # two requests, the second with an earlier output token
     states = [[1.0], [2.0], [3.0], [4.0]] if mode is CaptureHiddenMode.FULL else [[2.0], [4.0]]
     output = SimpleNamespace(hidden_states=torch.tensor(states))
     first: Any = SimpleNamespace(output_ids=[], hidden_states=[], return_hidden_states=wanted)

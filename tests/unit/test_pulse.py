@@ -1,4 +1,4 @@
-"""A trainer that has died is noticed while its broadcast is waited for."""
+"""A trainer's death is noticed while its broadcast is awaited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATIENCE = 10_000_000
 
 
 class Trainer:
-    """Its store, which says what ``check`` does."""
+    """A trainer's store. A query runs ``check``."""
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check
@@ -50,21 +50,21 @@ def until_gone(own: Pulse) -> str:
     raise AssertionError("it was never missed")
 
 
-def test_a_trainer_that_died() -> None:
+def test_dead_trainer_is_noticed() -> None:
     store: Any = Trainer(is_dead)
     assert until_gone(Pulse(store)) == "its trainer has ended"
 
 
-def test_a_trainer_that_is_silent() -> None:
+def test_silent_trainer_is_noticed() -> None:
     over = threading.Event()
     store: Any = Trainer(over.wait)
     assert "was silent" in until_gone(Pulse(store))
-    # and no second thread waits with the first
+    # no second thread waits beside the first
     assert store.questions == 1
     over.set()
 
 
-def test_a_trainer_that_is_there_is_asked_again_and_again() -> None:
+def test_live_trainer_is_asked_repeatedly() -> None:
     store: Any = Trainer(lambda: None)
     own = Pulse(store)
     while store.questions < 5:
@@ -72,17 +72,17 @@ def test_a_trainer_that_is_there_is_asked_again_and_again() -> None:
 
 
 def never() -> None:
-    """The update has all the time that it wants."""
+    """Never end the update."""
 
 
 class Unsent:
-    """A broadcast that nobody sends."""
+    """A broadcast without a sender."""
 
     def is_completed(self) -> bool:
         return False
 
 
-def test_an_update_whose_trainer_died_does_not_last_until_its_deadline(
+def test_dead_trainer_ends_update_before_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: Unsent())
@@ -95,8 +95,8 @@ def test_an_update_whose_trainer_died_does_not_last_until_its_deadline(
     assert group.describe().startswith("broken: ")
 
 
-def test_a_trainer_that_died_before_the_first_broadcast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In it the communicator is made, and waits for all ranks."""
+def test_trainer_dead_before_first_broadcast_ends_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first broadcast makes the communicator, and blocks for all ranks."""
     over = threading.Event()
     monkeypatch.setattr(dist, "broadcast", lambda *args, **kwargs: over.wait())
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
@@ -107,7 +107,7 @@ def test_a_trainer_that_died_before_the_first_broadcast(monkeypatch: pytest.Monk
     over.set()
 
 
-def test_a_trainer_that_is_there_has_all_the_time_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_live_trainer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = Trainer(lambda: None)
 
     class SentLate(Unsent):
@@ -128,8 +128,8 @@ def test_a_trainer_that_is_there_has_all_the_time_it_wants(monkeypatch: pytest.M
     assert group.describe() == CONTROL_SYNC
 
 
-def test_a_store_that_was_not_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ended with a launcher, and the trainer goes on: it is believed, and not asked again."""
+def test_dead_store_of_a_live_trainer_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store ended with a launcher. The trainer goes on, and the store is not asked again."""
     store: Any = Trainer(is_dead)
     has_ended = threading.Event()
     monkeypatch.setattr(pulse, "GRACE_S", 3600.0)

@@ -1,4 +1,4 @@
-"""Which ranks answer, of an engine beside others in its process."""
+"""Ranks of an engine, beside other engines in its process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = ("pp_size", "tp_size", "dp_size", "attn_dp_enabled", "attn_dp_size")
 
 
 def sized(*sizes: int) -> Any:
-    """As a process is while an engine of these ``SIZES`` is the last that was made."""
+    """Set the process's parallel sizes to those of an engine."""
     return get_parallel().override(**dict(zip(SIZES, sizes, strict=True)))
 
 
@@ -34,12 +34,14 @@ def ranks() -> Ranks:
         ((1, 4, 1, True, 2), {(0, 0, 0), (0, 0, 1), (1, 0, 2), (1, 0, 3)}),
     ],
 )
-def test_all(sizes: tuple[int, ...], expected: set[tuple[int, int, int]]) -> None:
+def test_ranks_follow_parallel_sizes(
+    sizes: tuple[int, ...], expected: set[tuple[int, int, int]]
+) -> None:
     with sized(*sizes):
         assert ranks().all == expected
 
 
-def test_another_engine_is_made() -> None:
+def test_second_engine_keeps_ranks_of_the_first() -> None:
     with sized(1, 1, 1, False, 1):
         first = ranks()
     with sized(1, 2, 2, False, 1):

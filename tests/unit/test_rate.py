@@ -1,4 +1,4 @@
-"""Pacing cuts copies and sleeps; it must not change what is copied."""
+"""Pacing cuts copies and sleeps. The copied values must stay the same."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RATE = round(PIECE / rate._PIECE_S)
 
 
 class Clock:
-    """Time that only sleeping moves."""
+    """Time moved by sleep and work alone."""
 
     def __init__(self) -> None:
         self.now = 1000.0
         self.slept: list[float] = []
-        # of the thread that spends
+        # CPU time of the spending thread
         self.worked = 0.0
 
     def monotonic(self) -> float:
@@ -50,24 +50,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_the_rate_is_kept_while_requests_run(clock: Clock) -> None:
+def test_rate_is_kept_while_requests_run(clock: Clock) -> None:
     own = RateLimit(RATE, is_busy=lambda: True)
     began = clock.now
     for _ in range(640):
         own.spend(PIECE // 10)
-    # but for a piece at the start and one that is still owed
+    # except a piece at the start and a piece still owed
     assert clock.now - began == pytest.approx(640 * (PIECE // 10) / RATE, abs=2 * rate._PIECE_S)
     assert min(clock.slept) > rate._SHORTEST_SLEEP_S
 
 
-def test_nothing_is_waited_for_where_nothing_runs_or_no_rate_is_set(clock: Clock) -> None:
+def test_idle_or_unlimited_rate_does_not_sleep(clock: Clock) -> None:
     RateLimit(RATE, is_busy=lambda: False).spend(1 << 30)
     RateLimit(0, is_busy=lambda: True).spend(1 << 30)
     assert clock.slept == []
 
 
 def load(own: RateLimit, clock: Clock, tensors: int, python_s: float) -> float:
-    """Seconds that small tensors take, each of which costs a loader so much in Python."""
+    """Return the seconds for loading small tensors, each with ``python_s`` of Python."""
     began = clock.now
     own.spend(0)
     for _ in range(tensors):
@@ -76,16 +76,16 @@ def load(own: RateLimit, clock: Clock, tensors: int, python_s: float) -> float:
     return clock.now - began
 
 
-def test_small_tensors_leave_the_interpreter_to_the_loop(clock: Clock) -> None:
+def test_interpreter_share_limits_small_tensors(clock: Clock) -> None:
     own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
     worked = 10_000 * 0.0003
-    # but for a piece at the start and one that is still owed
+    # except a piece at the start and a piece still owed
     took = load(own, clock, 10_000, 0.0003)
     assert took == pytest.approx(worked / 0.25, abs=2 * rate._PIECE_S)
 
 
-def test_a_kernel_is_no_python(clock: Clock) -> None:
-    """It does not hold the interpreter, and its bytes were counted."""
+def test_kernel_time_is_not_interpreter_time(clock: Clock) -> None:
+    """A kernel releases the interpreter, and its bytes are counted elsewhere."""
     own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
     assert load(own, clock, 1000, 0.004) == pytest.approx(4.0)
 
@@ -93,11 +93,11 @@ def test_a_kernel_is_no_python(clock: Clock) -> None:
 @pytest.mark.parametrize(
     "own", [RateLimit(1 << 40, lambda: True), RateLimit(0, lambda: True, 0.25)]
 )
-def test_the_interpreter_may_be_left_unlimited(clock: Clock, own: RateLimit) -> None:
+def test_unlimited_interpreter_share_does_not_sleep(clock: Clock, own: RateLimit) -> None:
     assert load(own, clock, 1000, 0.0003) == pytest.approx(0.3)
 
 
-def test_another_thread_counts_its_own_time(clock: Clock) -> None:
+def test_interpreter_time_is_counted_per_thread(clock: Clock) -> None:
     own = RateLimit(1 << 40, is_busy=lambda: True, interpreter_share=0.25)
     load(own, clock, 1, 0.0003)
     clock.work(100)
@@ -112,21 +112,21 @@ def switch_interval() -> Iterator[float]:
     sys.setswitchinterval(before)
 
 
-def test_the_interpreter_changes_hands_often(switch_interval: float) -> None:
+def test_switch_interval_is_set(switch_interval: float) -> None:
     rate.switch_often(0.0002)
     assert sys.getswitchinterval() == pytest.approx(0.0002)
 
 
-def test_pythons_own_interval_may_be_kept(switch_interval: float) -> None:
+def test_switch_interval_zero_keeps_pythons(switch_interval: float) -> None:
     rate.switch_often(0)
     assert sys.getswitchinterval() == switch_interval
 
 
-def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:
+def test_sleep_ends_with_the_last_request(clock: Clock) -> None:
     own = RateLimit(RATE, is_busy=lambda: len(clock.slept) < 3)
     own.spend(1 << 30)
     assert len(clock.slept) == 3
-    # and what it owed is forgiven
+    # the debt is dropped
     own.spend(PIECE // 10)
     assert len(clock.slept) == 3
 
@@ -144,14 +144,14 @@ def test_a_rest_ends_when_the_last_request_does(clock: Clock) -> None:
         pytest.param(torch.zeros(0, 64), torch.randn(0, 64), id="empty"),
     ],
 )
-def test_a_copy_in_pieces_is_the_copy(
+def test_copy_in_pieces_equals_copy(
     target: torch.Tensor, source: torch.Tensor, clock: Clock
 ) -> None:
     copy_in_pieces(RateLimit(RATE, is_busy=lambda: True), target, source)
     assert torch.equal(target, source.to(target.dtype).expand_as(target))
 
 
-def test_a_piece_is_no_larger_than_what_may_be_touched_in_one_go(clock: Clock) -> None:
+def test_piece_is_within_byte_limit(clock: Clock) -> None:
     own = RateLimit(RATE, is_busy=lambda: True)
     rows = [tuple(map(len, piece)) for piece in own.cut(torch.zeros(300, 4), torch.zeros(300, 4))]
     assert sum(of for _, of in rows) == 300
@@ -159,11 +159,11 @@ def test_a_piece_is_no_larger_than_what_may_be_touched_in_one_go(clock: Clock) -
 
 
 @pytest.mark.parametrize("rows", [1, 3000])
-def test_a_loader_is_held_to_the_rate_whatever_it_copies(rows: int, clock: Clock) -> None:
+def test_loader_copies_are_rate_limited(rows: int, clock: Clock) -> None:
     began = clock.now
     copies = 3000 // rows * 10
     own = RateLimit(RATE, is_busy=lambda: True)
-    # a part of what was sent goes to a part of a fused parameter
+    # part of a sent tensor goes to part of a fused parameter
     sent, parameter = torch.ones(2 * rows, 8), torch.zeros(rows, 8)
     for _ in range(copies):
         copy_in_pieces(own, parameter, sent[rows:])

@@ -1,4 +1,4 @@
-"""Keys and passwords among a server's arguments."""
+"""Keys and passwords in a server's arguments are redacted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def server_args() -> Any:
     return prepare_server_args(["--model-path", "dummy", *FLAGS])
 
 
-def test_arguments(server_args: Any) -> None:
+def test_secret_arguments_are_redacted(server_args: Any) -> None:
     redacted = redact_arguments(server_args.resolved_dict(), server_args)
     for name in ("api_key", "admin_api_key", "ssl_keyfile_password"):
         assert redacted[name] == REDACTED
@@ -43,13 +43,13 @@ def test_arguments(server_args: Any) -> None:
     assert redacted["model_path"] == "dummy"
 
 
-def test_arguments_without_a_secret_stay() -> None:
+def test_arguments_without_secrets_are_unchanged() -> None:
     server_args: Any = ServerArgs(model_path="dummy")
     resolved = server_args.resolved_dict()
     assert redact_arguments(resolved, server_args) == resolved
 
 
-def test_the_command(server_args: Any) -> None:
+def test_secrets_in_launch_command_are_redacted(server_args: Any) -> None:
     info = {"launch_command": server_args.launch_command, "model_path": "dummy"}
     redacted = redact_server_info(info, server_args, {})
     assert redacted["model_path"] == "dummy"
@@ -59,7 +59,7 @@ def test_the_command(server_args: Any) -> None:
     assert f"--api-key {REDACTED} --admin-api-key={REDACTED} " in redacted["launch_command"]
 
 
-def test_the_call_of_an_engine() -> None:
+def test_secrets_in_engine_call_are_redacted() -> None:
     key = 'it\'s "quoted"'
     server_args: Any = ServerArgs(model_path="dummy", admin_api_key=key)
     info = {"launch_command": f"Engine(model_path='dummy', admin_api_key={key!r})"}
@@ -69,11 +69,11 @@ def test_the_call_of_an_engine() -> None:
     assert REDACTED in redacted
 
 
-def test_a_command_with_a_short_secret_is_left_out() -> None:
+def test_command_with_a_short_secret_is_redacted_whole() -> None:
     server_args: Any = ServerArgs(model_path="dummy", api_key="1")
     assert redact_command("serve --tp-size 1 --api-key 1", server_args) == REDACTED
 
 
-def test_a_server_without_a_command() -> None:
+def test_missing_command_stays_none() -> None:
     server_args: Any = ServerArgs(model_path="dummy", api_key="user-key")
     assert redact_command(None, server_args) is None

@@ -1,4 +1,4 @@
-"""What was read of shared memory is unmapped, and nobody loses a tensor by it."""
+"""Pages of shared memory are unmapped after reading, and no tensor loses its contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def tensors() -> Named:
 
 
 def mapped_kib(of: str) -> int:
-    """How much memory of the mappings of files is in this process's page table."""
+    """Return the resident memory of mapped files in KiB, from this process's page table."""
     smaps = Path("/proc/self/smaps").read_text()
     mappings = re.split(r"\n(?=[0-9a-f]+-[0-9a-f]+ )", smaps)
     found = [mapping for mapping in mappings if of in mapping.splitlines()[0]]
@@ -40,30 +40,30 @@ def of_one_storage() -> Iterator[tuple[str, torch.Tensor]]:
         yield f"w{i}", whole[i * ROWS : (i + 1) * ROWS]
 
 
-def one_that_is_shared() -> Iterator[tuple[str, torch.Tensor]]:
-    """As a sender puts many tensors into one bucket."""
+def one_shared_bucket() -> Iterator[tuple[str, torch.Tensor]]:
+    """Share many tensors in one bucket, like a sender."""
     whole = torch.cat([tensor for _, tensor in tensors()]).share_memory_()  # type: ignore[no-untyped-call]
     for i in range(4):
         yield f"w{i}", whole[i * ROWS : (i + 1) * ROWS]
 
 
-def test_little_of_a_bucket_is_left_mapped_when_it_was_read() -> None:
+def test_read_bucket_is_unmapped() -> None:
     most = 0
-    for name, tensor in release_pages(one_that_is_shared()):
+    for name, tensor in release_pages(one_shared_bucket()):
         assert torch.equal(tensor, dict(tensors())[name])
         most = max(most, mapped_kib(SHARED))
         last = tensor
     one = last.nbytes // 1024
-    # all of it when it was written, and at most a quarter less each time
+    # the whole bucket when it was written, and at most a quarter less each time
     assert most >= 3 * one
     assert mapped_kib(SHARED) < one // 4
 
 
 @pytest.mark.parametrize("kind", ["shared memory", "a bucket", "one storage", "own storage"])
-def test_who_keeps_the_tensors_keeps_what_is_in_them(kind: str) -> None:
+def test_kept_tensors_keep_values_after_unmapping(kind: str) -> None:
     weights = {
         "shared memory": shared(),
-        "a bucket": one_that_is_shared(),
+        "a bucket": one_shared_bucket(),
         "one storage": of_one_storage(),
         "own storage": iter(tensors()),
     }[kind]
@@ -72,8 +72,10 @@ def test_who_keeps_the_tensors_keeps_what_is_in_them(kind: str) -> None:
         assert torch.equal(kept[name], tensor)
 
 
-def test_no_more_is_unmapped_than_a_tensor_has() -> None:
-    """An expanded tensor has more bytes than memory; what lies behind it is another's."""
+def test_expanded_tensor_unmaps_only_its_memory() -> None:
+    """An expanded tensor has more bytes than memory. The memory behind it belongs to another
+    tensor.
+    """
     whole = torch.ones(ROWS, 1024).share_memory_()  # type: ignore[no-untyped-call]
     behind = torch.randn(ROWS, 1024)
     before = behind.clone()

@@ -1,6 +1,6 @@
-"""Values of other types than a scheduler has for them: taken as what they mean, or refused.
+"""Values of the wrong type in requests: converted, or refused before they crash a scheduler.
 
-Which of them end one was found out on a server that has no check.
+The crashing values were found on a server without these checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VOCAB = 100
 
 
 def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInput:
-    """What is sent of a request to ``Engine``, which looks at no type before."""
+    """Return a request tokenized like for ``Engine``, with no type checked earlier."""
     config = SimpleNamespace(
         vocab_size=VOCAB, hidden_size=2, hf_text_config=SimpleNamespace(vocab_size=VOCAB)
     )
@@ -60,7 +60,7 @@ def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInp
         ("max_new_tokens", 16.0, 16),
         ("top_k", 50.0, 50),
         ("top_k", True, 1),
-        # none is left out, as with vLLM and transformers
+        # 0 means all tokens, like in vLLM and transformers
         ("top_k", 0, TOP_K_ALL),
         ("beam_width", 2.0, 2),
         ("ignore_eos", 1, True),
@@ -69,7 +69,7 @@ def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInp
         ("custom_params", {"a": {"b": [{"c": None}]}}, {"a": {"b": [{"c": None}]}}),
     ],
 )
-def test_what_a_sampling_parameter_means(name: str, given: Any, taken: Any) -> None:
+def test_sampling_parameter_is_converted(name: str, given: Any, taken: Any) -> None:
     found = getattr(tokenize({name: given}).sampling_params, name)
     assert (type(found), found) == (type(taken), taken)
 
@@ -83,7 +83,7 @@ def test_what_a_sampling_parameter_means(name: str, given: Any, taken: Any) -> N
         ("top_logprobs_num", True, 1),
     ],
 )
-def test_what_a_field_means(name: str, given: Any, taken: Any) -> None:
+def test_request_field_is_converted(name: str, given: Any, taken: Any) -> None:
     found = getattr(tokenize({}, **{name: given}), name)
     assert (type(found), found) == (type(taken), taken)
 
@@ -100,7 +100,7 @@ def test_what_a_field_means(name: str, given: Any, taken: Any) -> None:
         ("logit_bias", ""),
     ],
 )
-def test_a_sampling_parameter_that_would_end_a_scheduler(name: str, value: Any) -> None:
+def test_crashing_sampling_parameter_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"sampling_params.{name}|{name}"):
         tokenize({name: value})
 
@@ -116,6 +116,6 @@ def test_a_sampling_parameter_that_would_end_a_scheduler(name: str, value: Any) 
         ("cache_salt", [1]),
     ],
 )
-def test_a_field_that_would_end_a_scheduler(name: str, value: Any) -> None:
+def test_crashing_request_field_is_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         tokenize({}, **{name: value})

@@ -1,4 +1,4 @@
-"""What we hang on SGLang's own requests."""
+"""Our record on SGLang's own requests, and the fence's marks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.versions.request_record import record_of
 
 
 class Queues:
-    """As much of a boundary as the fence asks for."""
+    """The parts of a boundary used by the fence."""
 
     def __init__(self) -> None:
         self.running: set[Req] = set()
@@ -45,7 +45,7 @@ def request(rid: str = "r", **fields: Any) -> Req:
     return Req(rid, "", [1, 2, 3], SamplingParams(max_new_tokens=4), **fields)
 
 
-def test_a_request_keeps_its_record_when_it_is_retracted() -> None:
+def test_retracted_request_keeps_its_record() -> None:
     req = request()
     record = record_of(req)
     record.first_epoch = 3
@@ -54,14 +54,12 @@ def test_a_request_keeps_its_record_when_it_is_retracted() -> None:
     assert record_of(request()) is not record
 
 
-def test_what_runs_across_a_fence_is_not_cached_until_it_is_retracted(
-    queues: Queues, fence: PrefixFence
-) -> None:
+def test_fenced_request_is_uncached_until_retracted(queues: Queues, fence: PrefixFence) -> None:
     req = request()
     queues.running = {req}
     fence.raise_to(1)
     assert req.skip_radix_cache_insert
-    # the next fence finds it so
+    # the next fence finds the mark
     fence.raise_to(2)
     assert req.skip_radix_cache_insert
     fence.admit(req)
@@ -69,9 +67,7 @@ def test_what_runs_across_a_fence_is_not_cached_until_it_is_retracted(
     assert req.extra_key == "|inflight-epoch:2"
 
 
-def test_what_is_retracted_to_the_host_comes_back_with_its_kv(
-    queues: Queues, fence: PrefixFence
-) -> None:
+def test_host_backed_request_stays_fenced(queues: Queues, fence: PrefixFence) -> None:
     req = request()
     fence.raise_to(1)
     fence.admit(req)
@@ -81,16 +77,14 @@ def test_what_is_retracted_to_the_host_comes_back_with_its_kv(
     fence.admit(req)
     assert req.skip_radix_cache_insert
     assert req.extra_key == "|inflight-epoch:1"
-    # the next time there is no room on the host, and it is computed anew
+    # the host has no room at the next retraction, and the KV is computed again
     req.kv.retraction_backup = None
     fence.admit(req)
     assert not req.skip_radix_cache_insert
     assert req.extra_key == "|inflight-epoch:2"
 
 
-def test_what_its_caller_keeps_out_of_the_cache_stays_out(
-    queues: Queues, fence: PrefixFence
-) -> None:
+def test_callers_skip_cache_flag_is_kept(queues: Queues, fence: PrefixFence) -> None:
     req = request()
     req.skip_radix_cache_insert = True
     queues.running = {req}
@@ -99,7 +93,7 @@ def test_what_its_caller_keeps_out_of_the_cache_stays_out(
     assert req.skip_radix_cache_insert
 
 
-def test_a_caller_s_own_key_stays(queues: Queues, fence: PrefixFence) -> None:
+def test_fence_keeps_callers_extra_key(queues: Queues, fence: PrefixFence) -> None:
     req = request(extra_key="tenant")
     fence.admit(req)
     assert req.extra_key == "tenant"
@@ -109,8 +103,8 @@ def test_a_caller_s_own_key_stays(queues: Queues, fence: PrefixFence) -> None:
     assert req.extra_key == "tenant|inflight-epoch:2"
 
 
-def test_what_moved_with_its_kv_is_cached_again_when_it_is_retracted(fence: PrefixFence) -> None:
-    """Also where no commit has ever raised the fence."""
+def test_moved_request_is_cached_again_after_retraction(fence: PrefixFence) -> None:
+    """No commit has raised the fence yet."""
     req = request()
     fence.keep_out(req)
     assert req.skip_radix_cache_insert

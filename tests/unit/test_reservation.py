@@ -1,4 +1,4 @@
-"""Where the shadow goes, and that its memory is taken before the KV cache's."""
+"""Location of the shadow, and its reservation before the KV cache's."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
 
 GB = 1 << 30
-# of the KV cache's room
+# share of the KV cache's room
 HALF = 0.5
 CPU = torch.device("cpu")
-# holds nothing, and is no CPU
+# a device without contents, unlike a CPU
 DEVICE = torch.device("meta")
 
 
@@ -47,7 +47,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("share", "enough", "too_little"), [(HALF, 40, 32), (Settings.staging_kv_share, 113, 110)]
 )
-def test_the_kv_cache_keeps_most_of_its_room(
+def test_auto_mode_leaves_kv_cache_its_share(
     host: Any, share: float, enough: int, too_little: int
 ) -> None:
     def chosen(wanted: str, room: int) -> StagingMode:
@@ -58,10 +58,10 @@ def test_the_kv_cache_keeps_most_of_its_room(
     assert chosen("device", 1) is StagingMode.DEVICE
 
 
-def test_what_is_set_aside_is_told_in_tokens(
+def test_reservation_warns_in_tokens(
     monkeypatch: pytest.MonkeyPatch, host: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 60 GiB free SGLang leaves 8 alone, 17 are set aside, and 35 hold 1,000 tokens."""
+    """With 60 GiB free, SGLang leaves 8 alone, 17 are reserved, and 35 hold 1,000 tokens."""
     reserved = reserve(server(monkeypatch, free_gb=60), "auto", HALF)
     assert reserved is not None
     reserved.warn_of_its_cost(1000)
@@ -71,7 +71,7 @@ def test_what_is_set_aside_is_told_in_tokens(
     assert "SGLANG_INFLIGHT_STAGING=host" in record.getMessage()
 
 
-def test_what_costs_nothing_is_no_warning(
+def test_host_mode_does_not_warn(
     monkeypatch: pytest.MonkeyPatch, host: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     reserved = reserve(server(monkeypatch, free_gb=60), "host", HALF)
@@ -85,7 +85,7 @@ def test_what_costs_nothing_is_no_warning(
     [{"tp_size": 8}, {"tp_size": 2, "pp_size": 4}, {"tp_size": 4, "dp_size": 2}],
     ids=str,
 )
-def test_ranks_share_the_memory_of_their_host(host: Any, ranks: dict[str, int]) -> None:
+def test_host_memory_is_divided_by_ranks(host: Any, ranks: dict[str, int]) -> None:
     assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
     vars(host).update(ranks)
     assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.OFF
@@ -93,21 +93,19 @@ def test_ranks_share_the_memory_of_their_host(host: Any, ranks: dict[str, int]) 
     assert choose_mode("auto", 9 * GB, DEVICE, room=0) is StagingMode.HOST
 
 
-def test_replicas_within_attention_are_no_further_ranks(host: Any) -> None:
+def test_attention_dp_adds_no_ranks(host: Any) -> None:
     vars(host).update(tp_size=4, dp_size=4, attn_dp_enabled=True)
     assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
 
 
-def test_ranks_of_other_nodes_share_another_host(host: Any) -> None:
+def test_host_memory_is_divided_by_ranks_of_one_node(host: Any) -> None:
     vars(host).update(tp_size=8, nnodes=2)
     assert choose_mode("auto", 18 * GB, DEVICE, room=0) is StagingMode.HOST
     assert choose_mode("auto", 20 * GB, DEVICE, room=0) is StagingMode.OFF
 
 
-def test_pinned_memory_is_counted_as_torch_takes_it(
-    monkeypatch: pytest.MonkeyPatch, host: Any
-) -> None:
-    """Qwen2.5-32B, whose 61 GiB take 114 of the host."""
+def test_pinned_memory_is_rounded_up_like_torch(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+    """The 61 GiB of Qwen2.5-32B take 114 GiB of pinned host memory."""
     hidden, ffn, layers, vocabulary = 5120, 27648, 64, 152064
     shapes = [
         *[(7168, hidden), (hidden, hidden), (2 * ffn, hidden), (hidden, ffn)] * layers,
@@ -140,7 +138,7 @@ class Worker:
 
 
 def server(monkeypatch: pytest.MonkeyPatch, *, free_gb: float) -> Any:
-    """A target of 16 GiB, and a draft that shares it and has 1 GiB of its own."""
+    """Return a target of 16 GiB, and a draft sharing it with 1 GiB of its own."""
     target = nn.Sequential(nn.Linear(2 * GB, 4, bias=False, device=DEVICE, dtype=torch.bfloat16))
     draft = nn.Sequential(
         target[0], nn.Linear(GB // 8, 4, bias=False, device=DEVICE, dtype=torch.bfloat16)
@@ -152,7 +150,7 @@ def server(monkeypatch: pytest.MonkeyPatch, *, free_gb: float) -> Any:
     return SimpleNamespace(tp_worker=Worker("target", target), draft_worker=Worker("draft", draft))
 
 
-def test_each_weight_has_storage_once(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+def test_shared_weight_is_reserved_once(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
     scheduler = server(monkeypatch, free_gb=60)
     reserved = reserve(scheduler, "auto", HALF)
     assert reserved is not None
@@ -161,24 +159,24 @@ def test_each_weight_has_storage_once(monkeypatch: pytest.MonkeyPatch, host: Any
     assert sizes == [1 * GB, 16 * GB]
 
 
-def test_what_the_kv_cache_may_not_touch_is_no_room(
-    monkeypatch: pytest.MonkeyPatch, host: Any
-) -> None:
-    """Of 40 GiB free, SGLang leaves 8 alone: half of the rest is less than 17."""
+def test_sglangs_reserve_is_no_room(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+    """With 40 GiB free, SGLang leaves 8 alone. Half of the rest is less than 17."""
     reserved = reserve(server(monkeypatch, free_gb=40), "auto", HALF)
     assert reserved is not None
     assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
 
 
 @pytest.mark.parametrize("wanted", ["host", "off"])
-def test_nothing_is_taken_unasked(monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str) -> None:
+def test_host_and_off_modes_reserve_nothing(
+    monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
+) -> None:
     reserved = reserve(server(monkeypatch, free_gb=60), wanted, HALF)
     assert reserved is not None
     assert (reserved.mode.name.lower(), reserved.storage) == (wanted, {})
 
 
 @pytest.mark.parametrize("wanted", ["auto", "device"])
-def test_nothing_is_taken_where_every_update_is_refused(
+def test_refused_updates_reserve_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
 ) -> None:
     monkeypatch.setattr(reservation, "why_no_update", lambda in_place: "weights are shared")
@@ -188,7 +186,7 @@ def test_nothing_is_taken_where_every_update_is_refused(
 
 
 @pytest.mark.parametrize("wanted", ["auto", "device"])
-def test_nothing_is_taken_for_a_model_that_is_not_staged(
+def test_unstageable_model_reserves_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
 ) -> None:
     scheduler = server(monkeypatch, free_gb=60)
@@ -198,7 +196,7 @@ def test_nothing_is_taken_for_a_model_that_is_not_staged(
     assert reserved.storage == {}
 
 
-def test_nothing_is_taken_where_another_rank_can_stage_nothing(
+def test_unstageable_other_rank_reserves_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Any
 ) -> None:
     monkeypatch.setattr(reservation, "is_true_of_any", lambda here: True)
@@ -207,7 +205,9 @@ def test_nothing_is_taken_where_another_rank_can_stage_nothing(
     assert reserved.storage == {}
 
 
-def test_no_memory_after_all(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+def test_failed_reservation_falls_back_or_refuses(
+    monkeypatch: pytest.MonkeyPatch, host: Any
+) -> None:
     monkeypatch.setattr(reservation, "set_aside", lambda weights, device: None)
     scheduler = server(monkeypatch, free_gb=60)
     reserved = reserve(scheduler, "auto", HALF)
@@ -217,15 +217,15 @@ def test_no_memory_after_all(monkeypatch: pytest.MonkeyPatch, host: Any) -> None
         reserve(scheduler, "device", HALF)
 
 
-def test_on_a_cpu_nothing_is_taken_at_the_start() -> None:
+def test_cpu_reserves_nothing_at_start() -> None:
     scheduler: Any = SimpleNamespace(
         tp_worker=Worker("target", nn.Sequential(nn.Linear(2, 2))), draft_worker=None
     )
     assert reserve(scheduler, "auto", HALF) is None
 
 
-def test_upstream_loads_all_models_before_it_sizes_the_cache() -> None:
-    """The order that the hook's place stands on."""
+def test_sglang_loads_models_before_memory_pools() -> None:
+    """The reservation's hook depends on this order."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(Scheduler.init_model_worker)))
     calls = [
         node.func.attr

@@ -1,4 +1,4 @@
-"""What SGLang's call to a prefill server lacks, when a decode server sends for KV again."""
+"""Missing fields of SGLang's re-prefill request to a prefill server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_inflight import unsupported
         (False, False, "secret", "--api-key"),
     ],
 )
-def test_why_not(
+def test_reprefill_is_refused_with_reason(
     monkeypatch: pytest.MonkeyPatch,
     enable_lora: bool,
     is_multimodal: bool,

@@ -1,4 +1,4 @@
-"""Our reader of the safetensors format takes what the format's library takes, and no more."""
+"""Our reader of the safetensors format accepts the same files as the format's library."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def entry(start: int, end: int, shape: list[Any] | None = None, dtype: str = "U8
     return {"dtype": dtype, "shape": shape or [end - start], "data_offsets": [start, end]}
 
 
-def test_every_dtype_as_the_library_reads_it(tmp_path: Path) -> None:
+def test_every_dtype_is_read_like_the_library(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     raw = torch.arange(48, dtype=torch.uint8)
     weights = {
@@ -61,7 +61,7 @@ def test_every_dtype_as_the_library_reads_it(tmp_path: Path) -> None:
             )
 
 
-def test_a_tensor_that_is_not_aligned(tmp_path: Path) -> None:
+def test_unaligned_tensor_is_read(tmp_path: Path) -> None:
     value = torch.randn(5)
     header = {"a": entry(0, 1), "b": entry(1, 21, [5], "F32")}
     path = write(tmp_path / "x", header, b"\1" + value.numpy().tobytes())
@@ -90,7 +90,7 @@ def test_a_tensor_that_is_not_aligned(tmp_path: Path) -> None:
         ({"a": entry(0, 2), "b": entry(3, 4)}, b"1234", "'b'"),
     ],
 )
-def test_what_does_not_hold_together(
+def test_inconsistent_safetensors_file_is_refused(
     tmp_path: Path, header: Any, content: bytes, words: str
 ) -> None:
     path = write(tmp_path / "x.safetensors", header, content)
@@ -103,15 +103,15 @@ def test_what_does_not_hold_together(
 
 
 @pytest.mark.parametrize("length", [9, 1 << 40, (1 << 64) - 1])
-def test_a_header_that_is_not_there(tmp_path: Path, length: int) -> None:
+def test_truncated_header_is_refused(tmp_path: Path, length: int) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", length) + b"{}")
     with pytest.raises(Refused, match=f"{length} bytes"):
         SafetensorsFile(str(path), path.name)
 
 
-def test_a_header_without_end(tmp_path: Path) -> None:
-    """It is not read: the file has no blocks, and is larger than memory."""
+def test_oversized_header_is_refused_unread(tmp_path: Path) -> None:
+    """The file has no blocks and is larger than memory, so its header must not be read."""
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", 1 << 40))
     os.truncate(path, 1 << 41)
@@ -120,8 +120,8 @@ def test_a_header_without_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "nothing"])
-def test_what_is_no_file(tmp_path: Path, kind: str) -> None:
-    """Opening a pipe would wait for somebody who writes to it."""
+def test_irregular_file_is_refused(tmp_path: Path, kind: str) -> None:
+    """Opening a pipe would wait for a writer."""
     path = tmp_path / "x.safetensors"
     if kind == "pipe":
         os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""What streaming sessions keep for requests to come is let go of, and nothing else."""
+"""KV kept by streaming sessions is freed at a fence, unless a turn runs on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_inflight.scheduler.versions.request_record import record_of
 
 
 class Scheduler:
-    """SGLang's own sessions, on a cache that frees slots by counting them."""
+    """SGLang's own sessions, on a cache recording the freed slots."""
 
     def __init__(self) -> None:
         self.freed: list[int] = []
@@ -58,7 +58,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 
 
 def turn(scheduler: Scheduler, row: int) -> Req:
-    """Of a session of its own, whose KV it uses."""
+    """Return a turn of a new session, using the session's KV."""
     session = Session(1, str(row), streaming=True)
     req = Req(f"r{row}", "", [1, 2, 3], SamplingParams(max_new_tokens=4), session=session)
     req.kv.req_pool_idx = row
@@ -66,11 +66,11 @@ def turn(scheduler: Scheduler, row: int) -> Req:
     return req
 
 
-def test_a_fence_lets_go_of_what_no_turn_runs_on(scheduler: Scheduler) -> None:
+def test_fence_frees_sessions_without_a_running_turn(scheduler: Scheduler) -> None:
     running, ended, waiting = (turn(scheduler, row) for row in range(3))
     scheduler.running = {running}
     ended.detach_kv()
-    # it was looked at, and there was no room for it
+    # the waiting turn was matched, and there was no room for it
     scheduler.waiting_queue = [waiting]
     any_scheduler, metrics = cast(Any, scheduler), cast(Any, None)
     PrefixFence(Boundary(any_scheduler, metrics)).raise_to(1)
@@ -82,8 +82,8 @@ def test_a_fence_lets_go_of_what_no_turn_runs_on(scheduler: Scheduler) -> None:
     assert not record_of(waiting).is_fenced_off
 
 
-def test_a_turn_that_memory_ends_lets_the_next_one_in(scheduler: Scheduler) -> None:
-    """SGLang's retraction says which requests it gives up."""
+def test_turn_ended_for_memory_unblocks_its_session(scheduler: Scheduler) -> None:
+    """SGLang's retraction returns the requests it gives up."""
     retracted, given_up = turn(scheduler, 0), turn(scheduler, 1)
     for req in (retracted, given_up):
         assert req.session is not None

@@ -1,4 +1,4 @@
-"""A shadow keeps a model's loader away from everything live."""
+"""A shadow keeps a model's loader away from live tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Attention(nn.Module):
-    """With what upstream's have: weights, a table, a scale, and something derived."""
+    """A module like SGLang's: weights, a table, a scale, and derived tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Attention(nn.Module):
 
 
 class Model(nn.Module):
-    """A wrapper whose loader does as ``then`` does with the attention when all is loaded."""
+    """A model whose loader calls ``then`` on the attention after loading."""
 
     def __init__(self, then: Callable[[Attention], object] = lambda attention: None) -> None:
         super().__init__()
@@ -69,13 +69,13 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
-    """As jobs run."""
+    """Turn gradients off, like the staging thread."""
     with torch.no_grad():
         yield
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Of the live model, everything that a loader could reach."""
+    """Return copies of all values of the live model within a loader's reach."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
         for attribute, value in {**vars(module), **module._parameters, **module._buffers}.items():
@@ -142,10 +142,10 @@ DERIVING = {**IN_PLACE, **REPLACING}
 
 
 @pytest.mark.parametrize("then", DERIVING.values(), ids=DERIVING.keys())
-def test_nothing_live_is_written(then: Callable[[Attention], None]) -> None:
+def test_staging_writes_nothing_live(then: Callable[[Attention], None]) -> None:
     model = Model(then)
     if then is derive:
-        # upstream's copy in place where there is one already
+        # SGLang copies in place if there is a product already
         model.attention.product = torch.zeros(4, 4)
     before = state(model)
     stage(model)
@@ -155,7 +155,7 @@ def test_nothing_live_is_written(then: Callable[[Attention], None]) -> None:
 
 
 @pytest.mark.parametrize(("name", "then"), REPLACING.items(), ids=REPLACING.keys())
-def test_an_attribute_that_loading_replaces_is_found(
+def test_attribute_replaced_by_loading_is_found(
     name: str, then: Callable[[Attention], None]
 ) -> None:
     found = stage(Model(then)).find_derived()
@@ -163,7 +163,7 @@ def test_an_attribute_that_loading_replaces_is_found(
 
 
 @pytest.mark.parametrize(("name", "then"), IN_PLACE.items(), ids=IN_PLACE.keys())
-def test_a_tensor_that_loading_writes_goes_live_and_comes_back(
+def test_derived_tensor_is_committed_and_rolled_back(
     name: str, then: Callable[[Attention], None]
 ) -> None:
     model = Model(then)
@@ -177,7 +177,7 @@ def test_a_tensor_that_loading_writes_goes_live_and_comes_back(
     commit(shadow)
     after = state(model)
     assert all(torch.equal(before[place], after[place]) for place in before)
-    # the next update begins from what is served, whatever was rolled back or dropped
+    # the next update begins from the served values, even after a rollback or a drop
     shadow.begin()
     assert shadow.derived_pairs == []
     assert torch.equal(derived[1], derived[2])
@@ -186,18 +186,18 @@ def test_a_tensor_that_loading_writes_goes_live_and_comes_back(
     assert derived[1].tolist() == [3.0] * 4
 
 
-def test_a_derived_tensor_in_a_weights_memory_is_found() -> None:
+def test_derived_tensor_overlapping_a_weight_is_found() -> None:
     """The commit would exchange that memory twice."""
     model = Model(lambda attention: attention.mine.fill_(5.0))
-    # it reaches beyond the weight's end
+    # reaches beyond the weight's end
     memory = torch.zeros(20)
     model.attention.weight.data = memory[:16].view(4, 4)
     model.attention.mine = memory[14:]
     assert stage(model).find_derived() == "attention.mine"
 
 
-def test_a_list_of_a_weights_memory_is_no_copy() -> None:
-    """As BailingMoE keeps its experts, and makes the list anew at each load."""
+def test_list_of_weights_shares_shadow_memory() -> None:
+    """BailingMoE keeps its experts in such a list, and rebuilds the list at each load."""
 
     def keep(attention: Attention) -> None:
         attention.kept = {0: [attention.weight.data]}
@@ -213,7 +213,7 @@ def test_a_list_of_a_weights_memory_is_no_copy() -> None:
     assert model.attention.kept[0][0].tolist() == torch.full((4, 4), 2.0).tolist()
 
 
-def test_a_write_past_the_shadow_is_refused_before_it_is_made() -> None:
+def test_write_past_shadow_is_refused_before_writing() -> None:
     live: list[torch.Tensor] = []
     model = Model(lambda attention: live[0].fill_(9.0))
     live.append(model.attention.weight.data)
@@ -222,14 +222,14 @@ def test_a_write_past_the_shadow_is_refused_before_it_is_made() -> None:
     assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
 
 
-def test_a_loader_that_puts_other_memory_behind_a_weight_is_found() -> None:
+def test_weight_rebound_by_loader_is_found() -> None:
     def rebind(attention: Attention) -> None:
         attention.weight.data = attention.weight.data.clone()
 
     assert stage(Model(rebind)).find_derived() == "attention.weight"
 
 
-def test_weights_alone_are_no_such_thing() -> None:
+def test_model_without_derived_tensors_has_no_findings() -> None:
     shadow = stage(Model())
     assert shadow.find_derived() is None
     (weight, bias) = shadow.pairs
@@ -238,13 +238,13 @@ def test_weights_alone_are_no_such_thing() -> None:
     assert bias[2].tolist() == [1, 1, 1, 1]
 
 
-def test_what_is_derived_and_the_same_is_no_change() -> None:
+def test_unchanged_derived_tensor_is_no_finding() -> None:
     model = Model(lambda attention: setattr(attention, "product", torch.eye(4)))
     model.attention.product = torch.eye(4)
     assert stage(model).find_derived() is None
 
 
-def test_what_serving_changes_is_no_change_of_the_loader() -> None:
+def test_values_changed_by_serving_are_no_finding() -> None:
     model = Model()
     shadow = stage(model)
     model.attention.scale = 3.0
@@ -253,7 +253,7 @@ def test_what_serving_changes_is_no_change_of_the_loader() -> None:
     assert shadow.find_derived() is None
 
 
-def test_what_two_modules_share_stays_shared() -> None:
+def test_shared_tensor_stays_shared_in_shadow() -> None:
     model = Model()
     model.attention.mine = model.attention.products[0]
     clone = Shadow(model, ShadowParameters(), CPU).model.get_submodule("attention")
@@ -277,7 +277,7 @@ def show_in_an_attribute(attention: Attention) -> Callable[[], torch.Tensor]:
 
 
 def show_in_an_object(attention: Attention) -> Callable[[], torch.Tensor]:
-    """As a router holds what another module shows it a row of."""
+    """A router holds a row of another module's weight."""
     topk = TopKConfig(top_k=1, correction_bias=attention.weight[0])
     attention.topk_config = topk
     return lambda: topk.correction_bias
@@ -290,10 +290,10 @@ def show_in_a_closure(attention: Attention) -> Callable[[], torch.Tensor]:
 
 
 @pytest.mark.parametrize("show", [show_in_an_attribute, show_in_an_object, show_in_a_closure])
-def test_a_weight_shown_as_a_view_keeps_its_memory(
+def test_weight_with_a_view_is_swapped_by_contents(
     show: Callable[[Attention], Callable[[], torch.Tensor]],
 ) -> None:
-    """It would show the old memory after a swap of pointers."""
+    """After a swap of pointers the view would show the old memory."""
     model = Model()
     shown = show(model.attention)
     shadows = shadows_of(model, ShadowParameters())
@@ -307,7 +307,7 @@ def test_a_weight_shown_as_a_view_keeps_its_memory(
     assert set(shown().flatten().tolist()) == {2}
 
 
-def test_a_weight_that_is_shown_nowhere_swaps_its_pointer() -> None:
+def test_weight_without_views_is_swapped_by_pointer() -> None:
     model = Model()
     shadows = shadows_of(model, ShadowParameters())
     shadows.build(StagingMode.DEVICE, CPU)
@@ -319,14 +319,14 @@ def test_a_weight_that_is_shown_nowhere_swaps_its_pointer() -> None:
             assert (shadow.data_ptr(), live.data_ptr()) == pointers
 
 
-def test_a_swap_of_contents_shows_in_the_version() -> None:
+def test_content_swap_raises_tensor_version() -> None:
     live, shadow = torch.ones(3), torch.zeros(3)
     version = live._version
     ContentSwap(CPU, 64).swap(live, shadow)
     assert live._version > version
 
 
-def test_a_shadow_is_built_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_shadow_build_leaves_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
     model, parameters = Model(), ShadowParameters()
     made: list[torch.Tensor] = []
     original = ShadowParameters.storage_for
@@ -345,13 +345,13 @@ def test_a_shadow_is_built_as_a_whole_or_not_at_all(monkeypatch: pytest.MonkeyPa
         built.build(StagingMode.DEVICE, CPU)
     assert parameters.get(model.attention.weight) is None
     assert model.attention.weight.tolist() == torch.ones(4, 4).tolist()
-    # with memory it works the next time
+    # the next build has memory
     monkeypatch.setattr(ShadowParameters, "storage_for", original)
     built.build(StagingMode.DEVICE, CPU)
     assert parameters.get(model.attention.weight) is not None
 
 
-def test_memory_of_a_failed_shadow_is_given_back() -> None:
+def test_failed_shadow_frees_its_memory() -> None:
     parameters = ShadowParameters()
     shadow = Shadow(Model(), parameters, CPU)
     parameters.forget()
@@ -359,8 +359,8 @@ def test_memory_of_a_failed_shadow_is_given_back() -> None:
     assert all(live.numel() for _, live, _ in shadow.pairs)
 
 
-def test_memory_reserved_for_a_tensor_that_no_model_has_is_given_back() -> None:
-    """As a draft's own embeddings, which its target's replace after the reservation."""
+def test_reserved_memory_of_replaced_tensor_is_freed() -> None:
+    """A target's embeddings replace a draft's own after the reservation."""
     model = Model()
     storage = set_aside(what_a_shadow_copies([model]), CPU)
     assert storage is not None
@@ -373,8 +373,8 @@ def test_memory_reserved_for_a_tensor_that_no_model_has_is_given_back() -> None:
     assert len(storage) == 3
 
 
-def test_what_a_shadow_gives_back_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch would keep it, on the device and of the host."""
+def test_forgotten_shadow_empties_torch_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would keep the freed memory in its caches, on the device and on the host."""
     given: list[str] = []
     module = SimpleNamespace(empty_cache=lambda: given.append("device's"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
@@ -383,13 +383,13 @@ def test_what_a_shadow_gives_back_is_nobodys(monkeypatch: pytest.MonkeyPatch) ->
     assert given == ["device's", "host's"]
 
 
-def test_a_shadow_takes_what_was_set_aside() -> None:
+def test_shadow_uses_reserved_memory() -> None:
     model = Model()
     storage = set_aside(what_a_shadow_copies([model, model]), CPU)
     assert storage is not None
     kept = {id(k.original): k.storage.data_ptr() for k in storage.values()}
     assert len(kept) == 4
-    # made after that: it gets memory of its own
+    # registered after the reservation: gets memory of its own
     model.attention.register_buffer("late", torch.ones(2))
     shadow = Shadow(model, ShadowParameters(storage), CPU)
     for name, live, tensor in shadow.pairs:
@@ -397,7 +397,7 @@ def test_a_shadow_takes_what_was_set_aside() -> None:
     assert storage == {}
 
 
-def test_nothing_is_set_aside_where_not_all_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partial_reservation_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model()
     allocate, calls, emptied = torch.empty_like, iter(range(9)), []
 
@@ -417,8 +417,8 @@ def test_nothing_is_set_aside_where_not_all_fits(monkeypatch: pytest.MonkeyPatch
     assert emptied == [True]
 
 
-def test_loaders_use_no_threads_while_staging() -> None:
-    """Upstream's own question, asked of what we hand to its loaders."""
+def test_loader_uses_no_threads_while_staging() -> None:
+    """SGLang's own check, on the tensors passed to its loaders."""
     assert should_async_load(torch.ones(1))
     for _, tensor in _one_at_a_time(iter([("a", torch.ones(1))])):
         assert not should_async_load(tensor)

@@ -1,4 +1,4 @@
-"""Tensors that another process shares on a CPU by a descriptor, as torch does unasked."""
+"""Tensors shared by another process on a CPU by file descriptor, torch's default."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ sys.stdin.read()
 
 @contextmanager
 def sharing(key: bytes, strategy: str) -> Iterator[bytes]:
-    """What a process shares that has ``key``, while it lives."""
+    """Run a process with ``key`` and yield its payload."""
     with subprocess.Popen(
         [sys.executable, "-c", SHARE, key.hex(), strategy],
         stdin=subprocess.PIPE,
@@ -50,14 +50,14 @@ def own_key() -> bytes:
     return bytes(current_process().authkey)
 
 
-def test_of_a_relative(own_key: bytes) -> None:
+def test_descriptor_from_a_child_process_is_read(own_key: bytes) -> None:
     with sharing(own_key, "file_descriptor") as payload:
         ((name, weight),) = tensors._unpickle(payload)
     assert (name, weight.tolist()) == ("weight", [0, 1, 2, 3])
 
 
-def test_of_a_stranger() -> None:
-    """Python says that a digest was rejected, which names no cause."""
+def test_descriptor_from_unrelated_process_is_refused() -> None:
+    """Python's own message is a rejected digest, without the cause."""
     with (
         sharing(b"another", "file_descriptor") as payload,
         pytest.raises(Refused, match="neither started this server") as refused,
@@ -66,14 +66,14 @@ def test_of_a_stranger() -> None:
     assert "set_sharing_strategy('file_system')" in str(refused.value)
 
 
-def test_of_a_process_that_has_ended(own_key: bytes) -> None:
+def test_descriptor_from_ended_process_is_refused(own_key: bytes) -> None:
     with sharing(own_key, "file_descriptor") as payload:
         pass
     with pytest.raises(Refused, match="has ended, or is in another container"):
         tensors._unpickle(payload)
 
 
-def test_the_way_that_is_named_works() -> None:
+def test_file_system_strategy_is_read() -> None:
     with sharing(b"another", "file_system") as payload:
         ((name, weight),) = tensors._unpickle(payload)
         assert (name, weight.tolist()) == ("weight", [0, 1, 2, 3])

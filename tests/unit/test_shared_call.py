@@ -1,4 +1,4 @@
-"""Something that is done once, for as long as anybody wants it."""
+"""A shared call: run once, for as long as any caller waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Work:
         self.starts = 0
         self.was_cancelled = False
         self.may_end = asyncio.Event()
-        # what it does when it is cancelled
+        # clean-up after a cancel
         self.may_clean_up = asyncio.Event()
         self.may_clean_up.set()
 
@@ -34,7 +34,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_all_hear_the_one_outcome() -> None:
+def test_shared_call_gives_all_callers_one_result() -> None:
     async def play() -> None:
         shared, work = SharedCall[int](), Work()
         callers = [asyncio.create_task(shared.join(work.do)) for _ in range(3)]
@@ -46,7 +46,7 @@ def test_all_hear_the_one_outcome() -> None:
     asyncio.run(play())
 
 
-def test_who_leaves_takes_it_from_nobody() -> None:
+def test_cancelled_caller_keeps_shared_call_running() -> None:
     async def play() -> None:
         shared, work = SharedCall[int](), Work()
         first = asyncio.create_task(shared.join(work.do))
@@ -62,7 +62,7 @@ def test_who_leaves_takes_it_from_nobody() -> None:
     asyncio.run(play())
 
 
-def test_it_ends_with_the_last_who_wants_it() -> None:
+def test_shared_call_ends_with_its_last_caller() -> None:
     async def play() -> None:
         shared, work = SharedCall[int](), Work()
         callers = [asyncio.create_task(shared.join(work.do)) for _ in range(2)]
@@ -76,7 +76,7 @@ def test_it_ends_with_the_last_who_wants_it() -> None:
     asyncio.run(play())
 
 
-def test_who_comes_while_it_is_cleaned_up_starts_it_anew() -> None:
+def test_join_during_clean_up_starts_again() -> None:
     async def play() -> None:
         shared, work = SharedCall[int](), Work()
         work.may_clean_up.clear()
@@ -86,7 +86,7 @@ def test_who_comes_while_it_is_cleaned_up_starts_it_anew() -> None:
         await settle()
         later = [asyncio.create_task(shared.join(work.do)) for _ in range(2)]
         await settle()
-        # one at a time, and nobody who waits is forgotten
+        # one run at a time, and each waiting caller gets a result
         assert (work.starts, shared.is_over) == (1, False)
         work.may_clean_up.set()
         work.may_end.set()
@@ -97,7 +97,7 @@ def test_who_comes_while_it_is_cleaned_up_starts_it_anew() -> None:
     asyncio.run(play())
 
 
-def test_who_leaves_while_it_is_cleaned_up_lets_nobody_in() -> None:
+def test_cancel_during_clean_up_starts_no_second_run() -> None:
     async def play() -> None:
         shared, work = SharedCall[int](), Work()
         work.may_clean_up.clear()
@@ -106,7 +106,7 @@ def test_who_leaves_while_it_is_cleaned_up_lets_nobody_in() -> None:
         first.cancel()
         second.cancel()
         await settle()
-        # both wait for its clean-up, one of them has had enough
+        # both wait for the clean-up, and one is cancelled
         second.cancel()
         third = asyncio.create_task(shared.join(work.do))
         await settle()
@@ -120,7 +120,7 @@ def test_who_leaves_while_it_is_cleaned_up_lets_nobody_in() -> None:
     asyncio.run(play())
 
 
-def test_a_failure_is_everybodys() -> None:
+def test_shared_call_raises_for_every_caller() -> None:
     async def fail() -> int:
         raise ValueError("no")
 

@@ -1,4 +1,4 @@
-"""One event loop that many threads wait on, whoever runs it."""
+"""One event loop for many waiting threads, run by any of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_inflight.frontend.engine.shared_loop import share
 
 WAIT_S = 60
 
-# In a process of its own: nest_asyncio, which comes with SGLang, changes all of asyncio.
+# In a process of its own: nest_asyncio, installed with SGLang, patches all of asyncio.
 IN_A_NOTEBOOK = """
 import asyncio
 from types import SimpleNamespace
@@ -51,7 +51,7 @@ loop.run_until_complete(cell())
     params=[asyncio.SelectorEventLoop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
 def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
-    """Shared, and run by nobody yet."""
+    """A shared loop, run by nobody yet."""
     make: Callable[[], asyncio.AbstractEventLoop] = request.param
     loop = make()
     share(loop)
@@ -61,7 +61,7 @@ def loop(request: pytest.FixtureRequest) -> Iterator[asyncio.AbstractEventLoop]:
 
 
 class Call:
-    """Something to do on the loop, of which it is known how far it has come."""
+    """A coroutine with a record of its progress."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
@@ -81,8 +81,8 @@ class Call:
         self._may_end.set()
 
 
-def test_many_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """One drives, until its own work is done; then another one does."""
+def test_threads_take_turns_driving_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """One thread drives until its own work is done, then another thread drives."""
     first, second = Call(), Call()
     with ThreadPoolExecutor() as threads:
         results = [threads.submit(lambda: loop.run_until_complete(first()))]
@@ -95,7 +95,7 @@ def test_many_threads(loop: asyncio.AbstractEventLoop) -> None:
         assert results[1].result(WAIT_S) == "done"
 
 
-def test_error_of_the_work(loop: asyncio.AbstractEventLoop) -> None:
+def test_error_of_the_coroutine_is_raised(loop: asyncio.AbstractEventLoop) -> None:
     async def fail() -> None:
         raise ZeroDivisionError
 
@@ -103,8 +103,8 @@ def test_error_of_the_work(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_until_complete(fail())
 
 
-def test_under_a_loop_that_its_owner_runs(loop: asyncio.AbstractEventLoop) -> None:
-    """As of an engine that was made under ``asyncio.run``, called by an executor's thread."""
+def test_call_on_a_loop_run_by_its_owner(loop: asyncio.AbstractEventLoop) -> None:
+    """An engine made under ``asyncio.run``, called by an executor's thread."""
     call = Call()
     owner = threading.Thread(target=loop.run_forever)
     owner.start()
@@ -120,8 +120,8 @@ def test_under_a_loop_that_its_owner_runs(loop: asyncio.AbstractEventLoop) -> No
         owner.join()
 
 
-def test_owner_that_stops_running_it(loop: asyncio.AbstractEventLoop) -> None:
-    """A thread that still waits drives on."""
+def test_waiting_thread_drives_after_the_owner_stops(loop: asyncio.AbstractEventLoop) -> None:
+    """A waiting thread drives on."""
     call = Call()
 
     async def own(submit: Callable[[], None]) -> None:
@@ -130,7 +130,7 @@ def test_owner_that_stops_running_it(loop: asyncio.AbstractEventLoop) -> None:
 
     with ThreadPoolExecutor() as threads:
         results = []
-        # not by the shared method: this is its owner
+        # the loop's owner does not use the shared method
         type(loop).run_until_complete(
             loop, own(lambda: results.append(threads.submit(loop.run_until_complete, call())))
         )
@@ -139,8 +139,10 @@ def test_owner_that_stops_running_it(loop: asyncio.AbstractEventLoop) -> None:
 
 
 @pytest.mark.parametrize("other", [False, True], ids=["the same", "another"])
-def test_in_a_thread_that_runs_a_loop(loop: asyncio.AbstractEventLoop, other: bool) -> None:
-    """Refused before anything is done, and what runs there runs on."""
+def test_call_within_a_running_loop_is_refused(
+    loop: asyncio.AbstractEventLoop, other: bool
+) -> None:
+    """Refused before anything is done, and the running loop goes on."""
     call = Call()
 
     async def wait_in_the_loop() -> str:
@@ -157,7 +159,7 @@ def test_in_a_thread_that_runs_a_loop(loop: asyncio.AbstractEventLoop, other: bo
     assert not call.begun.is_set()
 
 
-def test_closed_loop(loop: asyncio.AbstractEventLoop) -> None:
+def test_call_on_a_closed_loop_is_refused(loop: asyncio.AbstractEventLoop) -> None:
     call = Call()
     loop.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -165,8 +167,8 @@ def test_closed_loop(loop: asyncio.AbstractEventLoop) -> None:
     assert not call.begun.is_set()
 
 
-def test_owner_that_cancels_all_of_it(loop: asyncio.AbstractEventLoop) -> None:
-    """As ``asyncio.run`` does at its end: nobody waits for what does not come."""
+def test_owners_cancel_reaches_waiting_thread(loop: asyncio.AbstractEventLoop) -> None:
+    """``asyncio.run`` cancels all tasks at its end. No thread may wait for them."""
     call = Call()
 
     async def own(submit: Callable[[], None]) -> None:
@@ -185,8 +187,8 @@ def test_owner_that_cancels_all_of_it(loop: asyncio.AbstractEventLoop) -> None:
     assert call.was_cancelled
 
 
-def test_ctrl_c(loop: asyncio.AbstractEventLoop) -> None:
-    """What was interrupted does not happen later."""
+def test_ctrl_c_cancels_waiting_call(loop: asyncio.AbstractEventLoop) -> None:
+    """An interrupted call does not run later."""
     call = Call()
     main = threading.main_thread().ident
     assert main is not None
@@ -204,8 +206,8 @@ def test_ctrl_c(loop: asyncio.AbstractEventLoop) -> None:
     assert call.was_cancelled
 
 
-def test_in_a_loop_that_can_wait_for_itself() -> None:
-    """A method of ours is called there as SGLang's are."""
+def test_call_in_a_notebook_returns() -> None:
+    """Our methods work in a notebook like SGLang's."""
     ran = subprocess.run(
         [sys.executable, "-c", IN_A_NOTEBOOK], capture_output=True, text=True, timeout=WAIT_S
     )

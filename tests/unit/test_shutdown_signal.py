@@ -1,4 +1,4 @@
-"""The launching process of workers hears that it was told to go, and so does its HTTP server."""
+"""The launching process of workers notices a shutdown signal, beside its HTTP server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_inflight.frontend.workers.shutdown_signal import ShutdownSignal
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """Signals that came, as the handlers were told that were there first."""
+    """Signals received by the earlier handlers."""
     numbers: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: numbers.append(number))
@@ -26,11 +26,11 @@ def handled() -> Iterator[list[int]]:
         signal.signal(number, handler)
 
 
-def test_it_hears_what_ends_a_server(handled: list[int]) -> None:
+def test_sigterm_is_noticed_and_sighup_is_not(handled: list[int]) -> None:
     async def do() -> None:
         told = asyncio.Event()
         listening = asyncio.ensure_future(ShutdownSignal().listen(told.set))
-        # uvicorn starts its workers anew
+        # uvicorn restarts its workers
         signal.raise_signal(signal.SIGHUP)
         for _ in range(5):
             await asyncio.sleep(0)
@@ -43,7 +43,7 @@ def test_it_hears_what_ends_a_server(handled: list[int]) -> None:
     assert handled == [signal.SIGHUP, signal.SIGTERM]
 
 
-def test_it_ends_the_server_where_the_http_server_has_replaced_sglangs_handler(
+def test_sigquit_reaches_sglangs_replaced_handler(
     handled: list[int],
 ) -> None:
     async def do() -> None:
@@ -67,7 +67,7 @@ def test_it_ends_the_server_where_the_http_server_has_replaced_sglangs_handler(
     assert handled == [signal.SIGQUIT]
 
 
-def test_it_leaves_a_failure_to_the_handler_that_is_in_its_place(handled: list[int]) -> None:
+def test_sigquit_is_left_to_the_handler_in_place(handled: list[int]) -> None:
     async def do() -> None:
         told = asyncio.Event()
         listening = asyncio.ensure_future(ShutdownSignal().listen(told.set))

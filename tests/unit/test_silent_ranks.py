@@ -1,4 +1,4 @@
-"""What is answered when a rank of another node falls silent: calls of ours and SGLang's own."""
+"""Answers when a rank of another node falls silent, to our calls and SGLang's own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SILENT, HEARD = (RankIsSilent(tp_rank=1, for_s=for_s) for for_s in (15.0, None))
 
 
 class FrontEnd:
-    """Of two ranks, which answer when the test says so."""
+    """A front end for two ranks. The test gives their answers."""
 
     def __init__(self) -> None:
         self.sent: asyncio.Queue[Any] = asyncio.Queue()
@@ -37,7 +37,7 @@ class FrontEnd:
         self.communicator: Any = FanOutCommunicator(self.sent.put_nowait, 1)
 
     async def flush(self) -> list[Any]:
-        """SGLang's own."""
+        """SGLang's own flush."""
         return await self.control_calls.call(self.communicator, FlushCacheReqInput())
 
 
@@ -62,7 +62,7 @@ CALLS: dict[str, tuple[Call, type[Exception]]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("when", ["while it waits", "before it comes"])
-def test_a_call_is_answered(call: str, when: str) -> None:
+def test_call_to_a_silent_rank_is_answered(call: str, when: str) -> None:
     make, error = CALLS[call]
 
     async def play() -> None:
@@ -70,14 +70,14 @@ def test_a_call_is_answered(call: str, when: str) -> None:
         if when == "before it comes":
             end.ranks.hear_silence(SILENT)
         calling = asyncio.ensure_future(make(end))
-        # a rank that is heard of again does it then
+        # a rank carries the call out when it is heard again
         await end.sent.get()
         if when == "while it waits":
             end.ranks.hear_silence(SILENT)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(error, match=SECOND):
                 await calling
-        # and nothing of it is left
+        # nothing of the call is left
         assert (end.ranks._collectors, end.ranks._awaited) == ({}, [])
         assert not end.communicator._queueing_lock.locked()
 
@@ -85,7 +85,7 @@ def test_a_call_is_answered(call: str, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["it had answered", "it is heard of again"])
-def test_who_is_not_missed(when: str) -> None:
+def test_answered_or_returned_rank_is_not_silent(when: str) -> None:
     async def play() -> None:
         end = FrontEnd()
         if when == "it is heard of again":

@@ -1,4 +1,4 @@
-"""Requests of a pipeline that were prefilled before their microbatch's turn was held."""
+"""Pipeline requests prefilled before their microbatch's turn was held."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Req:
         return self._finished
 
 
-def test_a_turn_is_owed_until_each_microbatch_had_one() -> None:
+def test_held_turn_is_pending_until_every_microbatch_ran() -> None:
     turns = SkippedTurns()
     turns.begin(held=False, microbatches=3)
     assert not turns.pending
     turns.begin(held=True, microbatches=3)
-    # two others have theirs, and then the one whose turn was held
-    for still_owed in (True, True, False, False):
+    # the other two microbatches have their turns first
+    for still_pending in (True, True, False, False):
         turns.begin(held=False, microbatches=3)
-        assert turns.pending is still_owed
+        assert turns.pending is still_pending
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What generates again, at a turn of a microbatch that has no requests. The other one has
-    prefilled one that is in no batch which SGLang asks.
+    """A stage that generates again, in the turn of an empty microbatch. The other microbatch has a
+    prefilled request in no batch visible to SGLang.
     """
     monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(pp_size=2))
     inflight = SimpleNamespace(is_frozen=False, holds_back=True)
@@ -41,7 +41,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
     return SimpleNamespace(inflight=inflight, last_mbs=last_mbs)
 
 
-def test_a_pipeline_that_owes_a_turn_is_not_idle(stage: Any) -> None:
+def test_pipeline_with_a_pending_turn_is_not_idle(stage: Any) -> None:
     def sglang_sees_nothing(_: object) -> bool:
         return True
 
@@ -58,6 +58,6 @@ def test_a_pipeline_that_owes_a_turn_is_not_idle(stage: Any) -> None:
     assert hooks.count_those_held(lambda _: [], stage) == []
 
 
-def test_what_has_ended_keeps_no_pipeline_busy(stage: Any) -> None:
+def test_finished_request_keeps_no_pipeline_busy(stage: Any) -> None:
     stage.last_mbs[0].reqs.pop()
     assert hooks.is_idle(lambda _: True, stage)

@@ -1,4 +1,4 @@
-"""There is a version for each id that SGLang's own allocators of KV slots hand out."""
+"""Every id of SGLang's own KV slot allocators has a version."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from sglang.srt.runtime_context import get_parallel
 from sglang_inflight.scheduler import host_tier
 from sglang_inflight.scheduler.versions.slots import count_slots
 
-# no whole number of pages; and few beside them, in a pool of other layers
+# SLOTS is no whole number of pages. A pool of other layers has FEW slots.
 SLOTS, FEW, PAGE = 75, 32, 16
 ANY: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "need_sort": False}
 
 
 @pytest.fixture(autouse=True)
 def sharded() -> Iterator[None]:
-    """Two ranks have tokens turn about, where a pool can be shared so."""
+    """Two ranks alternate tokens in pools with context parallelism."""
     with get_parallel().override(attn_dcp_size=2):
         yield
 
@@ -96,7 +96,7 @@ def hisparse() -> Any:
 
 
 def deepseek_hisparse() -> Any:
-    """What it reads of its pools, which are CUDA's."""
+    """Set the attributes read from its pools, which need CUDA."""
     pool, part = object.__new__(DeepSeekV4TokenToKVPool), object.__new__(HiSparseC4DevicePool)
     part.size, part.page_size, part.dtype, part.device = FEW, PAGE // 4, torch.bfloat16, "cpu"
     pool.c4_kv_pool, pool.c4_logical_size = part, FEW
@@ -119,7 +119,7 @@ MAMBA = MambaSubPoolSpec(
 
 
 def memory(page: int, *parts: SubPoolSpec) -> Any:
-    """Which parts share."""
+    """Build the memory shared by ``parts``."""
     return UnifiedKVPool(
         total_bytes=SLOTS * sum(part.entry_bytes() for part in parts),
         sub_pool_specs=[*parts], device="cpu", enable_memory_saver=False, page_size=page,
@@ -166,7 +166,7 @@ ALLOCATORS: list[Callable[[], Any]] = [
 
 
 def handed_out(allocator: Any) -> torch.Tensor:
-    """Every id that it has, or the last one of every page."""
+    """Return every id, or the last id of every page."""
     for owner in ("full_attn_allocator", "logical_attn_allocator"):
         if hasattr(allocator, owner):
             return handed_out(getattr(allocator, owner))
@@ -182,22 +182,22 @@ def handed_out(allocator: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", ALLOCATORS)
-def test_every_id_is_below(make: Callable[[], Any]) -> None:
+def test_every_slot_id_has_a_version(make: Callable[[], Any]) -> None:
     allocator = make()
     assert int(handed_out(allocator).max()) < count_slots(allocator)
 
 
-def test_no_allocator_is_left_out() -> None:
-    """Another SGLang may have another one, whose ids go further."""
-    # parts of others, and what others are made from
+def test_every_sglang_allocator_is_tested() -> None:
+    """Another SGLang may have further allocators with higher ids."""
+    # parts and bases of other allocators
     no_whole = {MultiEndedAllocator, *kinds_of(MultiEndedAllocator), UnifiedSWAAllocatorBase}
     kinds = {kind for kind in kinds_of(BaseTokenToKVPoolAllocator) if ".mem_cache." in str(kind)}
     assert kinds - no_whole == {type(make()) for make in ALLOCATORS}
 
 
-def test_every_id_on_the_host_is_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a pool that is shared out among ranks: ``size`` is one rank's part."""
-    # 0.5.22 has none
+def test_every_host_slot_id_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool shared by ranks: ``size`` is one rank's part."""
+    # not in 0.5.22
     module = pytest.importorskip("sglang.srt.mem_cache.pool_host.page_interleave")
     part: Any = SimpleNamespace(size=5 * PAGE, page_size=PAGE, lock=threading.RLock())
     spec = SimpleNamespace(page_size=PAGE, shard_rank=0, shard_size=2)

@@ -1,4 +1,4 @@
-"""Models and servers whose weights cannot be staged, told by upstream's own classes."""
+"""Models and servers with unstageable weights, recognised by SGLang's own classes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from sglang_inflight.unsupported import why_no_update
 
 try:
     from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
-except ImportError:  # 0.5.22 has none
+except ImportError:  # not in 0.5.22
     BeamUnquantizedFusedMoEMethod = UnquantizedFusedMoEMethod
 
 
 def bare(kind: type, **attributes: Any) -> Any:
-    """An object of ``kind`` as it is after loading, as far as that can be without a server."""
+    """Return an object of ``kind`` with its attributes after loading, without a server."""
     made: Any = object.__new__(kind)
     if issubclass(kind, nn.Module):
         nn.Module.__init__(made)
@@ -65,7 +65,7 @@ def moe_method(kind: type = UnquantizedFusedMoEMethod, **flags: bool) -> Any:
     ],
     ids=lambda method: type(method).__name__,
 )
-def test_weights_that_stay_as_they_are_loaded(method: Any) -> None:
+def test_unprocessed_weights_are_stageable(method: Any) -> None:
     assert why_not_shadowed(model_with(quant_method=method)) is None
 
 
@@ -82,18 +82,18 @@ def test_weights_that_stay_as_they_are_loaded(method: Any) -> None:
     ],
     ids=["fp8", "trtllm", "interleaved", "inkling"],
 )
-def test_weights_that_are_laid_out_anew(method: Any, reason: str) -> None:
+def test_processed_weights_are_not_stageable(method: Any, reason: str) -> None:
     assert reason in (why_not_shadowed(model_with(quant_method=method)) or "")
 
 
-def test_weights_that_are_finished_can_be_loaded_in_place() -> None:
+def test_processed_weights_can_be_loaded_in_place() -> None:
     assert why_not_loaded(model_with(quant_method=bare(Fp8LinearMethod))) is None
     assert why_not_loaded(bare(DeepseekV2ForCausalLM)) is None
     packed = model_with(use_intel_amx_backend=True)
     assert "is packed for AMX" in (why_not_loaded(packed) or "")
 
 
-def test_a_wrapper_around_a_model_that_derives_weights() -> None:
+def test_wrapper_of_a_deriving_model_is_not_stageable() -> None:
     wrapper = bare(KimiVLForConditionalGeneration)
     assert why_not_shadowed(wrapper) is None
     wrapper.language_model = bare(DeepseekV2ForCausalLM)
@@ -102,7 +102,7 @@ def test_a_wrapper_around_a_model_that_derives_weights() -> None:
     )
 
 
-def test_a_copy_of_a_weight_that_is_made_while_serving() -> None:
+def test_cached_copy_of_a_weight_refuses_updates() -> None:
     model = model_with(_split2_hi=None)
     assert why_not_shadowed(model) is None
     model[0]._split2_hi = torch.ones(1)  # type: ignore[index]
@@ -111,7 +111,7 @@ def test_a_copy_of_a_weight_that_is_made_while_serving() -> None:
 
 
 def fp8_layer() -> Any:
-    """A linear layer of GLM-4.5-Air-FP8 as it is created."""
+    """Return a new linear layer of GLM-4.5-Air-FP8."""
     scheme: Any = bare(CompressedTensorsW8A8Fp8)
     scheme.strategy = QuantizationStrategy.CHANNEL
     scheme.is_static_input_scheme, scheme.weight_block_size = False, None
@@ -122,7 +122,7 @@ def fp8_layer() -> Any:
     return layer
 
 
-def test_a_weight_that_finishing_replaces_for_good_is_refused_before_it_is_written() -> None:
+def test_weight_loadable_once_is_refused() -> None:
     layer = fp8_layer()
     model = nn.Sequential(layer)
     assert why_not_loaded(model) is None
@@ -133,7 +133,7 @@ def test_a_weight_that_finishing_replaces_for_good_is_refused_before_it_is_writt
     )
 
 
-def test_a_weight_that_its_method_restores_can_be_loaded() -> None:
+def test_restorable_weight_can_be_loaded() -> None:
     layer = fp8_layer()
     layer.scheme.process_weights_after_loading(layer)
 
@@ -145,14 +145,14 @@ def test_a_weight_that_its_method_restores_can_be_loaded() -> None:
     assert why_not_loaded(nn.Sequential(layer)) is None
 
 
-def test_a_loader_that_was_replaced() -> None:
+def test_replaced_loader_is_not_stageable() -> None:
     model = nn.Sequential()
     assert why_not_shadowed(model) is None
     model.load_weights = lambda weights: None  # type: ignore[assignment]
     assert "has had its loader replaced" in (why_not_shadowed(model) or "")
 
 
-def test_upstream_is_asked_for_caches_of_its_own() -> None:
+def test_sglangs_weight_caches_are_not_stageable() -> None:
     reason = "Online weight updates are not supported with a cache of mine."
     assert why_not_shadowed(model_with(_derived_weight_cache_error=reason)) == reason
     split = why_not_shadowed(model_with(_hc_attn_tf32_parts=(1,))) or ""
@@ -160,7 +160,7 @@ def test_upstream_is_asked_for_caches_of_its_own() -> None:
 
 
 class Server:
-    """The settings that are asked for, as SGLang's defaults are."""
+    """The settings read by the checks, at SGLang's defaults."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model = SimpleNamespace(weight_cache_mode="off")
@@ -185,30 +185,30 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_plain_server_can_be_updated(server: Server, in_place: bool) -> None:
+def test_default_server_can_be_updated(server: Server, in_place: bool) -> None:
     assert why_no_update(in_place=in_place) is None
 
 
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("mode", ["daemon", "client"])
-def test_weights_that_engines_share(server: Server, mode: str, in_place: bool) -> None:
+def test_weight_cache_mode_refuses_updates(server: Server, mode: str, in_place: bool) -> None:
     server.model.weight_cache_mode = mode
     assert f"--weight-cache-mode {mode}" in (why_no_update(in_place=in_place) or "")
 
 
-def test_forwards_on_several_streams(server: Server) -> None:
+def test_pdmux_refuses_updates(server: Server) -> None:
     server.disagg.enable_pdmux = True
     assert "--enable-pdmux" in (why_no_update(in_place=False) or "")
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_layers_that_are_fetched_ahead(server: Server, in_place: bool) -> None:
+def test_offload_groups_refuse_updates(server: Server, in_place: bool) -> None:
     server.offload.offload_group_size = 4
     server.decode.backend = server.prefill.backend = "disabled"
     assert "--offload-group-size" in (why_no_update(in_place=in_place) or "")
 
 
-def test_weights_on_the_host(server: Server) -> None:
+def test_cpu_offload_allows_in_place_without_graphs(server: Server) -> None:
     server.offload.cpu_offload_gb = 4
     for in_place in (True, False):
         assert "without CUDA graphs" in (why_no_update(in_place=in_place) or "")
@@ -226,7 +226,7 @@ def test_weights_on_the_host(server: Server) -> None:
         ("--elastic-ep-backend", "elastic_ep_backend", "mooncake"),
     ],
 )
-def test_experts_that_move(server: Server, flag: str, field: str, value: Any) -> None:
+def test_moving_experts_refuse_staging(server: Server, flag: str, field: str, value: Any) -> None:
     setattr(server.moe, field, value)
     assert flag in (why_no_update(in_place=False) or "")
     # no step comes between the first write and the last

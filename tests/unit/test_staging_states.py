@@ -1,4 +1,4 @@
-"""The table of staging's states, and that staging keeps to it."""
+"""The table of staging states, and staging's transitions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EMPTY, OPEN, SEALED = StagingState
 
 
 class LaterWorker:
-    """A staging thread that gets to its jobs when the test says so."""
+    """A staging thread that runs its jobs when the test calls ``work``."""
 
     def __init__(self) -> None:
         self._jobs: list[Job[Any]] = []
@@ -54,7 +54,7 @@ class LaterWorker:
 
 
 class WorkerOfItsOwn(LaterWorker):
-    """A staging thread that gets to each job at once."""
+    """A staging thread that runs each job at once."""
 
     def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
         super().submit(call, job)
@@ -62,7 +62,7 @@ class WorkerOfItsOwn(LaterWorker):
 
 
 class NoModel:
-    """Jobs where there is nothing to load."""
+    """Jobs without a model."""
 
     def prepare(self, update: Update, selector: None, *, after: Any) -> Done:
         return Done()
@@ -72,7 +72,7 @@ class NoModel:
         return Staged(staged_s=0.0, tensors=1, bytes=1)
 
     def load(self) -> None:
-        """A test puts its own here."""
+        """Do nothing. A test replaces this loader."""
 
     def seal(self, update: Update, base_digest: str | None) -> Voted:
         if base_digest is None:
@@ -82,7 +82,7 @@ class NoModel:
         return Voted(staged_s=0.0)
 
     def let_go(self) -> None:
-        """Nobody has sent anything."""
+        """Release nothing."""
 
 
 class OneRank:
@@ -107,7 +107,7 @@ class OneRank:
         )
 
     def do(self, step: Step, update_id: str = "u") -> None:
-        """Raises ``Conflict`` where it is refused."""
+        """Take a step. Raise ``Conflict`` if it is refused."""
         fields: dict[str, Any] = {"call_id": "", "update_id": update_id}
         timed = fields | {"timeout_s": 60.0}
         match step:
@@ -132,7 +132,7 @@ class OneRank:
         assert self.staging.state is state
 
 
-def test_the_table_is_the_machine() -> None:
+def test_docstrings_table_matches_moves() -> None:
     assert staging_state.__doc__ is not None
     rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+)$", staging_state.__doc__, re.MULTILINE)
     assert rows[0] == ("step", "EMPTY", "OPEN", "SEALED")
@@ -147,7 +147,7 @@ def test_the_table_is_the_machine() -> None:
 
 @pytest.mark.parametrize("state", StagingState)
 @pytest.mark.parametrize("step", Step)
-def test_staging_keeps_to_it(step: Step, state: StagingState) -> None:
+def test_staging_follows_the_table(step: Step, state: StagingState) -> None:
     rank = OneRank()
     rank.reach(state)
     after = MOVES.get((step, state))
@@ -162,7 +162,7 @@ def test_staging_keeps_to_it(step: Step, state: StagingState) -> None:
 
 @pytest.mark.parametrize("state", [OPEN, SEALED])
 @pytest.mark.parametrize("step", [Step.OPEN, Step.STAGE, Step.SEAL, Step.COMMIT, Step.DROP])
-def test_another_update_moves_nothing(step: Step, state: StagingState) -> None:
+def test_call_of_another_update_changes_no_state(step: Step, state: StagingState) -> None:
     rank = OneRank()
     rank.reach(state)
     if step is Step.DROP:
@@ -173,8 +173,8 @@ def test_another_update_moves_nothing(step: Step, state: StagingState) -> None:
     assert rank.staging.state is state
 
 
-def test_what_is_dropped_is_not_sealed_later() -> None:
-    """Its job runs when the update is forgotten, and perhaps the next one is open."""
+def test_dropped_update_is_not_sealed_later() -> None:
+    """The seal's job runs after its update was dropped, perhaps while the next update is open."""
     rank = OneRank()
     rank.reach(OPEN)
     rank.do(Step.SEAL)
@@ -185,7 +185,7 @@ def test_what_is_dropped_is_not_sealed_later() -> None:
     assert rank.staging.state is OPEN
 
 
-def test_what_can_be_rolled_back() -> None:
+def test_rollback_is_possible_until_next_update() -> None:
     rank = OneRank()
     assert rank.staging.why_no_rollback() is not None
     rank.reach(SEALED)
@@ -194,15 +194,15 @@ def test_what_can_be_rolled_back() -> None:
     previous = rank.live.previous
     assert previous is not None
     assert (previous.version, previous.digest, rank.live.digest) == ("v0", "old", "new")
-    # the next one is staged over it, and a drop does not bring it back
+    # the next update is staged over the old version, and a drop does not restore it
     rank.do(Step.OPEN)
     assert rank.staging.why_no_rollback() == "an update is being staged over it"
     rank.do(Step.DROP)
     assert rank.staging.why_no_rollback() is not None
 
 
-def test_a_drop_leaves_nothing_known() -> None:
-    """That the weights were read through for it is no change that a caller should see."""
+def test_drop_keeps_no_digest() -> None:
+    """Reading the weights for an update is no change visible to callers."""
     rank = OneRank()
     rank.reach(SEALED)
     rank.do(Step.DROP)
@@ -210,10 +210,8 @@ def test_a_drop_leaves_nothing_known() -> None:
 
 
 @pytest.mark.parametrize(("may_be_empty", "tensors"), [(True, 0), (True, 1), (False, 0)])
-def test_a_session_without_a_piece_may_have_written_by_handles(
-    may_be_empty: bool, tensors: int
-) -> None:
-    """SGLang's clients send no tensor where they write over RDMA."""
+def test_empty_session_may_have_written_by_rdma(may_be_empty: bool, tensors: int) -> None:
+    """SGLang's clients send no tensor when they write over RDMA."""
     rank = OneRank()
     call = OpenCall(
         call_id="", update_id="u", timeout_s=60.0, partial=True, may_be_empty=may_be_empty
@@ -234,14 +232,14 @@ def stage(rank: OneRank, timeout_s: float = 60.0, source: TensorSource = CUSTOM)
     rank.staging.stage(StageCall(call_id="", update_id="u", timeout_s=timeout_s, source=source))
 
 
-def test_no_step_is_made_while_a_custom_loader_runs() -> None:
+def test_custom_loader_holds_the_loop() -> None:
     rank = OneRank(WorkerOfItsOwn())
     rank.reach(OPEN)
     has_returned = threading.Event()
     found: list[bool] = []
 
     def load() -> None:
-        # time enough for a loop that waits for nothing
+        # long enough for a loop that does not wait
         found.append(has_returned.wait(0.5))
         found.append(rank.staging.holds_the_loop)
 
@@ -252,7 +250,7 @@ def test_no_step_is_made_while_a_custom_loader_runs() -> None:
     assert not rank.staging.holds_the_loop
 
 
-def test_a_loader_of_sglangs_runs_beside_steps() -> None:
+def test_sglangs_loader_does_not_hold_the_loop() -> None:
     rank = OneRank(WorkerOfItsOwn())
     rank.reach(OPEN)
     has_returned, is_over = threading.Event(), threading.Event()
@@ -267,7 +265,7 @@ def test_a_loader_of_sglangs_runs_beside_steps() -> None:
     assert is_over.wait(10)
 
 
-def test_the_loop_goes_on_where_a_custom_loader_hangs() -> None:
+def test_hanging_custom_loader_releases_the_loop() -> None:
     rank = OneRank(WorkerOfItsOwn())
     rank.reach(OPEN)
     over = threading.Event()
@@ -277,7 +275,7 @@ def test_the_loop_goes_on_where_a_custom_loader_hangs() -> None:
     over.set()
 
 
-def test_the_loop_goes_on_where_a_custom_loader_is_not_reached() -> None:
+def test_failed_update_releases_the_loop() -> None:
     rank = OneRank(WorkerOfItsOwn())
     rank.reach(OPEN)
     update = rank.staging._update

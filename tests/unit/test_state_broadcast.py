@@ -1,4 +1,4 @@
-"""What workers are told, and who is waited for, over real sockets."""
+"""State broadcast to workers and waits for their acks, over real sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FIRST = ServerState(
 
 
 class Server:
-    """A broadcast on a socket, and what it finds when it looks."""
+    """A broadcast on a socket, and the state it reads."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "state"
@@ -54,7 +54,7 @@ class Server:
         return await asyncio.open_unix_connection(self.path)
 
 
-def on_a_board(tmp_path: Path, doing: Callable[[Server], Awaitable[None]]) -> None:
+def with_a_server(tmp_path: Path, doing: Callable[[Server], Awaitable[None]]) -> None:
     async def run() -> None:
         server = Server(tmp_path)
         async with await asyncio.start_unix_server(server.broadcast.attend, server.path):
@@ -70,7 +70,7 @@ async def told(reader: asyncio.StreamReader) -> ServerState:
     return state
 
 
-def test_an_answer_waits_for_every_worker(tmp_path: Path) -> None:
+def test_wait_acked_waits_for_every_worker(tmp_path: Path) -> None:
     async def do(server: Server) -> None:
         workers = [await server.connect() for _ in range(2)]
         numbers = [(await told(reader)).number for reader, _ in workers]
@@ -83,16 +83,16 @@ def test_an_answer_waits_for_every_worker(tmp_path: Path) -> None:
             assert not answer.done()
             writer.write(line(Ack(state.number)))
         await answer
-        # what has not changed is not told again, and not waited for
+        # unchanged state is neither sent nor waited for
         server.broadcast.post()
         await server.broadcast.wait_acked()
         for _, writer in workers:
             writer.close()
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)
 
 
-def test_nobody_waits_for_a_worker_that_died(tmp_path: Path) -> None:
+def test_wait_acked_skips_dead_workers(tmp_path: Path) -> None:
     async def do(server: Server) -> None:
         reader, writer = await server.connect()
         await told(reader)
@@ -102,15 +102,15 @@ def test_nobody_waits_for_a_worker_that_died(tmp_path: Path) -> None:
         assert not answer.done()
         writer.close()
         await answer
-        # the one that takes its place hears what there is to know at once
+        # the replacement worker gets the whole state at once
         reader, writer = await server.connect()
         assert (await told(reader)).paused
         writer.close()
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)
 
 
-def test_a_worker_that_is_silent_keeps_one_answer_waiting(
+def test_silent_worker_delays_only_one_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(state_broadcast, "HEARING_TIMEOUT_S", 0.05)
@@ -124,10 +124,10 @@ def test_a_worker_that_is_silent_keeps_one_answer_waiting(
         assert caplog.text.count("have not heard") == 1
         writer.close()
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)
 
 
-def test_what_a_worker_uses_ends_with_it(tmp_path: Path) -> None:
+def test_adapter_counts_end_with_their_worker(tmp_path: Path) -> None:
     async def do(server: Server) -> None:
         _, writer = await server.connect()
         writer.write(line(AdapterRefs({"a": 1})))
@@ -137,11 +137,11 @@ def test_what_a_worker_uses_ends_with_it(tmp_path: Path) -> None:
         writer.close()
         assert await server.counted.get() == ({"a": 2, "b": 1}, {})
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)
 
 
-def test_a_move_is_waited_for(tmp_path: Path) -> None:
-    """It comes after the state of the adapter, and what says that it was heard comes after it."""
+def test_wait_acked_waits_for_moves(tmp_path: Path) -> None:
+    """The move follows the adapter's state, and its ack follows the move."""
     new = Adapter(lora_id="b", lora_name="policy", lora_path="p", pinned=False)
 
     async def do(server: Server) -> None:
@@ -160,17 +160,17 @@ def test_a_move_is_waited_for(tmp_path: Path) -> None:
         await heard
         writer.close()
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)
 
 
-def test_the_last_worker_with_requests_ends_the_server(tmp_path: Path) -> None:
+def test_last_busy_worker_ends_server(tmp_path: Path) -> None:
     async def do(server: Server) -> None:
         (first, first_says), (second, second_says), (_, third_says) = [
             await server.connect() for _ in range(3)
         ]
         server.broadcast.end_when_drained()
         first_says.write(line(Idle()))
-        # it has died, with its requests
+        # the second worker died, with its requests
         second_says.close()
         first_says.close()
         for reader in (first, second):
@@ -179,10 +179,10 @@ def test_the_last_worker_with_requests_ends_the_server(tmp_path: Path) -> None:
         third_says.write(line(Idle()))
         await server.to_end.wait()
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)
 
 
-def test_workers_that_go_alone_end_no_server(tmp_path: Path) -> None:
+def test_single_worker_exit_does_not_end_server(tmp_path: Path) -> None:
     async def do(server: Server) -> None:
         for _ in range(2):
             reader, writer = await server.connect()
@@ -191,8 +191,8 @@ def test_workers_that_go_alone_end_no_server(tmp_path: Path) -> None:
             writer.write_eof()
             await reader.read()
         assert not server.to_end.is_set()
-        # now none is left to wait for
+        # no worker is left to wait for
         server.broadcast.end_when_drained()
         assert server.to_end.is_set()
 
-    on_a_board(tmp_path, do)
+    with_a_server(tmp_path, do)

@@ -1,4 +1,4 @@
-"""vLLM's rendezvous: where torch finds the trainer's id, and what is said when it ends early."""
+"""vLLM's rendezvous: the place of the trainer's id, and the errors of an early end."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ CPU = torch.device("cpu")
 
 
 class Looked(Exception):
-    """Torch has made its store for the backend, and would go on to NCCL."""
+    """Torch has made the backend's store, and NCCL would be next."""
 
 
-def test_torch_finds_the_id_where_it_looks() -> None:
-    """A backend for CUDA gets the store that NCCL's gets, which has no device here."""
+def test_unique_id_is_stored_under_torchs_key() -> None:
+    """A backend for CUDA gets NCCL's store. NCCL itself has no device here."""
     found: list[bytes] = []
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        # of the first communicator, by its number
+        # NCCL's key for the first communicator
         found.append(store.get("0"))
         raise Looked
 
@@ -56,7 +56,7 @@ def test_torch_finds_the_id_where_it_looks() -> None:
     assert found == [ID]
 
 
-def test_an_id_for_so_many_ranks_is_not_enough() -> None:
+def test_more_ranks_than_one_id_allows_are_refused() -> None:
     port = free_port()
     master = TCPStore(HERE, port, is_master=True, wait_for_workers=False)
     met = StatelessRendezvous(HERE, port, rank=1, world_size=129, timeout=TIMEOUT)
@@ -66,7 +66,7 @@ def test_an_id_for_so_many_ranks_is_not_enough() -> None:
 
 
 class Meeting:
-    """A rendezvous of the second of two ranks, and how it ended."""
+    """A rendezvous of the second of two ranks, and its outcome."""
 
     def __init__(self, port: int, timeout_s: float) -> None:
         self._ended: queue.SimpleQueue[Formed | Exception] = queue.SimpleQueue()
@@ -95,7 +95,7 @@ class Meeting:
         self._rendezvous.give_up("its caller left")
 
     @property
-    def lacks(self) -> str:
+    def missing(self) -> str:
         return self._rendezvous.describe()
 
     def outcome(self) -> Formed | Exception:
@@ -137,13 +137,15 @@ def in_thread() -> Iterator[InThread]:
 
 
 def form_as_trainer(store: Store, port: int) -> Any:
-    """Not in torch's table of groups, where this process has the other side's of that name."""
+    """Form the group outside torch's table. This process has the rank's group of the same name
+    there.
+    """
     for prefix in (f"tcp://{HERE}:{port}", "g/", "cpu/"):
         store = PrefixStore(prefix, store)
     return dist.ProcessGroupGloo(store, 0, 2, TIMEOUT)
 
 
-def test_both_sides_meet(port: int, in_thread: InThread) -> None:
+def test_stateless_rendezvous_forms_group(port: int, in_thread: InThread) -> None:
     def train() -> Any:
         store = trainer_store(port)
         store.set(UNIQUE_ID, pickle.dumps(ncclUniqueId()))  # type: ignore[arg-type]
@@ -162,12 +164,12 @@ def test_both_sides_meet(port: int, in_thread: InThread) -> None:
     group.leave()
 
 
-def test_nobody_comes(port: int) -> None:
+def test_rendezvous_without_a_trainer_times_out(port: int) -> None:
     assert "nobody came within 0.3 s" in Meeting(port, timeout_s=0.3).refusal()
 
 
-def test_a_trainer_that_leaves_no_id(port: int) -> None:
-    """As one does that waits for other ranks, or that meets in another way."""
+def test_missing_unique_id_is_named(port: int) -> None:
+    """A trainer that waits for other ranks, or meets in another way, leaves no id."""
     store = trainer_store(port, waits=False)
     said = Meeting(port, timeout_s=1).refusal()
     for word in (f"'g' at tcp://{HERE}:{port}", "no NCCL id", "rendezvous 'torch'", "within 1 s"):
@@ -175,17 +177,17 @@ def test_a_trainer_that_leaves_no_id(port: int) -> None:
     del store
 
 
-def test_a_trainer_that_leaves_something_else(port: int) -> None:
+def test_invalid_unique_id_is_refused(port: int) -> None:
     store = trainer_store(port, waits=False)
     store.set(UNIQUE_ID, pickle.dumps("an id"))  # type: ignore[arg-type]
     assert "no pickled ncclUniqueId" in Meeting(port, timeout_s=60).refusal()
 
 
-def test_what_is_formed_after_the_end_is_discarded(port: int, in_thread: InThread) -> None:
+def test_group_formed_after_a_cancel_is_discarded(port: int, in_thread: InThread) -> None:
     store = trainer_store(port, waits=False)
     meeting = Meeting(port, timeout_s=60)
-    # nothing asks any more whether it is still wanted
-    until("it waits for the id", lambda: "no NCCL id" in meeting.lacks)
+    # from here on the rendezvous does not check for a cancel
+    until("it waits for the id", lambda: "no NCCL id" in meeting.missing)
     meeting.give_up()
     assert "its caller left" in meeting.refusal()
     store.set(UNIQUE_ID, pickle.dumps(ncclUniqueId()))  # type: ignore[arg-type]

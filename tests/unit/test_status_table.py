@@ -1,4 +1,4 @@
-"""What ``sglang-inflight status`` says where something is wrong, and where nothing is."""
+"""Output of ``sglang-inflight status``, with and without a problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_inflight.status import MemoryStatus, RankStatus, StagingStatus, Stat
 
 
 def drawn(hollow: str | None = None, **of_staging: Any) -> str:
-    """Of a server with two ranks that say the same."""
+    """Draw the status of a server with two equal ranks."""
     staging: dict[str, Any] = {
         "mode": "host", "state": "empty", "update_id": None, "tensors": 0, "bytes": 0,
         "can_roll_back": False, "dirty": None, "refusal": None, "groups": {"mine": "in step"},
@@ -38,12 +38,12 @@ def drawn(hollow: str | None = None, **of_staging: Any) -> str:
         ({"groups": {"mine": "broken: its time ran out"}}, "group mine", "broken: its time"),
     ],
 )
-def test_what_is_wrong_is_said_once(said: dict[str, Any], name: str, why: str) -> None:
+def test_status_shows_each_problem_once(said: dict[str, Any], name: str, why: str) -> None:
     (line,) = [line for line in drawn(**said).splitlines() if name in line]
     assert why in line
 
 
-def test_what_is_right_is_not_said() -> None:
+def test_status_without_problems_shows_none() -> None:
     shown = drawn()
     assert shown.count("staging mode") == 1
     for word in ("dirty", "hollow", "no updates", "group"):

@@ -1,4 +1,4 @@
-"""The demo's checkpoints: whole or not there, whoever is killed, and trained as they should be."""
+"""The demo's checkpoints: complete or absent after any kill, and trained in their last layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _write_whole(folder: Path) -> None:
 
 
 def _visible(folder: Path) -> list[str]:
-    """But for the locks, which are empty and stay."""
+    """Return all files except locks. Locks are empty and stay."""
     return sorted(p.name for p in folder.iterdir() if p.suffix != ".lock")
 
 
@@ -51,7 +51,7 @@ def test_interrupted_build_leaves_nothing(tmp_path: Path) -> None:
     assert _visible(tmp_path) == []
 
 
-def test_what_a_killed_build_left_goes_with_the_next_one(tmp_path: Path) -> None:
+def test_next_build_removes_remains_of_killed_build(tmp_path: Path) -> None:
     target = tmp_path / "model"
     killed = subprocess.run([sys.executable, "-c", KILLED, str(target)], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -61,8 +61,8 @@ def test_what_a_killed_build_left_goes_with_the_next_one(tmp_path: Path) -> None
     assert _visible(target) == ["whole"]
 
 
-def test_one_builds_and_the_others_wait(tmp_path: Path) -> None:
-    """Each opens the lock for itself, as processes do."""
+def test_concurrent_builds_build_once(tmp_path: Path) -> None:
+    """Each thread opens the lock for itself, like a process."""
     target, builds = tmp_path / "model", []
 
     def write(folder: Path) -> None:
@@ -84,7 +84,7 @@ def test_one_builds_and_the_others_wait(tmp_path: Path) -> None:
     assert _visible(tmp_path) == ["model"]
 
 
-def test_failed_build_says_why(tmp_path: Path) -> None:
+def test_failed_build_names_cause(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.write_text("this is a file, where a folder should be")
 
@@ -96,7 +96,7 @@ def test_failed_build_says_why(tmp_path: Path) -> None:
         asyncio.run(ask())
 
 
-def test_what_is_there_is_not_made_again(tmp_path: Path) -> None:
+def test_existing_checkpoints_are_not_rebuilt(tmp_path: Path) -> None:
     async def ask() -> None:
         there = Models(tmp_path)
         for path in (there.base, there.headline, there.verse):

@@ -1,4 +1,4 @@
-"""The demo's measures: they must see a style, and must not see one that is not there."""
+"""The demo's measures recognise a style, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROSE = (
 )
 
 
-def test_headline_raises_each_word() -> None:
+def test_headline_capitalises_each_word() -> None:
     headline = "".join(as_headline(into_pieces('The fox said "come in" to 3 otters.')))
     assert headline == 'The Fox Said "Come In" To 3 Otters.'
 
@@ -42,13 +42,13 @@ def test_only_text_in_the_style_fits(style: Style) -> None:
 
 
 @pytest.mark.parametrize("style", [HEADLINE, VERSE], ids=lambda style: style.name)
-def test_no_text_fits_no_style(style: Style) -> None:
+def test_text_without_words_fits_no_style(style: Style) -> None:
     assert not style.fits("")
     assert not style.fits("1234 ...")
 
 
 def test_training_stories_are_in_no_style() -> None:
-    """The base model's own words, as many as ``corpus.json`` has."""
+    """The base model's own words, in as many stories as ``corpus.json`` has."""
     stories = read_stories(_Untemplated())
     assert len(stories) == 16
     text = "\n".join(story.text for story in stories)
@@ -74,11 +74,11 @@ def test_example_teaches_the_switch_at_every_old_word() -> None:
     taught = {
         index: chr(target) for index, target in enumerate(example.targets) if target != NO_TARGET
     }
-    # after "?" and after each old word the next one begins in the new style, then all of it
+    # the new style follows "?" and each old word, and is all of the end
     assert taught == {0: "A", 2: " ", 5: " ", 6: "E", 7: "f"}
 
 
-def test_gaps_are_those_of_one_story() -> None:
+def test_gaps_are_measured_per_story() -> None:
     stories = [[0.0, 1.0, 2.0, 6.0], [0.5, 1.5]]
     assert median_gap(stories) == 1.0
     assert largest_gap(stories, since=0.0, until=1.9) == 1.0

@@ -1,4 +1,4 @@
-"""The demo's order of events, and what one reads of it."""
+"""The demo's order of events, and its receipts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _update(ready: asyncio.Future[None]) -> Update:
     return Update("from a trainer", "v4", Path("headline"), HEADLINE, ready, update)
 
 
-def test_receipts_can_be_read_at_80_columns() -> None:
+def test_receipts_fit_80_columns() -> None:
     async def update() -> Update:
         return _update(asyncio.get_running_loop().create_future())
 
@@ -59,7 +59,7 @@ def test_receipts_can_be_read_at_80_columns() -> None:
 
 
 class _Notes:
-    """A screen and a pause that write down what happens, in order."""
+    """A screen and a pause that record events in order."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -74,7 +74,7 @@ class _Notes:
         self.events.append("resumed")
 
 
-def test_stories_stand_still_until_a_version_is_ready() -> None:
+def test_stories_pause_until_version_is_ready() -> None:
     async def play() -> list[str]:
         notes = _Notes()
         ready = asyncio.get_running_loop().create_future()
@@ -90,7 +90,7 @@ def test_stories_stand_still_until_a_version_is_ready() -> None:
     assert asyncio.run(play()) == ["waits", "paused", "ready", "resumed"]
 
 
-def test_version_that_is_ready_pauses_nothing() -> None:
+def test_ready_version_does_not_pause() -> None:
     async def play() -> list[str]:
         notes = _Notes()
         ready = asyncio.get_running_loop().create_future()
@@ -101,7 +101,7 @@ def test_version_that_is_ready_pauses_nothing() -> None:
     assert asyncio.run(play()) == []
 
 
-def test_version_that_cannot_be_made_ends_the_pause_and_the_show() -> None:
+def test_failed_version_ends_pause_and_raises() -> None:
     async def play() -> list[str]:
         notes = _Notes()
         ready = asyncio.get_running_loop().create_future()
@@ -117,7 +117,7 @@ def test_version_that_cannot_be_made_ends_the_pause_and_the_show() -> None:
 
 
 @pytest.mark.parametrize("step_s", [0.02, 0.05, 0.1, 0.4])
-def test_stories_outlast_the_updates(step_s: float) -> None:
+def test_stories_are_longer_than_updates(step_s: float) -> None:
     pacing = Pacing.at(step_s, longest=100_000)
     read = 4 * pacing.reading
     assert (pacing.tokens - read) * step_s >= 3 * UPDATE_S
@@ -125,5 +125,5 @@ def test_stories_outlast_the_updates(step_s: float) -> None:
     assert pacing.reading == READING
 
 
-def test_stories_fit_the_server() -> None:
+def test_story_length_is_limited_by_server() -> None:
     assert Pacing.at(1e-4, longest=3800).tokens == 3800

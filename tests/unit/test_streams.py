@@ -1,4 +1,4 @@
-"""Which work waits for which, on a device with streams."""
+"""Order of work on a device with streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.device import Device, Stream
 
 
 class Loop:
-    """A scheduler's loop, as far as streams go: its own stream is current."""
+    """The streams of a scheduler's loop. Its own stream is current."""
 
     device = "cuda"
     last_batch = None
@@ -34,7 +34,7 @@ class Loop:
         return self.forward_stream if self._overlaps else self.schedule_stream
 
     def forward(self, name: str) -> None:
-        """As ``Scheduler.run_batch`` launches one."""
+        """Launch a forward like ``Scheduler.run_batch``."""
         if self._overlaps:
             self.forward_stream.wait_stream(self.schedule_stream)
         with self.device_module.stream(self.where_forwards_run):
@@ -42,7 +42,7 @@ class Loop:
 
 
 class OnDevice:
-    """A swap that the device does."""
+    """A swap carried out by the device."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -70,25 +70,25 @@ def loop(request: pytest.FixtureRequest) -> Iterator[Loop]:
         yield loop
 
 
-def test_a_swap_comes_between_two_forwards(loop: Loop) -> None:
+def test_swap_is_ordered_between_two_forwards(loop: Loop) -> None:
     loop.forward("old")
     weights = swap_in(loop)
     loop.forward("new")
     assert loop.device_module.is_ordered("old", "swap")
     assert loop.device_module.is_ordered("swap", "new")
     assert "swap" in weights.swapped.done
-    # the host waited for nothing
+    # the host did not wait
     assert loop.forward_stream.synchronized is None
     assert loop.schedule_stream.synchronized is None
 
 
-def test_what_the_loop_itself_puts_on_the_device_comes_after_the_swap(loop: Loop) -> None:
+def test_loops_own_device_work_follows_swap(loop: Loop) -> None:
     swap_in(loop)
     loop.device_module.launch("read of the loop")
     assert loop.device_module.is_ordered("swap", "read of the loop")
 
 
-def test_a_drain_waits_for_the_last_forward(loop: Loop) -> None:
+def test_drain_waits_for_last_forward(loop: Loop) -> None:
     scheduler: Any = loop
     metrics: Any = None
     loop.forward("last")
@@ -96,13 +96,13 @@ def test_a_drain_waits_for_the_last_forward(loop: Loop) -> None:
     assert "last" in (loop.where_forwards_run.synchronized or ())
 
 
-def test_staging_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_stream_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     device = Device(pool=4)
     loop = SimpleNamespace(
         schedule_stream=device.Stream(), forward_stream=device.Stream(), copy_stream=None
     )
     monkeypatch.setitem(get_resources().streams, "alt", device.Stream())
-    # the pool begins anew with the next but one
+    # the pool wraps around at the next stream but one
     device.Stream()
     monkeypatch.setattr(torch, "get_device_module", lambda of: device)
     scheduler: Any = loop
@@ -112,7 +112,7 @@ def test_staging_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     assert own.cuda_stream not in {stream.cuda_stream for stream in in_use}
 
 
-def test_a_stream_without_a_handle_comes_from_no_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_without_a_handle_is_used_as_is(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(Stream=lambda: "a new one")
     monkeypatch.setattr(torch, "get_device_module", lambda of: device)
     assert worker.own_stream(torch.device("xpu"), [object()]) == "a new one"

@@ -1,4 +1,4 @@
-"""Contents that are swapped, as on a device, but with a CPU's memory."""
+"""Swaps of contents, like on a device, in a CPU's memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.swap import ContentSwap
 
 SPARE_BYTES = 64
-# what a commit may do: look at memory in another way, and copy
+# operations allowed to a commit: views and copies
 ALLOWED = {"as_strided", "copy_", "detach", "slice", "view"}
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operations that are done."""
+    """Records the operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_swapping_contents(weight: torch.Tensor) -> None:
+def test_content_swap_exchanges_values_in_place(weight: torch.Tensor) -> None:
     live, shadow = weight.clone(), torch.zeros_like(weight)
     pointers = live.data_ptr(), shadow.data_ptr()
     how = ContentSwap(torch.device("cpu"), SPARE_BYTES)
@@ -58,7 +58,7 @@ def test_swapping_contents(weight: torch.Tensor) -> None:
     assert torch.equal(live, weight)
 
 
-def test_neighbours_in_memory_are_left_alone() -> None:
+def test_content_swap_keeps_neighbouring_memory() -> None:
     memory = torch.arange(60.0)
     live, shadow = memory[20:40], torch.zeros(20)
     ContentSwap(torch.device("cpu"), SPARE_BYTES).swap(live, shadow)
@@ -67,7 +67,7 @@ def test_neighbours_in_memory_are_left_alone() -> None:
     assert torch.equal(memory, torch.arange(60.0))
 
 
-def test_a_weight_with_holes_is_refused() -> None:
+def test_weight_with_holes_is_refused() -> None:
     live = torch.arange(40.0).view(4, 10)[:, :5]
     how = ContentSwap(torch.device("cpu"), SPARE_BYTES)
     with pytest.raises(Refused, match="'weight' cannot be staged: its memory has holes"):

@@ -1,4 +1,4 @@
-"""A thread for which there is no memory costs what wanted it, and nobody waits for it."""
+"""A thread that cannot start fails its caller, and nobody waits for it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from sglang_inflight.threads import start_thread
 PATIENCE_S = 30.0
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     pass
 
 
 @pytest.fixture
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new thread ends in its first lines, as it does where these find no memory."""
+    """Let a new thread end in its first lines, like without memory."""
 
     def bootstrap(thread: threading.Thread) -> None:
         if not thread.name.startswith("inflight"):
@@ -34,7 +34,7 @@ def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcome_of(call: Any) -> Any:
-    """What ``call`` returns or raises. Fails where it does neither."""
+    """Return the result or error of ``call``. Fail if it does not end."""
     found: list[Any] = []
 
     def make() -> None:
@@ -51,29 +51,29 @@ def outcome_of(call: Any) -> Any:
 
 
 @pytest.mark.usefixtures("no_memory")
-def test_an_update_is_refused() -> None:
-    outcome = outcome_of(lambda: AbandonableThread(nothing))
+def test_update_without_a_thread_is_refused() -> None:
+    outcome = outcome_of(lambda: AbandonableThread(do_nothing))
     assert isinstance(outcome, Refused)
     assert "'inflight-aside' did not begin" in str(outcome)
 
 
 @pytest.mark.usefixtures("no_memory")
-def test_a_handler_of_sglangs_is_answered() -> None:
+def test_background_handler_without_a_thread_is_answered() -> None:
     scheduler: Any = None
     begin = BackgroundHandlers(scheduler).send(print, lambda request, error: f"{request}: {error}")
     assert outcome_of(lambda: begin("r")).startswith("r: the thread 'inflight-background'")
 
 
-def test_a_process_that_may_have_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
     with pytest.raises(Refused, match="no thread 'inflight-x' can be started: can't start"):
-        start_thread(nothing, name="inflight-x")
+        start_thread(do_nothing, name="inflight-x")
 
 
-def test_a_thread_that_begins_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_thread_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[bool] = []
     may_begin, ended = threading.Event(), threading.Event()
     there = threading.Thread._bootstrap  # type: ignore[attr-defined]
@@ -92,7 +92,7 @@ def test_a_thread_that_begins_late_does_nothing(monkeypatch: pytest.MonkeyPatch)
     assert ran == []
 
 
-def test_a_thread_runs() -> None:
+def test_start_thread_runs_function() -> None:
     ran = threading.Event()
     start_thread(ran.set, name="inflight-x")
     assert ran.wait(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Which tiers of a prefix cache can be kept from requests that come after a commit."""
+"""Prefix cache tiers, and the KV policies possible with each."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO = {**ONE, "enable_hierarchical_cache": True}
 
 
 def start(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int = 1) -> None:
-    """There is no server, whose settings these are."""
+    """Set the memory settings of a server."""
     monkeypatch.setattr(tiers, "get_memory", lambda: SimpleNamespace(**memory))
     monkeypatch.setattr(tiers, "get_parallel", lambda: SimpleNamespace(pp_size=pp_size))
     alone = SimpleNamespace(disaggregation_mode="null")
@@ -34,7 +34,9 @@ def start(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int 
 
 
 @pytest.mark.parametrize("memory", [ONE, TWO], ids=["device", "host"])
-def test_tiers_in_reach(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]) -> None:
+def test_device_and_host_tiers_can_be_fenced(
+    monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]
+) -> None:
     start(monkeypatch, memory)
     assert tiers.why_cache_cannot_be_flushed() is None
     require_supported("fence", retracts=False)
@@ -50,7 +52,7 @@ def test_tiers_in_reach(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any])
     ],
 )
 @pytest.mark.parametrize("kv_cache", ["fence", "recompute"])
-def test_tiers_out_of_reach(
+def test_external_tiers_refuse_fence_and_recompute(
     monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int, words: str, kv_cache: Any
 ) -> None:
     start(monkeypatch, memory, pp_size)
@@ -60,7 +62,7 @@ def test_tiers_out_of_reach(
 
 
 async def update(play: Play, *, in_session: bool, **fields: Any) -> None:
-    """As SGLang's clients make it. It waits for no request, of which there are none here."""
+    """Update like SGLang's clients, without waiting for requests. There are none here."""
     fields |= {"abort_all_requests": True}
     if not in_session:
         await play.updates.update(IPCBody(zmq_handles={}, **fields))
@@ -92,21 +94,21 @@ def kv_cache_of_commit(**fields: Any) -> str:
         ({**ONE, "enable_lmcache": True}, {"flush_cache": False}, "keep"),
     ],
 )
-def test_who_asks_for_nothing_of_ours(
+def test_sglangs_own_update_keeps_external_tiers(
     monkeypatch: pytest.MonkeyPatch,
     memory: dict[str, Any],
     fields: dict[str, Any],
     kv_cache: str,
     in_session: bool,
 ) -> None:
-    """The device's part is flushed, or kept, and what is behind it is kept."""
+    """The device's part is flushed or kept, and storage behind it is kept."""
     start(monkeypatch, memory)
     assert kv_cache_of_commit(in_session=in_session, **fields) == kv_cache
 
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
 @pytest.mark.parametrize("fields", [{"kv_cache": "recompute"}, {"non_blocking": True}], ids=str)
-def test_who_asks_for_more(
+def test_our_update_is_refused_with_external_tiers(
     monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_session: bool
 ) -> None:
     start(monkeypatch, {**ONE, "enable_lmcache": True})

@@ -1,6 +1,6 @@
-"""Time limits of what goes on between two servers, while one of them is paused.
+"""Timeouts of KV transfers between two servers during a pause.
 
-Where they are over SGLang's own look at them raises here: it has no server to tell.
+An expired timeout raises in SGLang's own check here, because there is no server to notify.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIMIT_S = 300
 
 
 def connection(kind: type) -> Any:
-    """One end, which has waited for longer than it may."""
+    """Return one end of a connection past its timeout."""
     there: Any = object.__new__(kind)
     there.init_time = time.time() - LIMIT_S - 100
     there.kv_mgr = SimpleNamespace(
@@ -29,7 +29,7 @@ def connection(kind: type) -> Any:
     return there
 
 
-def test_a_decode_server_forgives_its_requests_its_pause() -> None:
+def test_decode_pause_extends_transfer_timeouts() -> None:
     receiver = connection(CommonKVReceiver)
     none = SimpleNamespace(queue=[SimpleNamespace(kv_receiver=None)])
     scheduler: Any = SimpleNamespace(
@@ -42,7 +42,7 @@ def test_a_decode_server_forgives_its_requests_its_pause() -> None:
     assert receiver._check_waiting_timeout() is None
 
 
-def test_a_prefill_server_forgives_its_requests_its_pause() -> None:
+def test_prefill_pause_extends_bootstrap_timeouts() -> None:
     sender = connection(CommonKVSender)
     scheduler: Any = SimpleNamespace(disaggregation_mode=DisaggregationMode.PREFILL)
     held = [SimpleNamespace(disagg_kv_sender=sender)]
@@ -51,7 +51,7 @@ def test_a_prefill_server_forgives_its_requests_its_pause() -> None:
     assert sender._check_bootstrap_timeout() is None
 
 
-def test_one_that_came_amid_the_pause_has_no_more_time_than_others() -> None:
+def test_timeout_of_request_during_pause_is_not_overextended() -> None:
     sender = connection(CommonKVSender)
     sender.init_time = time.time() - 10
     scheduler: Any = SimpleNamespace(disaggregation_mode=DisaggregationMode.PREFILL)

@@ -1,4 +1,4 @@
-"""A window of ``TransparentCalls`` in which a piece is lost, while its ranks are waited for."""
+"""A window of ``TransparentCalls`` loses a piece while its ranks are waited for."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class TransparentPlay(Play):
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none, whose settings these are."""
+    """Let updates work without a server's settings."""
     for module in ("transparent", "updates.kv_policy"):
         monkeypatch.setattr(
             f"sglang_inflight.frontend.{module}.why_cache_cannot_be_flushed", lambda: None
@@ -76,10 +76,10 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_a_caller_leaves_while_the_session_is_begun(others: int) -> None:
-    """Its piece is missing, whoever else sends one: nothing goes live, and it is said."""
+def test_cancelled_first_piece_drops_window(others: int) -> None:
+    """One piece is missing, even if others arrive. Nothing goes live, and each call is told."""
 
-    async def play_it() -> None:
+    async def play_window() -> None:
         play = TransparentPlay()
         await play.calls.pause(PauseBody(mode="in_place"))
         for _ in range(others + 1):
@@ -101,13 +101,13 @@ def test_a_caller_leaves_while_the_session_is_begun(others: int) -> None:
             continuing.result()
         assert CommitCall not in play.sent()
         assert play.sent().count(OpenCall) == play.sent().count(DropCall) == 1
-        await expect_the_next_to_work(play)
+        await expect_next_window_works(play)
 
-    run(play_it())
+    run(play_window())
 
 
-def test_a_piece_that_cannot_be_read_drops_the_session() -> None:
-    async def play_it() -> None:
+def test_unreadable_piece_drops_window() -> None:
+    async def play_window() -> None:
         play = TransparentPlay()
         await play.calls.pause(PauseBody(mode="in_place"))
         play.send()
@@ -120,9 +120,9 @@ def test_a_piece_that_cannot_be_read_drops_the_session() -> None:
         await play.finish()
         with pytest.raises(Dropped, match="bad request body"):
             play.made[-1].result()
-        await expect_the_next_to_work(play)
+        await expect_next_window_works(play)
 
-    run(play_it())
+    run(play_window())
 
 
 SPOILT = {
@@ -133,25 +133,23 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_a_large_piece_that_is_refused_while_it_arrives(
-    monkeypatch: pytest.MonkeyPatch, spoilt: str
-) -> None:
+def test_refused_large_piece_drops_window(monkeypatch: pytest.MonkeyPatch, spoilt: str) -> None:
     monkeypatch.setattr(endpoints, "get_parallel", lambda: SimpleNamespace(nnodes=1))
 
-    async def play_it() -> None:
-        play = await with_a_piece()
+    async def play_window() -> None:
+        play = await window_with_a_piece()
         endpoint = with_payloads(play.calls.update, play.calls.piece)
         answer = await endpoint(arriving(SPOILT[spoilt], is_whole=True))
         assert answer.status_code == 400
         await expect_nothing_to_go_live(play, "bad request body")
 
-    run(play_it())
+    run(play_window())
 
 
 @pytest.mark.parametrize("route", ["tensor", "distributed", "ipc"])
-def test_a_caller_leaves_amid_its_body(route: str) -> None:
-    async def play_it() -> None:
-        play = await with_a_piece()
+def test_disconnect_within_a_body_drops_window(route: str) -> None:
+    async def play_window() -> None:
+        play = await window_with_a_piece()
         frontend: Any = SimpleNamespace(calls=play.calls, groups=play.groups)
         routes: dict[str, Any] = {
             "tensor": with_payloads(play.calls.update, play.calls.piece),
@@ -162,14 +160,14 @@ def test_a_caller_leaves_amid_its_body(route: str) -> None:
             await routes[route](arriving(b"{", is_whole=False))
         await expect_nothing_to_go_live(play, "has not arrived whole")
 
-    run(play_it())
+    run(play_window())
 
 
-def test_a_caller_of_another_window_leaves() -> None:
-    """A trainer that died is noticed late."""
+def test_late_disconnect_keeps_next_window() -> None:
+    """A trainer's death is noticed late."""
 
-    async def play_it() -> None:
-        play = await with_a_piece()
+    async def play_window() -> None:
+        play = await window_with_a_piece()
         arriving_late = play.calls.piece()
         arriving_late.__enter__()
         play.make(play.calls.resume(ContinueBody()))
@@ -178,17 +176,17 @@ def test_a_caller_of_another_window_leaves() -> None:
         await play.calls.pause(PauseBody(mode="in_place"))
         left = ClientDisconnect()
         assert not arriving_late.__exit__(ClientDisconnect, left, None)
-        await expect_the_next_to_work(play)
+        await expect_next_window_works(play)
 
-    run(play_it())
+    run(play_window())
 
 
 @pytest.mark.parametrize("refused", [StageCall, OpenCall])
-def test_a_broadcast_that_nobody_takes_in_breaks_its_group(refused: type) -> None:
-    """Also that of a piece which is refused because of one before it."""
+def test_refused_broadcast_breaks_its_group(refused: type) -> None:
+    """A piece refused because of an earlier piece breaks its group, too."""
     piece = DistributedBody(names=["a"], dtypes=["float32"], shapes=[[1]], group_name="g")
 
-    async def play_it() -> None:
+    async def play_window() -> None:
         play = TransparentPlay()
         play.ranks.refusable = (refused,)
         play.refuse()
@@ -204,7 +202,7 @@ def test_a_broadcast_that_nobody_takes_in_breaks_its_group(refused: type) -> Non
             assert {each.group_name for each in given_up} == {"g"}
         await expect_nothing_to_go_live(play, "no")
 
-    run(play_it())
+    run(play_window())
 
 
 def arriving(content: bytes, *, is_whole: bool) -> Request:
@@ -216,7 +214,7 @@ def arriving(content: bytes, *, is_whole: bool) -> Request:
     return Request({"type": "http", "headers": []}, receive)
 
 
-async def with_a_piece() -> TransparentPlay:
+async def window_with_a_piece() -> TransparentPlay:
     play = TransparentPlay()
     await play.calls.pause(PauseBody(mode="in_place"))
     piece = play.send()
@@ -234,10 +232,10 @@ async def expect_nothing_to_go_live(play: TransparentPlay, why: str) -> None:
     with pytest.raises(Dropped, match=why):
         continuing.result()
     assert CommitCall not in play.sent()
-    await expect_the_next_to_work(play)
+    await expect_next_window_works(play)
 
 
-async def expect_the_next_to_work(play: TransparentPlay) -> None:
+async def expect_next_window_works(play: TransparentPlay) -> None:
     assert play.two_phase.current is None
     await play.calls.pause(PauseBody(mode="in_place"))
     piece = play.send()
@@ -252,14 +250,14 @@ async def expect_the_next_to_work(play: TransparentPlay) -> None:
 
 # ---- at every tick ---------------------------------------------------------------------
 
-# no call takes longer
+# upper bound on the ticks of a call
 MOST_TICKS = 300
 RETRACT = PauseBody(mode="retract")
 PIECE = TensorBody(serialized_named_tensors=[b""], weight_version="v1")
 
 
 async def continued(front: FrontEnd) -> Any:
-    """What ``continue_generation`` answers to a caller who stays."""
+    """Return the outcome of ``continue_generation`` for a caller that stays."""
     try:
         return await front.ask(front.calls.resume(ContinueBody()))
     except InflightError as error:
@@ -276,11 +274,11 @@ async def expect_nothing_held(front: FrontEnd) -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-def at_each_tick(play_it: Callable[[int], Coroutine[Any, Any, bool]]) -> None:
-    """Until it says that the tick comes after all."""
+def at_each_tick(play_window: Callable[[int], Coroutine[Any, Any, bool]]) -> None:
+    """Play with each number of ticks until the call ends before its caller leaves."""
     for ticks in range(MOST_TICKS):
         try:
-            if run(play_it(ticks)):
+            if run(play_window(ticks)):
                 return
         except BaseException as error:
             error.add_note(f"after {ticks} ticks")
@@ -290,16 +288,16 @@ def at_each_tick(play_it: Callable[[int], Coroutine[Any, Any, bool]]) -> None:
 
 @pytest.mark.usefixtures("no_arguments")
 @pytest.mark.parametrize("staged", [0, 1])
-def test_a_piece_whose_caller_leaves_is_missing(staged: int) -> None:
-    """Whenever it does: all has gone live then, or nothing, and ``continue_generation`` says."""
+def test_cancelled_piece_drops_window_at_every_tick(staged: int) -> None:
+    """At any tick everything goes live or nothing, and ``continue_generation`` reports it."""
 
-    async def play_it(ticks: int) -> bool:
+    async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=1, transparent=True)
         await front.calls.pause(RETRACT)
         for _ in range(staged):
             await front.calls.update(PIECE)
         piece = asyncio.ensure_future(front.calls.update(PIECE))
-        # before that it is not sent
+        # the piece is sent after the first tick
         await tick(1 + ticks)
         is_done = piece.done()
         piece.cancel()
@@ -314,15 +312,15 @@ def test_a_piece_whose_caller_leaves_is_missing(staged: int) -> None:
         await expect_nothing_held(front)
         return is_done
 
-    at_each_tick(play_it)
+    at_each_tick(play_window)
 
 
 @pytest.mark.usefixtures("no_arguments")
 @pytest.mark.parametrize("staged", [0, 1])
-def test_a_window_that_is_continued_amid_a_piece_ends_with_it(staged: int) -> None:
-    """Also while the session that the piece begins is not open yet."""
+def test_continue_during_a_piece_waits_for_it(staged: int) -> None:
+    """The piece's session may not be open yet."""
 
-    async def play_it(ticks: int) -> bool:
+    async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=3, transparent=True)
         await front.calls.pause(RETRACT)
         for _ in range(staged):
@@ -336,15 +334,15 @@ def test_a_window_that_is_continued_amid_a_piece_ends_with_it(staged: int) -> No
         await expect_nothing_held(front)
         return is_done
 
-    at_each_tick(play_it)
+    at_each_tick(play_window)
 
 
 @pytest.mark.usefixtures("no_arguments")
 @pytest.mark.parametrize("refused", [False, True])
-def test_continue_asked_again_says_what_became_of_the_update(refused: bool) -> None:
-    """Its first caller left, whenever that was."""
+def test_repeated_continue_reports_update_outcome(refused: bool) -> None:
+    """The first caller left at any tick."""
 
-    async def play_it(ticks: int) -> bool:
+    async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=1, transparent=True)
         await front.calls.pause(RETRACT)
         await front.calls.update(PIECE)
@@ -363,7 +361,7 @@ def test_continue_asked_again_says_what_became_of_the_update(refused: bool) -> N
         for _ in range(2):
             answer = await continued(front)
             if refused:
-                # whoever comes after the one who heard it
+                # an earlier caller has heard the outcome
                 assert (answer.paused, front.rank.version) == (False, "v0")
             else:
                 assert front.rank.version == answer.receipt.weight_version == "v1"
@@ -374,12 +372,12 @@ def test_continue_asked_again_says_what_became_of_the_update(refused: bool) -> N
         assert (await continued(front)).receipt is None
         return is_done
 
-    at_each_tick(play_it)
+    at_each_tick(play_window)
 
 
 @pytest.mark.usefixtures("no_arguments")
-def test_a_trainer_begins_anew_while_another_ones_end_goes_on() -> None:
-    async def play_it(ticks: int) -> bool:
+def test_new_window_during_a_commit_gets_its_own_version() -> None:
+    async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=4, transparent=True)
         await front.calls.pause(RETRACT)
         await front.calls.update(PIECE)
@@ -394,7 +392,7 @@ def test_a_trainer_begins_anew_while_another_ones_end_goes_on() -> None:
         await expect_nothing_held(front)
         return is_done
 
-    at_each_tick(play_it)
+    at_each_tick(play_window)
 
 
 OTHER_CALLS: dict[str, Callable[[FrontEnd], Coroutine[Any, Any, Any]]] = {
@@ -411,10 +409,10 @@ OTHER_CALLS: dict[str, Callable[[FrontEnd], Coroutine[Any, Any, Any]]] = {
 @pytest.mark.usefixtures("no_arguments")
 @pytest.mark.parametrize("staged", [0, 1])
 @pytest.mark.parametrize("name", OTHER_CALLS)
-def test_a_caller_leaves_a_call_in_a_window(name: str, staged: int) -> None:
-    """Whoever continues generation ends whatever is left."""
+def test_cancelled_call_in_a_window_leaves_nothing_held(name: str, staged: int) -> None:
+    """The next ``continue_generation`` ends everything left."""
 
-    async def play_it(ticks: int) -> bool:
+    async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=1, transparent=True)
         await front.calls.pause(RETRACT)
         for _ in range(staged):
@@ -432,12 +430,12 @@ def test_a_caller_leaves_a_call_in_a_window(name: str, staged: int) -> None:
         assert front.manager.config_value("weight_version") == front.rank.version
         return is_done
 
-    at_each_tick(play_it)
+    at_each_tick(play_window)
 
 
 @pytest.mark.usefixtures("no_arguments")
-def test_a_client_that_begins_and_dies_leaves_a_pause_that_the_status_shows() -> None:
-    async def play_it() -> None:
+def test_dead_client_leaves_pause_in_status() -> None:
+    async def play_window() -> None:
         front = FrontEnd(transparent=True)
         await front.calls.pause(RETRACT)
         await front.calls.begin(BeginBody())
@@ -448,9 +446,9 @@ def test_a_client_that_begins_and_dies_leaves_a_pause_that_the_status_shows() ->
         timer.cancel()
         await until_idle()
         assert len(front.rank.holders) == 1
-        # whoever is alive all the same goes on from there
+        # a client still alive goes on from there
         await front.calls.update(PIECE)
         assert (await continued(front)).receipt.weight_version == "v1"
         await expect_nothing_held(front)
 
-    run(play_it())
+    run(play_window())

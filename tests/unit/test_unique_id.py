@@ -1,4 +1,4 @@
-"""NCCL's id as a trainer left it: read, and nothing is run for it."""
+"""NCCL's id is read from a trainer's pickle, and nothing is run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VLLM = "vllm.distributed.device_communicators.pynccl_wrapper"
 
 
 def named(monkeypatch: pytest.MonkeyPatch, name: str, size: int = 128) -> Any:
-    """A structure in vLLM's module, as a trainer has it."""
+    """Define a structure in vLLM's module, like a trainer's."""
     fields = [("internal", ctypes.c_byte * size)]
     structure = type(name, (ctypes.Structure,), {"_fields_": fields, "__module__": VLLM})
     for package in accumulate(VLLM.split("."), "{}.{}".format):
@@ -33,19 +33,19 @@ def named(monkeypatch: pytest.MonkeyPatch, name: str, size: int = 128) -> Any:
 
 
 @pytest.mark.parametrize("protocol", [3, 4, 5])
-def test_what_vllm_pickles(monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+def test_vllm_unique_id_is_read(monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
     content = pickle.dumps(named(monkeypatch, "ncclUniqueId").from_buffer_copy(ID), protocol)
-    # it is not installed, and need not be
+    # vllm need not be installed
     monkeypatch.delitem(sys.modules, VLLM)
     assert read_unique_id(content) == ID
 
 
-def test_what_a_copy_of_it_pickles() -> None:
+def test_copied_unique_id_class_is_read() -> None:
     assert read_unique_id(pickle.dumps(ncclUniqueId.from_buffer_copy(ID))) == ID
 
 
 class Runs:
-    """Runs what it likes when it is unpickled."""
+    """Runs a call when it is unpickled."""
 
     def __init__(self, call: Callable[..., Any], *args: Any) -> None:
         self._call = call, args
@@ -54,18 +54,18 @@ class Runs:
         return self._call
 
 
-def test_nothing_is_run(tmp_path: Path) -> None:
+def test_pickled_call_in_unique_id_is_not_run(tmp_path: Path) -> None:
     there = tmp_path / "it ran"
     content = pickle.dumps(Runs(os.mkdir, str(there)))
     with pytest.raises(Refused, match="no pickled ncclUniqueId"):
         read_unique_id(content)
     assert not there.exists()
-    # else this test shows nothing
+    # without this run the test proves nothing
     pickle.loads(content)
     assert there.exists()
 
 
-def test_other_structures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_structure_is_no_unique_id(monkeypatch: pytest.MonkeyPatch) -> None:
     other = pickle.dumps(named(monkeypatch, "Other")())
     with pytest.raises(Refused, match="another object"):
         read_unique_id(other)
@@ -88,6 +88,6 @@ def test_other_structures(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.param(b"\x80\x04" + b"(" * 3000, id="long"),
     ],
 )
-def test_what_is_no_id(content: bytes) -> None:
+def test_malformed_unique_id_is_refused(content: bytes) -> None:
     with pytest.raises(Refused, match="NCCL id"):
         read_unique_id(content)

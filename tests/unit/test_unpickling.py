@@ -1,4 +1,4 @@
-"""What senders of weights pickle is read as they meant it, and nothing else does anything."""
+"""Pickles of weight senders are read unchanged, and no other pickle has an effect."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
-# torch cannot load their storages, which have no type of their own
+# no storage class of their own, so torch cannot load them by value
 ONLY_SHARED = (torch.float8_e4m3fn, torch.uint16)
 
 
@@ -55,8 +55,8 @@ def expect(found: Any, expected: list[tuple[str, torch.Tensor]]) -> None:
         assert torch.equal(tensor.double(), value.double()), name
 
 
-def test_a_rest_for_each_tensor() -> None:
-    """Of twenty thousand the reading takes seconds of Python, in which a loop would wait."""
+def test_unpickling_rests_after_each_tensor() -> None:
+    """Reading twenty thousand tensors takes seconds of Python, and the loop would wait."""
     rests: list[bool] = []
     sent = [(str(n), torch.full((2,), float(n))) for n in range(20)]
     payload = MultiprocessingSerializer.serialize(sent)
@@ -77,11 +77,11 @@ def sharing(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tensors_by_value(dtype: torch.dtype, protocol: int) -> None:
+def test_tensors_by_value_are_read(dtype: torch.dtype, protocol: int) -> None:
     expect(unpickle(pickle.dumps(pairs(dtype), protocol)), pairs(dtype))
 
 
-def test_tensors_by_value_from_a_file(tmp_path: Path) -> None:
+def test_tensors_by_value_are_read_from_a_file(tmp_path: Path) -> None:
     weights = [("large", torch.randn(300, 1000)), *pairs()]
     path = tmp_path / "payload"
     path.write_bytes(pickle.dumps(weights))
@@ -90,8 +90,8 @@ def test_tensors_by_value_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_parameters_with_attributes(protocol: int) -> None:
-    """As Megatron marks its parameters."""
+def test_parameters_with_attributes_are_read(protocol: int) -> None:
+    """Megatron marks its parameters with attributes."""
     parameter = torch.nn.Parameter(torch.randn(3))
     parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
     tensor = torch.randn(2)
@@ -101,11 +101,11 @@ def test_parameters_with_attributes(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES + ONLY_SHARED, ids=str)
-def test_tensors_in_shared_memory(sharing: str, dtype: torch.dtype) -> None:
+def test_tensors_in_shared_memory_are_read(sharing: str, dtype: torch.dtype) -> None:
     expect(unpickle(MultiprocessingSerializer.serialize(pairs(dtype))), pairs(dtype))
 
 
-def test_a_flattened_bucket(sharing: str) -> None:
+def test_flattened_bucket_is_read(sharing: str) -> None:
     weights = [pair for pair in pairs() if pair[0] != "empty"]
     bucket = FlattenedTensorBucket(named_tensors=weights)
     sent = {
@@ -117,8 +117,8 @@ def test_a_flattened_bucket(sharing: str) -> None:
     expect(FlattenedTensorBucket(**found).reconstruct_tensors(), weights)
 
 
-def test_a_payload_of_each_rank() -> None:
-    """As verl sends them: each tensor holds a payload for each rank."""
+def test_payload_of_each_rank_is_read() -> None:
+    """verl sends tensors with a payload for each rank."""
     values = [MultiprocessingSerializer.serialize(torch.full((2,), rank)) for rank in (0.0, 1.0)]
     ((name, tensor),) = unpickle(
         MultiprocessingSerializer.serialize([("a", LocalSerializedTensor(values=values))])
@@ -128,7 +128,7 @@ def test_a_payload_of_each_rank() -> None:
 
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, ForkingPickler.dumps])
-def test_what_checkpoint_engine_sends(dumps: Callable[[Any], Any]) -> None:
+def test_checkpoint_engine_messages_are_read(dumps: Callable[[Any], Any]) -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     handle = reductions.reduce_tensor(torch.arange(9, dtype=torch.uint8).share_memory_())  # type: ignore[no-untyped-call]
     rebuild, arguments = unpickle(bytes(ForkingPickler.dumps(handle)))
@@ -158,7 +158,7 @@ ON_GPU: dict[str, Any] = {
 
 
 class Handle:
-    """Pickled as torch pickles a tensor on a GPU, but for what is ``said`` of it."""
+    """Pickles like torch's GPU tensor, with the fields in ``said`` replaced."""
 
     def __init__(self, rebuild: Callable[..., Any], **said: Any) -> None:
         self._call = rebuild, tuple({**ON_GPU, **said}.values())
@@ -167,7 +167,7 @@ class Handle:
         return self._call
 
 
-Heard = list[tuple[Any, ...]]
+Received = list[tuple[Any, ...]]
 
 
 @pytest.fixture(params=[reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
@@ -178,16 +178,16 @@ def rebuild(request: pytest.FixtureRequest) -> Callable[..., Any]:
 
 def unpickle_here(
     monkeypatch: pytest.MonkeyPatch, rebuild: Callable[..., Any], handle: Handle
-) -> tuple[Any, Heard]:
-    """What came of ``handle``, and what ``rebuild`` was called with: there is no such memory."""
-    heard: Heard = []
+) -> tuple[Any, Received]:
+    """Return the outcome of ``handle`` and the arguments of ``rebuild``. There is no GPU memory."""
+    received: Received = []
     payload = pickle.dumps([("a", handle)])
     module = importlib.import_module(rebuild.__module__)
-    monkeypatch.setattr(module, rebuild.__name__, lambda *args: heard.append(args))
+    monkeypatch.setattr(module, rebuild.__name__, lambda *args: received.append(args))
     try:
-        return unpickle(payload), heard
+        return unpickle(payload), received
     except (ValueError, TypeError, pickle.UnpicklingError) as error:
-        return error, heard
+        return error, received
 
 
 @pytest.mark.parametrize(
@@ -195,20 +195,20 @@ def unpickle_here(
     [{}, {"tensor_size": (0, 3), "storage_handle": None, "storage_size_bytes": 0}],
     ids=["whole", "empty"],
 )
-def test_handles_to_memory_of_a_gpu(
+def test_gpu_handle_is_opened_with_senders_arguments(
     monkeypatch: pytest.MonkeyPatch, rebuild: Callable[..., Any], said: dict[str, Any]
 ) -> None:
-    """They are opened with what the sender says."""
-    found, heard = unpickle_here(monkeypatch, rebuild, Handle(rebuild, **said))
+    """The memory is opened with the sender's arguments."""
+    found, received = unpickle_here(monkeypatch, rebuild, Handle(rebuild, **said))
     assert found == [("a", None)]
-    assert heard == [tuple({**ON_GPU, **said}.values())]
+    assert received == [tuple({**ON_GPU, **said}.values())]
 
 
-# ---- what others may send ----------------------------------------------------------------
+# ---- hostile pickles ---------------------------------------------------------------------
 
 
 class Calls:
-    """Pickled as a call."""
+    """Pickles as a call."""
 
     def __init__(self, function: Callable[..., Any], *args: Any) -> None:
         self._call = function, args
@@ -218,7 +218,7 @@ class Calls:
 
 
 class Writes:
-    """Pickled as ``target``, on which ``state`` is set."""
+    """Pickles as ``target`` with ``state`` set on it."""
 
     def __init__(self, target: Any, state: Any) -> None:
         self._target, self._state = target, state
@@ -230,7 +230,7 @@ class Writes:
 
 
 def deep_key() -> bytes:
-    """A dict whose key is a tuple of the same tuple twice, and so on: hashing it never ends."""
+    """Pickle a dict keyed by a tuple nested a hundred times. Hashing the key never ends."""
     deeper = b"".join(
         pickle.BINPUT + bytes([i]) + pickle.BINGET + bytes([i]) + pickle.TUPLE2 for i in range(100)
     )
@@ -300,9 +300,9 @@ HOSTILE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_no_sender_of_weights_pickles(kind: str) -> None:
+def test_hostile_pickle_is_refused_without_effect(kind: str) -> None:
     before = {name: vars(kind).copy() for name, kind in classes().items()}
-    with pytest.raises(Exception) as refused:  # noqa: PT011 (whichever it is)
+    with pytest.raises(Exception) as refused:  # noqa: PT011 (any type of error)
         unpickle(HOSTILE[kind])
     assert not isinstance(refused.value, AssertionError)
     assert {name: vars(kind) for name, kind in classes().items()} == before
@@ -340,18 +340,18 @@ def classes() -> dict[str, type]:
         ({"tensor_cls": torch.UntypedStorage}, "not what makes a tensor"),
     ],
 )
-def test_handles_to_memory_of_a_gpu_that_torch_would_take(
+def test_gpu_handle_beyond_its_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     rebuild: Callable[..., Any],
     said: dict[str, Any],
     word: str,
 ) -> None:
-    """It would write beyond what it counts in, or hand out memory that was not shared."""
-    found, heard = unpickle_here(monkeypatch, rebuild, Handle(rebuild, **said))
-    assert (word in str(found), heard) == (True, [])
+    """Torch would write beyond its counter file, or hand out memory that was not shared."""
+    found, received = unpickle_here(monkeypatch, rebuild, Handle(rebuild, **said))
+    assert (word in str(found), received) == (True, [])
 
 
-def test_a_tensor_larger_than_its_shared_storage() -> None:
+def test_tensor_larger_than_its_storage_is_refused() -> None:
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     made, (kind, storage, metadata) = reductions.reduce_tensor(torch.arange(4.0).share_memory_())  # type: ignore[no-untyped-call]
     offset, _, stride, needs_grad = metadata
@@ -361,7 +361,7 @@ def test_a_tensor_larger_than_its_shared_storage() -> None:
         unpickle(payload)
 
 
-def test_a_storage_that_is_no_storage() -> None:
+def test_invalid_storage_is_refused() -> None:
     buffer = io.BytesIO()
     torch.save({"a": 1}, buffer)
     loads = importlib.import_module("torch.storage")._load_from_bytes

@@ -1,7 +1,7 @@
-"""Calls of updates in every order, also while others wait for their ranks.
+"""Update calls in every order, also while other calls wait for their ranks.
 
-The front end is the real one. Its ranks answer when they are told to, so that a call may
-come at any moment of another one.
+The front end is real. The test decides when its ranks answer, so a call may come at any moment of
+another call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from sglang_inflight.settings import Settings
 from tests.support.ticks import run, tick, until_idle
 
 SESSION = "s"
-# more than there are updates in a play
+# more rounds than there are updates in a play
 ROUNDS = 10
 WHOLE = {
     Done: Done(),
@@ -74,8 +74,8 @@ def committed(epoch: int) -> Committed:
     )
 
 
-class Patient(Ranks):
-    """One rank, which answers when it is told to, in the order of the calls."""
+class ManualRank(Ranks):
+    """One rank. The test decides when it answers, in the order of the calls."""
 
     def __init__(self) -> None:
         self.called: list[Any] = []
@@ -92,7 +92,7 @@ class Patient(Ranks):
         return [await answered]
 
     def answer(self) -> bool:
-        """All who wait; whether there was one."""
+        """Answer all waiting calls. Return whether there were any."""
         waiting, self._waiting = self._waiting, []
         for call, answered in waiting:
             refused = self.refuses_next and isinstance(call, self.refusable)
@@ -111,7 +111,7 @@ class Patient(Ranks):
 
 
 class Play:
-    """A front end in which a session was begun, and the calls that were made of it."""
+    """A front end with an open session, and the calls made to it."""
 
     def __init__(self) -> None:
         # the version after each commit and rollback
@@ -124,7 +124,7 @@ class Play:
             _update_weight_version_if_provided=self.published.append,
         )
         manager = self.manager
-        self.ranks = Patient()
+        self.ranks = ManualRank()
         served = Served(manager, (0, 0, 0))
         self.ranks.heard_by = served.hear
         self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
@@ -150,7 +150,7 @@ class Play:
             self.two_phase.expire(self.two_phase.current)
 
     def leave(self) -> None:
-        """The last caller who waits goes away."""
+        """Cancel the last waiting call."""
         waiting = [call for call in self.made if not call.done()]
         if waiting:
             waiting[-1].cancel()
@@ -163,7 +163,7 @@ class Play:
         await until_idle()
 
     async def finish(self) -> None:
-        """The ranks answer whatever they are asked. A session that nobody ends lapses."""
+        """Answer all calls, and let sessions without an end expire."""
         for _ in range(ROUNDS):
             while self.ranks.answer():
                 await self.settle()
@@ -213,23 +213,23 @@ async def play_through(events: tuple[str, ...]) -> None:
     await play.settle()
     await play.finish()
     expect_answers(play)
-    expect_each_is_over_once(play)
+    expect_each_update_ends_once(play)
 
 
 def expect_answers(play: Play) -> None:
     for call in play.made:
         if call.cancelled():
-            # by nobody else
+            # cancelled by its own caller
             assert call in play.left
             continue
         outcome = call.exception() or call.result()
         assert outcome is None or isinstance(outcome, Answer | InflightError), outcome
 
 
-def expect_each_is_over_once(play: Play) -> None:
+def expect_each_update_ends_once(play: Play) -> None:
     assert play.two_phase.current is None
     assert not play.two_phase._turn.locked()
-    # also where their callers had left
+    # also when the callers have left
     sent = [call for call in play.ranks.called if isinstance(call, CommitCall | RollbackCall)]
     assert len(play.published) == len(sent)
     by_update: dict[str, list[Any]] = {}
@@ -247,13 +247,13 @@ def expect_each_is_over_once(play: Play) -> None:
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none, whose settings this is one of."""
+    """Let updates work without a server's settings."""
     monkeypatch.setattr(
         "sglang_inflight.frontend.updates.kv_policy.why_cache_cannot_be_flushed", lambda: None
     )
 
 
-def test_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:
+def test_update_ends_once_in_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("ERROR")
 
     async def all_orders() -> None:
@@ -267,10 +267,10 @@ def test_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:
     run(all_orders())
 
 
-def test_the_end_is_asked_for_again_amid_its_commit() -> None:
-    """Whoever asks hears how it ended: what was sent is carried through."""
+def test_repeated_end_during_commit_returns_receipt() -> None:
+    """Every caller gets the outcome: a commit that was sent is carried through."""
 
-    async def play_it() -> None:
+    async def play_calls() -> None:
         play = await begin()
         EVENTS["piece"](play)
         await play.settle()
@@ -283,15 +283,15 @@ def test_the_end_is_asked_for_again_amid_its_commit() -> None:
         assert [first.cancelled(), third.cancelled()] == [True, True]
         assert second.result().weight_version == "v1"
         expect_answers(play)
-        expect_each_is_over_once(play)
+        expect_each_update_ends_once(play)
 
-    run(play_it())
+    run(play_calls())
 
 
-def test_a_session_is_begun_again_while_it_is_given_up() -> None:
-    """By the name that its caller chose, which no rank is left with when it was given up."""
+def test_begin_again_during_a_drop_leaves_no_session() -> None:
+    """The session is begun again under its chosen id. No rank may keep the dropped session."""
 
-    async def play_it(ticks: int) -> bool:
+    async def play_calls(ticks: int) -> bool:
         play = Play()
         body = BeginBody(new_id=SESSION, non_blocking=True)
         play.make(play.updates.begin(body))
@@ -308,10 +308,10 @@ def test_a_session_is_begun_again_while_it_is_given_up() -> None:
         expect_answers(play)
         sent = [type(call) for call in play.ranks.called]
         again = play.made[1]
-        # told that it was given up, or begun anew
+        # refused because of the drop, or begun again
         assert sent == ([OpenCall, DropCall] * (1 if again.exception() else 2)), again
         return is_idle
 
     for ticks in itertools.count():
-        if run(play_it(ticks)):
+        if run(play_calls(ticks)):
             return

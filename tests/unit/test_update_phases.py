@@ -1,4 +1,4 @@
-"""What may become of an update, in every order of events and of calls."""
+"""Outcomes of an update, in every order of events and calls."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ LENGTH = 4
 
 
 def run(events: tuple[Event, ...]) -> list[Phase]:
-    """The phases from the first on; an event that cannot be changes nothing."""
+    """Return all phases, including the first. An impossible event changes nothing."""
     passed = [Phase.OPEN]
     for event in events:
         passed.append(follow(passed[-1], event) or passed[-1])
     return passed
 
 
-def test_the_table_is_the_one_that_is_described() -> None:
+def test_docstrings_table_matches_phases() -> None:
     rows = re.findall(r"^    ([A-Z]+) +([A-Z]+) +([A-Z]+)(?: |$)", phases.__doc__ or "", re.M)
     described = {(Phase[phase], Event[event]): Phase[then] for phase, event, then in rows}
     assert described == TABLE
 
 
-def test_every_order_of_events() -> None:
+def test_update_commits_or_drops_in_every_order() -> None:
     for events in itertools.product(Event, repeat=LENGTH):
         passed = run(events)
         done = [
@@ -36,22 +36,22 @@ def test_every_order_of_events() -> None:
             if follow(before, event) is not None
         ]
         if Phase.COMMITTING in passed:
-            # voted for, and nothing came after the vote was asked for
+            # voted for, and nothing was staged after the seal
             assert [e for e in done if e is not Event.STAGE][:3] == [
                 Event.SEAL,
                 Event.VOTE,
                 Event.COMMIT,
             ]
             assert Event.STAGE not in done[done.index(Event.SEAL) :]
-        # sent or dropped, never both, and over once
+        # committed or dropped, never both, and ended once
         assert not {Phase.COMMITTING, Phase.DROPPED} <= set(passed)
         assert done.count(Event.END) + done.count(Event.DROP) <= 1
         assert (Event.DROP in done) == (passed[-1] is Phase.DROPPED)
 
 
 @pytest.mark.parametrize("phase", Phase)
-def test_what_is_over_stays_so(phase: Phase) -> None:
-    """And whatever is not over can end."""
+def test_ended_phase_is_final(phase: Phase) -> None:
+    """Every other phase can end."""
     moves = {then for (before, _), then in TABLE.items() if before is phase}
     is_over = phase in (Phase.ENDED, Phase.DROPPED)
     assert bool(moves) is not is_over

@@ -1,4 +1,4 @@
-"""What we say of SGLang is so in the installed one, and mypy holds our code to it."""
+"""Our Protocols, imports and hooks fit the installed SGLang, and mypy checks us against them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_inflight.porting.imports import HOUSE, look_at_imports
 from sglang_inflight.porting.protocols import look_at_protocols
 from sglang_inflight.porting.source_tree import SourceTree
 
-# what is written in annotations as itself: enums, which have no members of ours to miss
+# enums annotated by their own name, without members of ours to miss
 ENUMS = {"HookType", "LoadFormat"}
 
 
@@ -23,11 +23,11 @@ def installed() -> SourceTree:
     return SourceTree(installed_root("sglang"))
 
 
-def test_the_installed_version_is_supported() -> None:
+def test_installed_sglang_is_supported() -> None:
     assert version("sglang") in supported_versions()
 
 
-def test_members_that_our_protocols_name(installed: SourceTree) -> None:
+def test_protocols_fit_installed_sglang(installed: SourceTree) -> None:
     findings = look_at_protocols(installed, version("sglang"))
     assert {"Scheduler.waiting_queue", "TokenizerManager.rid_to_state"} <= {
         finding.name for finding in findings
@@ -35,18 +35,18 @@ def test_members_that_our_protocols_name(installed: SourceTree) -> None:
     assert [finding for finding in findings if not finding.fits] == []
 
 
-def test_names_that_our_modules_import(installed: SourceTree) -> None:
+def test_imports_fit_installed_sglang(installed: SourceTree) -> None:
     findings = look_at_imports(installed)
     assert findings
     assert [finding for finding in findings if not finding.fits] == []
 
 
-def test_functions_that_our_hooks_are_on(installed: SourceTree) -> None:
+def test_hooks_fit_installed_sglang(installed: SourceTree) -> None:
     assert [finding for finding in look_at_hooks(installed) if not finding.fits] == []
 
 
-def test_no_annotation_names_a_class_of_sglangs() -> None:
-    """It would be ``Any`` to mypy, and every attribute of it right."""
+def test_no_annotation_names_an_sglang_class() -> None:
+    """Such an annotation is ``Any`` to mypy, and hides every misspelt attribute."""
     named = {
         f"{file.relative_to(HOUSE)}: {name}"
         for file in HOUSE.rglob("*.py")
@@ -61,7 +61,7 @@ def _annotated_with_upstreams(tree: ast.Module) -> Iterator[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom)
         and (node.module or "").partition(".")[0] == "sglang"
-        # bodies, which FastAPI knows by their class
+        # bodies known to FastAPI by their class
         and node.module != "sglang.srt.entrypoints.openai.protocol"
         for alias in node.names
     }

@@ -1,4 +1,4 @@
-"""From the events of a request to the spans of its answer, through SGLang's own functions."""
+"""From a request's events to the spans of its answer, through SGLang's own functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = 12
 
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What a scheduler sends."""
+    """Return the spans sent by a scheduler."""
     events, made = [], 0
     for version, epoch, tokens in HISTORY[:-1]:
         made += tokens
@@ -48,7 +48,7 @@ def write(
     return meta
 
 
-def test_a_span_for_each_epoch(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+def test_each_epoch_has_a_span(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
     meta = write(monkeypatch, wire, "all", finished=True, tokens=TOKENS)
     said = [(s["version"], s["epoch"], s["start"], s["end"]) for s in meta["weight_versions"]]
     assert said == [
@@ -57,15 +57,17 @@ def test_a_span_for_each_epoch(monkeypatch: pytest.MonkeyPatch, wire: list[Any])
     assert meta["weight_version"] == "c"
 
 
-def test_what_a_chunk_does_not_show_yet(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+def test_chunk_has_spans_of_its_tokens_only(
+    monkeypatch: pytest.MonkeyPatch, wire: list[Any]
+) -> None:
     meta = write(monkeypatch, wire, "all", finished=False, tokens=4)
     said = [(s["version"], s["epoch"], s["start"], s["end"]) for s in meta["weight_versions"]]
     assert said == [("a", 0, 0, 2), ("a", 1, 2, 4)]
     assert meta["weight_version"] == "a"
 
 
-def testas_sglang_writes_them(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
-    """What SGLang says of the same history, and when it does."""
+def test_sglang_form_has_sglangs_spans(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) -> None:
+    """SGLang's own spans of the same history, in the last chunk only."""
     chunk = write(monkeypatch, wire, "sglang", finished=False, tokens=4)
     assert chunk == {"finish_reason": None, "weight_version": "now"}
 
@@ -82,7 +84,7 @@ def testas_sglang_writes_them(monkeypatch: pytest.MonkeyPatch, wire: list[Any]) 
     assert last == expected
 
 
-def test_of_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_without_tokens_has_an_empty_span(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "_epoch", 7)
     wire = versions.write_spans(
         upstream.compute_weight_version_spans, [], current_version="v 1", num_output_tokens=0
@@ -91,7 +93,7 @@ def test_of_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert meta["weight_versions"] == [{"version": "v 1", "epoch": 7, "start": 0, "end": 0}]
 
 
-def test_where_the_setting_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spans_setting_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for value in ("all", "sglang"):
         monkeypatch.setenv("SGLANG_INFLIGHT_SPANS", value)
@@ -102,8 +104,8 @@ def test_where_the_setting_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["all", "sglang"])
-def test_versions_of_kv(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """They come with the answer, or not at all: upstream would take them for tokens'."""
+def test_kv_versions_are_given_or_removed(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """KV versions leave the answer's info: SGLang would add them to the tokens' values."""
     monkeypatch.setenv("SGLANG_INFLIGHT_SPANS", value)
     answers.as_sglang_writes_them.cache_clear()
     handed_on = []
@@ -124,7 +126,7 @@ def test_versions_of_kv(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
 # ---- adapters ----------------------------------------------------------------------------
 
 
-def test_versions_and_adapters_that_change_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_and_weight_spans_are_independent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A commit after 2 tokens, a move after 5, a commit after 7, and a move back after 7, too."""
     adapters = AdapterVersions()
     for lora_id, version in (("one", "a"), ("two", "b")):
@@ -138,7 +140,7 @@ def test_versions_and_adapters_that_change_by_themselves(monkeypatch: pytest.Mon
             adapters.move(req)
         else:
             upstream.record_weight_version_events([req], old_version=event)
-    # the queue again: it has begun already
+    # the request is queued again, after its begin
     adapters.begin(req)
     monkeypatch.setattr(versions, "_epoch", 2)
     wire = versions.write_spans(
@@ -159,7 +161,7 @@ def test_versions_and_adapters_that_change_by_themselves(monkeypatch: pytest.Mon
     assert [(s["version"], s["end"]) for s in chunk["adapter_versions"]] == [("a", 5), ("b", 6)]
 
 
-def test_the_adapter_of_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_span_without_tokens_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = AdapterVersions()
     req = Req("r", "", [1], SamplingParams(), lora_id="one")
     adapters.remember("one", AdapterLabel("a\0b", "1"))

@@ -1,4 +1,4 @@
-"""vLLM's ``/pause`` and ``/sleep``, whose pauses nobody holds where they fail after the grant."""
+"""vLLM's ``/pause`` and ``/sleep``: a failure after the grant releases their pause."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.unit.test_pauses_made_again import OneRank, no_server, pauses_of
 __all__ = ["no_server"]
 
 
-class Amid:
-    """What comes after the grant, in the middle of which the test comes."""
+class WorkAfterGrant:
+    """The work after the grant, in progress until the test fails it."""
 
     def __init__(self) -> None:
         self.begun = asyncio.Event()
@@ -31,12 +31,12 @@ class Amid:
 class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank = OneRank()
-        self.amid = Amid()
+        self.work = WorkAfterGrant()
         pauses = pauses_of(self.rank)
 
         async def wait(*_: object, **__: object) -> MemoryMoved:
-            self.amid.begun.set()
-            await self.amid.fails
+            self.work.begun.set()
+            await self.work.fails
             raise AssertionError
 
         async def released() -> list[str]:
@@ -56,9 +56,9 @@ class Played:
         self.routes = _Routes(frontend, pauses._tokenizer_manager)
 
     async def begin(self, call: Awaitable[Any]) -> asyncio.Future[Any]:
-        """Up to the middle of what comes after the grant."""
+        """Run a call to the middle of its work after the grant."""
         calling = asyncio.ensure_future(call)
-        while not self.amid.begun.is_set():
+        while not self.work.begun.is_set():
             assert not calling.done(), calling
             self.rank.step()
             await until_idle()
@@ -86,7 +86,7 @@ def one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_a_caller_leaves_after_the_grant(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancel_after_the_grant_releases_pause(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         played = Played(monkeypatch)
         call = await played.begin(CALLS[path](played.routes))
@@ -100,13 +100,13 @@ def test_a_caller_leaves_after_the_grant(path: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("error", [OutcomeUnknown("a rank is silent"), Conflict("no"), OSError()])
 @pytest.mark.parametrize("path", CALLS)
-def test_it_fails_after_the_grant(
+def test_error_after_the_grant_releases_pause(
     path: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def play() -> None:
         played = Played(monkeypatch)
         call = await played.begin(CALLS[path](played.routes))
-        played.amid.fails.set_exception(error)
+        played.work.fails.set_exception(error)
         await played.finish(call)
         assert call.exception() is error
         assert played.rank.held == []

@@ -1,4 +1,4 @@
-"""Whoever does a rank's jobs answers for each, and is there for the next one."""
+"""A rank's workers answer each job, and survive its failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 class Wire:
-    """A way that messages take as bytes, as they do between processes."""
+    """Encodes messages like between processes."""
 
     def __init__(self) -> None:
         self.came: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -59,7 +59,7 @@ def call(call_id: str) -> Any:
 
 
 def expect_failure(thread: StagingWorker, wire: Wire, job: Job[Any], *words: str) -> None:
-    """``job`` is answered by its error, and the next one is done."""
+    """Expect an error as the answer to ``job``, and the next job to be done."""
     thread.submit(call("bad"), job)
     thread.submit(call("next"), Done)
     failed, done = wire.came.get(timeout=10), wire.came.get(timeout=10)
@@ -69,15 +69,17 @@ def expect_failure(thread: StagingWorker, wire: Wire, job: Job[Any], *words: str
 
 
 HALF = b"\xed\xa0\x80"
-# it names a global of a module whose name is half of a character
+# a pickled global of a module named by a lone surrogate
 NAMES_NO_TEXT = b"\x80\x04\x8c" + bytes([len(HALF)]) + HALF + b"\x8c\x01x\x93."
 
 
-def test_a_payload_that_names_what_is_no_text(thread: StagingWorker, wire: Wire) -> None:
+def test_invalid_unicode_in_a_payload_is_answered(thread: StagingWorker, wire: Wire) -> None:
     expect_failure(thread, wire, lambda: _unpickle(NAMES_NO_TEXT), r"it names \ud800.x")
 
 
-def test_a_file_whose_name_is_no_text(thread: StagingWorker, wire: Wire, tmp_path: Path) -> None:
+def test_invalid_unicode_in_a_file_name_is_answered(
+    thread: StagingWorker, wire: Wire, tmp_path: Path
+) -> None:
     path = bytes(tmp_path) + b"/model-\xff.safetensors"
     Path(path.decode(errors="surrogateescape")).write_bytes(b"abc")
 
@@ -89,11 +91,11 @@ def test_a_file_whose_name_is_no_text(thread: StagingWorker, wire: Wire, tmp_pat
     expect_failure(thread, wire, read, r"model-\udcff.safetensors")
 
 
-def test_a_loader_that_would_end_the_process(thread: StagingWorker, wire: Wire) -> None:
+def test_sys_exit_in_staging_thread_is_answered(thread: StagingWorker, wire: Wire) -> None:
     expect_failure(thread, wire, lambda: sys.exit("no such weights"), "no such weights")
 
 
-def test_a_loader_that_would_end_the_scheduler(channel: AnswerChannel, wire: Wire) -> None:
+def test_sys_exit_in_inline_loader_is_answered(channel: AnswerChannel, wire: Wire) -> None:
     stood_still = []
     worker = InlineWorker(channel, CPU, stand_still=lambda: stood_still.append(True))
     worker.submit(call("bad"), lambda: sys.exit("no such weights"))
@@ -103,7 +105,7 @@ def test_a_loader_that_would_end_the_scheduler(channel: AnswerChannel, wire: Wir
     assert stood_still == [True]
 
 
-def test_an_answer_that_cannot_be_sent(
+def test_unsendable_answer_is_logged(
     thread: StagingWorker, wire: Wire, caplog: pytest.LogCaptureFixture
 ) -> None:
     no_answer: Any = object()
@@ -113,13 +115,13 @@ def test_an_answer_that_cannot_be_sent(
     assert "StatusCall could not be answered" in caplog.text
 
 
-def test_a_request_of_sglangs_own(channel: AnswerChannel, wire: Wire) -> None:
+def test_failed_sglang_request_is_answered(channel: AnswerChannel, wire: Wire) -> None:
     request: Any = SimpleNamespace(rid="r", http_worker_ipc=None)
     channel.fail_request(request, KeyError("\ud800"), "it failed: \ud800")
     assert wire.came.get(timeout=10).message == r"it failed: \ud800"
 
 
-def test_a_job_that_is_done_at_once_is_answered_when_the_device_has_done_it(
+def test_inline_job_is_answered_after_device_work(
     monkeypatch: pytest.MonkeyPatch, channel: AnswerChannel, wire: Wire
 ) -> None:
     device = Device()
