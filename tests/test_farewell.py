@@ -76,7 +76,7 @@ def test_calls_that_wait_are_answered(leaving: Server) -> None:
     for call in (joining, queued):
         answer = call.answer()
         assert answer["status_code"] == 504, answer
-        assert "the server was told to go" in answer["message"]
+        assert "the server was shut down" in answer["message"]
     expect_gone(leaving)
 
 
@@ -101,7 +101,7 @@ def test_a_request_that_comes_when_the_ranks_have_ended(leaving: Server) -> None
         response = HTTPResponse(connection)
         response.begin()
         assert response.status == 503
-        assert b"told to go" in response.read()
+        assert b"shut down" in response.read()
     expect_gone(leaving)
 
 

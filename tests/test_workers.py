@@ -472,7 +472,7 @@ def test_calls_that_wait_when_a_server_is_told_to_go(pool: ServerPool, flavour: 
         for call in calls:
             answer = call.answer()
             assert answer["status_code"] == 504, answer
-            assert "the server was told to go" in answer["message"]
+            assert "the server was shut down" in answer["message"]
     until("it has gone", lambda: not server.is_alive())
     # nobody waited for a worker that has no request any more
     assert "have not heard" not in server.log_text()

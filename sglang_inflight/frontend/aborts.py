@@ -1,13 +1,12 @@
-"""Which requests an abort ends: those of one name, and none whose name only begins with it.
+"""Resolve an abort's name to requests by exact match, never by prefix.
 
-A request's name is its ``rid``. A client's call that SGLang serves as several requests, a batch or
-``n`` samples of a prompt, has a name besides: the ``rid`` that the client gave. SGLang makes new
-names for such requests, and an abort by the client's name would find none of them.
+A request's name is its ``rid``. SGLang splits a batch, or ``n`` samples of a prompt, into several
+requests with new names. The client's ``rid`` of such a call is the name of their group: without
+groups an abort by the client's ``rid`` would find none of these requests.
 
-The front end knows each of its requests as an object, so it resolves a name here, and asks the
-schedulers to end requests by the ``rid`` that they know (patch 0008). An abort that was asked for
-by a request's own ``rid`` is bound to that request: it goes to the schedulers on the same socket,
-and so before any later request of the name.
+The front end resolves a name here, and sends the schedulers aborts by their own ``rid`` (patch
+0008). An abort by a request's own ``rid`` cannot end a later request of the same name: the abort
+goes to the schedulers on the same socket, before that request.
 """
 
 from __future__ import annotations
@@ -25,36 +24,36 @@ if TYPE_CHECKING:
 
 
 class Group(TypedDict):
-    """The requests of one call. A plain dict, because SGLang pickles requests into its dumps."""
+    """Requests of one call. A plain dict, because SGLang pickles requests into its dumps."""
 
     name: str
-    # also those that SGLang has yet to make
+    # holds also for requests not yet made by SGLang
     is_aborted: bool
 
 
-# on a ``GenerateReqInput``: a group for each prompt, or one for all
+# attribute of a ``GenerateReqInput``: a group for each prompt, or one for all
 _GROUPS = "inflight_groups"
-# on the ``GenerateReqInput`` of one request, and on copies of it: the group that it belongs to
+# attribute of a single request's ``GenerateReqInput``, and of its copies: the request's group
 _GROUP = "inflight_group"
-# on a ``ReqState`` that is to be ended as soon as the schedulers have it
+# attribute of a ``ReqState``: abort as soon as the schedulers have the request
 _IS_ABORTED = "inflight_is_aborted"
 
 
 class Aborts:
-    """Resolves names to requests of one ``TokenizerManager``, on its event loop."""
+    """Resolve names to requests of one ``TokenizerManager``, on its event loop."""
 
     def __init__(
         self, tokenizer_manager: TokenizerManager, worker: Callable[[], Worker | None]
     ) -> None:
-        """``worker`` says which of several workers this process is."""
+        """``worker`` returns this process's tokenizer worker; None if there is one front end."""
         self._tokenizer_manager = tokenizer_manager
         self._worker = worker
 
     def named(self, name: str) -> list[str]:
-        """The ``rid`` of the live request of that name, or of each that its group gives it to.
+        """Return the ``rid`` of the live request ``name``, else of each request in group ``name``.
 
-        SGLang itself aborts by the ``rid`` of one request, whose client has left, say. So a group
-        of the same name is another client's, and goes on.
+        SGLang itself aborts by a single request's ``rid``, after a disconnect for example. So a
+        group of the same name is another client's, and runs on.
         """
         states = self._tokenizer_manager.rid_to_state
         if name in states:
@@ -62,23 +61,23 @@ class Aborts:
         return [rid for rid, state in states.items() if _group_name(state) == name]
 
     async def everywhere(self, names: Iterable[str]) -> int:
-        """End the requests of these names, of whichever worker. Returns how many it was."""
+        """End the requests of these names on all workers. Return their number."""
         names = list(names)
         worker = self._worker()
         return self.here(names) if worker is None else await worker.abort(names)
 
     def here(self, names: Iterable[str]) -> int:
-        """End the requests of this process that have these names. Returns how many it was."""
+        """End this process's requests of these names. Return their number."""
         found = {name: self.named(name) for name in names}
         for name in found:
             self._tokenizer_manager.abort_request(name)
         return len({rid for rids in found.values() for rid in rids})
 
     def end(self, name: str) -> list[str]:
-        """The ``rid`` of each request that the schedulers are to end.
+        """Return each ``rid`` for the schedulers to end.
 
-        A request that they do not have yet, because it is still being tokenized, is ended when
-        they have it: an abort that comes before a request would find nothing.
+        A request still being tokenized is ended when the schedulers have it: an abort sent before
+        its request would find nothing.
         """
         rids = []
         for rid in self.named(name):
@@ -92,7 +91,7 @@ class Aborts:
         return rids
 
     def is_due(self, rid: str) -> bool:
-        """Whether an abort came before the schedulers had the request."""
+        """Whether the request was aborted before the schedulers had it."""
         state = self._tokenizer_manager.rid_to_state.get(rid)
         if state is None:
             return False
@@ -113,7 +112,7 @@ def _group_name(state: Any) -> str | None:
 
 
 def name_groups(obj: Any, num: int) -> None:
-    """Before SGLang gives each request of a call a ``rid`` of its own."""
+    """Make groups before SGLang gives each request of a call a ``rid`` of its own."""
     if hasattr(obj, _GROUPS):
         return
     if isinstance(obj.rid, str):
@@ -126,9 +125,9 @@ def name_groups(obj: Any, num: int) -> None:
 
 
 def join_groups(_: None, tm: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
-    """After SGLang has made the states of a call's requests, out of ``obj[i]``.
+    """Set each ``obj[i]``'s group after SGLang has made the states of a call's requests.
 
-    SGLang copies these objects for the samples that it makes of them.
+    SGLang copies these objects for the samples of a prompt.
     """
     groups = getattr(obj, _GROUPS, None)
     if groups is not None:
@@ -155,38 +154,38 @@ def abort_when_dispatched(_: None, tm: PatchedTokenizerManager, rid: str) -> Non
 
 
 def bind_abort_task(create: Callable[..., Any], tm: PatchedTokenizerManager, obj: Any) -> Any:
-    """Around SGLang's abort of what is left of a stream two seconds after its end.
+    """Bind SGLang's abort, two seconds after a stream's end, to the stream's own requests.
 
-    Its name may be another request's by then.
+    The stream's name may belong to another request by then.
     """
     return create(tm, _RequestsOf(tm, obj))
 
 
 def leave_to_the_stream(handle: object, rid: str | list[str]) -> None:
-    """Instead of gRPC's abort of a stream whose client has taken nothing for minutes.
+    """Skip gRPC's abort by name of a stream whose client has read nothing for minutes.
 
-    Its name may be another request's by then. SGLang closes the stream next, and aborts what is
-    left of its own requests.
+    The name may belong to another request by then. SGLang closes the stream next, and aborts the
+    stream's remaining requests.
     """
 
 
 def refuse_without_embedding(
     tm: TokenizerManager, out: dict[str, Any], state: Any, is_stream: bool
 ) -> None:
-    """Before SGLang looks whether the end of a request is an error.
+    """Turn an aborted embedding request into an error, before SGLang checks its finish reason.
 
-    A text that ends early is an answer. Where an embedding was to come there is none, and routes
-    that look for it fail.
+    A text cut short is still an answer. An aborted embedding request has no embedding, and
+    SGLang's routes fail when they look for it.
     """
     reason = out["meta_info"]["finish_reason"]
     is_aborted = reason.get("type") == "abort" and reason.get("status_code") is None
     if is_aborted and isinstance(state.obj, EmbeddingReqInput) and "embedding" not in out:
         reason["status_code"] = HTTPStatus.SERVICE_UNAVAILABLE
-        reason["message"] = "the request was aborted before it was computed; send it again"
+        reason["message"] = "the request was aborted before its embedding was computed; retry"
 
 
 class _RequestsOf:
-    """What SGLang's task reads of a batch: the names of its requests that have not ended."""
+    """The part of a batch read by SGLang's abort task: names of unfinished requests."""
 
     is_single = False
 
@@ -196,7 +195,7 @@ class _RequestsOf:
 
     @property
     def rid(self) -> list[str]:
-        # a call that was refused has not been taken apart
+        # a refused call has not been split into requests, and has no is_single
         is_single = getattr(self._obj, "is_single", True)
         requests = [self._obj] if is_single else [self._obj[i] for i in range(len(self._obj.rid))]
         states = self._tokenizer_manager.rid_to_state

@@ -1,4 +1,4 @@
-"""Outcomes in the form of SGLang's own methods."""
+"""Convert outcomes to the results of SGLang's own methods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SuccessAndMessage = tuple[bool, str]
 async def as_sglang_answers(
     doing: Awaitable[Receipt | StagedSoFar | Begun | Deferred | None],
 ) -> SuccessAndMessage:
-    """It raises nothing that is an answer: the sentence of a refusal is the message."""
+    """Return success and message; an ``InflightError`` becomes ``(False, its text)``."""
     try:
         answer = await doing
     except InflightError as error:

@@ -1,8 +1,8 @@
-"""Bodies of SGLang's own routes, read as SGLang reads them.
+"""Read bodies of SGLang's own routes as SGLang does.
 
-It converts what pydantic converts, a port in quotes for one, and passes over fields that
-it does not know. Frameworks rely on both. Our own fields are read strictly: there is no
-client yet that sends them otherwise.
+SGLang converts values as pydantic does (a port in quotes, for one), and ignores unknown fields.
+Frameworks rely on both. Our own fields are read strictly, because every client of ours sends the
+right types.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 def as_sglang_reads(
     values: dict[str, Any], theirs: type[msgspec.Struct], ours: tuple[str, ...]
 ) -> dict[str, Any]:
-    """``values`` of fields that there are, each of the type that SGLang would make of it.
+    """Return the known fields of ``values``, each converted as SGLang would convert it.
 
-    ``theirs`` is SGLang's own type of the body, and ``ours`` are the names of all fields.
-    Raises ``Refused`` for a field that is nearly one of ours, beside another that is: its caller
-    means us, and would wait for what it asked for. A client of SGLang's may send such a one,
-    ``timeout`` for one, and means nothing by it.
+    ``theirs`` is SGLang's type of the body, ``ours`` has the names of all fields. Raises
+    ``Refused`` for a misspelt field of ours beside another field of ours: its caller relies on
+    this server. A lone unknown field is ignored even if its name is close to ours: SGLang's
+    clients send, for example, ``timeout``.
     """
     adapters = _adapters(theirs)
     added = set(ours) - adapters.keys()
@@ -42,14 +42,14 @@ def as_sglang_reads(
             meant = difflib.get_close_matches(name, added, 1, cutoff=0.8)
             if meant and not added.isdisjoint(values):
                 raise Refused(f"unknown field `{name[:100]}`: is `{meant[0]}` meant?")
-            _say_that_it_is_ignored(name[:100], theirs.__name__)
+            _warn_ignored(name[:100], theirs.__name__)
     return read
 
 
 @functools.lru_cache(maxsize=256)
-def _say_that_it_is_ignored(name: str, body: str) -> None:
-    """Once, however often it is sent."""
-    logger.warning("The field %r is unknown to %s and ignored, as SGLang does.", name, body)
+def _warn_ignored(name: str, body: str) -> None:
+    """Log this once per field and body."""
+    logger.warning("Ignored the field %r, unknown to %s, as SGLang does.", name, body)
 
 
 class _Adapter:
@@ -64,14 +64,14 @@ class _Adapter:
             try:
                 return self._pydantic.validate_python(value)
             except ValidationError:
-                # refused with the others of its body, by name
+                # decoding refuses the value later, with the field's name
                 return value
         return value
 
 
 @functools.cache
 def _adapters(theirs: type[msgspec.Struct]) -> dict[str, _Adapter]:
-    # what every message of SGLang's has besides is no field of a body
+    # rid and http_worker_ipc are in every SGLang message, and no fields of a body
     return {
         field.name: _Adapter(field.type)
         for field in msgspec.structs.fields(theirs)

@@ -1,7 +1,7 @@
-"""What callers may send. Upstream's fields, then ours.
+"""Bodies of the calls: SGLang's fields first, then ours.
 
-Bodies of upstream's routes are read as upstream reads them; on ours an unknown field is an
-error. Times are seconds. Decoding names the field that is wrong, so no check is repeated here.
+Bodies of SGLang's routes are read as SGLang reads them. On our routes an unknown field is an
+error. Times are seconds. Decoding checks the fields and names a wrong one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Name = Annotated[str, msgspec.Meta(min_length=1)]
 NewId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
-# every chunk of every answer repeats it
+# short, because every chunk of every answer repeats a version
 LONGEST_VERSION = 256
 Version = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_VERSION)]
 OnBusy = Literal["wait", "refuse", "replace"]
@@ -59,12 +59,12 @@ B = TypeVar("B", bound="Body")
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # SGLang's own type of it; None where the route is ours
+    # SGLang's type of this body; None on our routes
     sglang: ClassVar[type[msgspec.Struct] | None] = None
 
     @classmethod
     def our_fields(cls) -> dict[str, Any]:
-        """Those that SGLang's own type does not have, with their defaults."""
+        """Return the fields missing in SGLang's type, with their defaults."""
         known = cls.sglang.__struct_fields__ if cls.sglang is not None else ()
         return {f.name: f.default for f in msgspec.structs.fields(cls) if f.name not in known}
 
@@ -72,10 +72,10 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class PauseBody(Body, kw_only=True):
     sglang = PauseGenerationReqInput
 
-    # unset is "abort" for a new pause, as upstream has it, and keeps the mode of one renewed
+    # unset: "abort" for a new pause, as in SGLang; a renewed pause keeps its mode
     mode: PauseMode | msgspec.UnsetType = msgspec.UNSET
     pause_id: Name | None = None
-    # the id to give a new pause: with it the call may be made again, if its answer was lost
+    # id of a new pause: the caller can repeat the call after a lost answer
     new_id: NewId | None = None
     lease_s: Seconds | None = None
     timeout_s: Seconds | None = None
@@ -91,7 +91,7 @@ class ContinueBody(Body, kw_only=True):
 class ReleaseMemoryBody(Body, kw_only=True):
     sglang = ReleaseMemoryOccupationReqInput
 
-    # None, and none, are all kinds of memory, as upstream has it
+    # None or an empty list: all kinds of memory, as in SGLang
     tags: list[str] | None = None
     # None: "discard", or "host" with --enable-weights-cpu-backup
     keep_weights: KeepWeights | None = None
@@ -104,10 +104,10 @@ class ResumeMemoryBody(Body, kw_only=True):
 
 
 class UpdateBody(Body, kw_only=True):
-    """What every update call has. docs/api.md has the meaning of each field."""
+    """Fields of every update call. docs/api.md explains them."""
 
     flush_cache: bool = True
-    # None, and an empty one, which SGLang takes: as it is
+    # None, or empty as SGLang allows: unchanged
     weight_version: Annotated[str, msgspec.Meta(max_length=LONGEST_VERSION)] | None = None
     torch_empty_cache: bool = False
     non_blocking: bool = False
@@ -116,11 +116,11 @@ class UpdateBody(Body, kw_only=True):
     partial: bool | None = None
     on_busy: OnBusy = "wait"
     timeout_s: Seconds | None = None
-    # None: the target, and those drafts that were loaded from its checkpoint
+    # None: the target, and the drafts loaded from its checkpoint
     selector: Selector | None = None
-    # the session that it must be a piece of
+    # the session to add this piece to
     session_id: Name | None = None
-    # at the commit, so that what is refused has ended no request
+    # done at the commit, so that a refused update has ended no request
     abort_all_requests: bool = False
 
     def __post_init__(self) -> None:
@@ -133,12 +133,12 @@ class UpdateBody(Body, kw_only=True):
 
     @property
     def sends_pieces(self) -> bool:
-        """Whether ``partial`` is true where the caller does not say."""
+        """Default of ``partial``."""
         return True
 
     @property
     def is_partial(self) -> bool:
-        """Whether what is not sent stays."""
+        """Whether missing tensors keep their values."""
         return self.sends_pieces if self.partial is None else self.partial
 
     @property
@@ -151,11 +151,11 @@ class DiskBody(UpdateBody, kw_only=True):
 
     model_path: Name
     load_format: str | None = None
-    # upstream has these and reads none of them
+    # SGLang has these fields and reads none of them
     is_async: bool = False
     keep_pause: bool = False
     token_step: int = 0
-    # a commit leaves every weight at its address, which is what captured graphs hold
+    # without effect: captured graphs hold addresses, and a commit keeps every weight's address
     recapture_cuda_graph: bool = False
     manifest: dict[str, Any] | None = None
 
@@ -170,15 +170,15 @@ class DiskBody(UpdateBody, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recapture_cuda_graph:
-            _say_that_graphs_stay()
+            _warn_that_graphs_stay()
 
 
 @functools.cache
-def _say_that_graphs_stay() -> None:
-    """Once, however often it is asked for."""
+def _warn_that_graphs_stay() -> None:
+    """Log this once per process."""
     logger.warning(
-        "recapture_cuda_graph: no graph is captured anew, because a commit leaves every weight "
-        "at its address, which captured graphs hold."
+        "recapture_cuda_graph is ignored: a commit keeps every weight's address, so captured "
+        "CUDA graphs stay valid."
     )
 
 
@@ -229,16 +229,16 @@ class IPCBody(UpdateBody, kw_only=True):
 class BeginBody(Body, kw_only=True):
     sglang = BeginWeightUpdateReqInput
 
-    # None: as of an update
+    # None: as in UpdateBody
     selector: Selector | None = "all"
     non_blocking: bool = False
     expected_version: Name | None = None
     partial: bool = True
     on_busy: OnBusy = "wait"
     lease_s: Seconds | None = None
-    # of the session that is open: renew its lease, and begin nothing
+    # id of the open session: renew its lease, and begin nothing
     session_id: Name | None = None
-    # the id to give the session: with it the call may be made again, if its answer was lost
+    # id of a new session: the caller can repeat the call after a lost answer
     new_id: NewId | None = None
 
 
@@ -266,7 +266,7 @@ class AbortUpdateBody(Body, kw_only=True):
 
 class RollbackBody(Body, kw_only=True):
     weight_version: Version | None = None
-    # what must be serving now
+    # refused if another version is serving
     expected_version: Name | None = None
     flush_cache: bool = False
     kv_cache: KVPolicy | None = None
@@ -280,7 +280,7 @@ class RollbackBody(Body, kw_only=True):
 
 
 class NameBody(Body, kw_only=True):
-    """Another name for the weights that are there."""
+    """Rename the served weights."""
 
     sglang = UpdateWeightVersionReqInput
 
@@ -292,7 +292,7 @@ class NameBody(Body, kw_only=True):
 
 
 class Rendezvous(Body, kw_only=True):
-    """Where ranks and trainer meet, and who is who."""
+    """Address and rank numbers of a group of ranks and trainer."""
 
     master_address: Name
     master_port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -314,7 +314,7 @@ class LeaveGroupBody(Body, kw_only=True):
 
 
 def check_version(name: str | None) -> None:
-    """Raises ``Refused`` where ``name`` is not fit to be repeated in answers and logs."""
+    """Raise ``Refused`` if ``name`` is too long or unprintable for answers and logs."""
     if name is None:
         return
     if not (0 < len(name) <= LONGEST_VERSION and name.isprintable()):
@@ -326,14 +326,14 @@ def check_version(name: str | None) -> None:
 
 
 def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
-    """What happens to KV of older weights; ``kv_cache`` says it finer than ``flush_cache``."""
+    """Return what happens to KV of older weights; ``kv_cache`` overrides ``flush_cache``."""
     if kv_cache is not None:
         return kv_cache
     return "recompute" if flush_cache else "fence"
 
 
 def decode(body: bytes, shape: type[B]) -> B:
-    """Raises ``Refused`` with the field's name where the JSON does not have the shape."""
+    """Decode JSON into a ``shape``; raise ``Refused`` with the wrong field's name."""
     content = body or b"{}"
     try:
         try:
@@ -346,7 +346,7 @@ def decode(body: bytes, shape: type[B]) -> B:
 
 
 def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
-    """Raises ``Refused`` with the name where the query's values do not have the shape."""
+    """Convert a query into a ``shape``; raise ``Refused`` with the wrong parameter's name."""
     values: dict[str, str] = {}
     for name, text in items:
         if name in values:
@@ -356,7 +356,7 @@ def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
 
 
 def convert(values: object, shape: type[B], name: str, *, strict: bool = True) -> B:
-    """Raises ``Refused`` with the field's name where ``values`` do not have the shape."""
+    """Convert ``values`` into a ``shape``; raise ``Refused`` with the wrong field's name."""
     if shape.sglang is not None and isinstance(values, dict):
         values = as_sglang_reads(values, shape.sglang, shape.__struct_fields__)
     try:
@@ -370,7 +370,7 @@ class _NamesAGroup(msgspec.Struct):
 
 
 def group_named_in(body: bytes) -> str:
-    """The group that a distributed update means whose body is otherwise refused."""
+    """Return the group name in a distributed update's body, even of a refused body."""
     try:
         return msgspec.json.decode(body, type=_NamesAGroup).group_name
     except (msgspec.DecodeError, RecursionError):

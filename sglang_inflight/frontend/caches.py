@@ -1,4 +1,4 @@
-"""What is kept of prompts that were computed, across all ranks."""
+"""Flush caches of computed prompts on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ FLUSH_TIMEOUT_S = 120.0
 
 
 class Caches:
-    """Forgets prefixes, and images in both their forms. Lives on the front end's event loop."""
+    """Forget prefixes, image embeddings and preprocessed images.
+
+    Lives on the front end's event loop.
+    """
 
     def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks) -> None:
         self._tokenizer_manager = tokenizer_manager
@@ -28,8 +31,8 @@ class Caches:
         """Forget every cached prefix, on every rank.
 
         ``retract`` sends running requests back to the queue, to be recomputed. Raises
-        ``Conflict`` where it is false and requests run, ``Refused`` where the server's loop
-        cannot retract, or the cache has tiers that a flush does not reach.
+        ``Conflict`` if ``retract`` is false and requests run. Raises ``Refused`` if the server's
+        loop cannot retract, or a flush does not reach every tier of the cache.
         """
         if (reason := why_no_retraction()) is not None:
             raise Refused(f"running requests cannot be retracted: {reason}")
@@ -39,11 +42,11 @@ class Caches:
         clear_preprocessed(self._tokenizer_manager)
 
     async def forget_embeddings(self) -> None:
-        """Forget what encoders made of images and the like, on every rank."""
+        """Forget encoders' embeddings of images and other media, on every rank."""
         await self._ranks.carry_out(ForgetEmbeddingsCall(), FLUSH_TIMEOUT_S)
 
 
 def clear_preprocessed(tokenizer_manager: TokenizerManager) -> None:
-    """Forget preprocessed images and the like; models for text have none."""
+    """Forget preprocessed images and other media; text models have none."""
     if tokenizer_manager.mm_processor is not None:
         tokenizer_manager.mm_processor.clear_preprocess_cache()

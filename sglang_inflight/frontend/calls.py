@@ -1,4 +1,4 @@
-"""What a client may ask of this server, whichever way it comes: HTTP, gRPC or Python."""
+"""Calls of clients, the same for HTTP, gRPC and Python."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ T = TypeVar("T")
 
 @dataclass
 class Arrival:
-    """Around the arrival of a body. Whoever carries out the call handles failures after that."""
+    """Arrival of a call's body. Failures after the arrival are handled by the call itself."""
 
     is_whole: bool = False
 
 
 class Calls:
-    """Each call does what it says. ``TransparentCalls`` is the other way to take them."""
+    """Carry calls out at once. ``TransparentCalls`` defers them to ``continue_generation``."""
 
     def __init__(
         self,
@@ -78,17 +78,17 @@ class Calls:
 
     @contextmanager
     def piece(self) -> Iterator[Arrival]:
-        """Around a call that brings weights, from the first byte of its body on.
+        """Wrap a call with weights, from the first byte of its body on.
 
-        What is missing of a session that takes unnamed pieces ends it: its client may end it
-        whatever has become of its pieces.
+        An incomplete body drops the session if the session takes pieces without an id. Its client
+        may end the session without reading the answers to its pieces.
         """
         arrival, session = Arrival(), self._updates.unnamed_session
         try:
             yield arrival
         except BaseException:
             if session is not None and not arrival.is_whole:
-                self._updates.lose(session, "a piece of it could not be read, or came in part")
+                self._updates.lose(session, "a piece of the session was unreadable or incomplete")
             raise
 
     async def begin(self, body: BeginBody) -> Begun | Deferred:
@@ -107,7 +107,7 @@ class Calls:
         return await self._updates.rename(body)
 
     async def flush(self, flush: Callable[[], Awaitable[T]]) -> T:
-        """Around SGLang's own flush of the prefix cache."""
+        """Wrap SGLang's own flush of the prefix cache."""
         return await flush()
 
     async def release_memory(self, body: ReleaseMemoryBody) -> MemoryMoved:

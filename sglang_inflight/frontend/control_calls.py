@@ -1,10 +1,9 @@
 """SGLang's own control calls, each matched to its answers by an id.
 
-Upstream takes the next answer of the right type for the answer. A caller that gave up,
-whose answer is still to come, leaves it to the next caller, who then thinks that its own
-call is done. A handler that raises has no answer at all, and of the ranks of a replica
-only the first is ever heard, so here the others say that they are done too. One that is on a
-node that falls silent says nothing, and is waited for no longer.
+SGLang takes the next answer of the right type for the answer. After a caller gave up, its late
+answer goes to the next caller, whose call then seems done. In SGLang a raising handler sends no
+answer, and only the first rank of a replica answers. Here every rank answers, also with a
+failure. A rank on a silent node is not waited for.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Awaited:
-    # how many answer in upstream's form, and how many only say that they are done
+    # ranks that answer in SGLang's form, and ranks that only report completion
     replicas: int
     others: int
     answers: list[Any] = field(default_factory=list)
@@ -51,14 +50,14 @@ class _Awaited:
             self.complete.set_result(self.answers)
 
     def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
-        """Upstream's answers name no rank: one of them may be missing."""
+        """Fail the wait if a ``silent`` rank is not done; SGLang's answers name no rank."""
         lost = silent - self.done
         if lost and not self.complete.done():
             self.complete.set_exception(sent_all_the_same(nothing_heard(lost, for_s)))
 
 
 class ControlCalls:
-    """Those of one ``TokenizerManager``. Lives on the front end's event loop."""
+    """Control calls of one ``TokenizerManager``. Lives on the front end's event loop."""
 
     def __init__(self, ranks: Ranks, lifetime: Lifetime) -> None:
         self._ranks = ranks
@@ -67,7 +66,7 @@ class ControlCalls:
         self._awaited: dict[str, _Awaited] = {}
 
     def adopt(self, tokenizer_manager: TokenizerManager) -> None:
-        """Every communicator of it finds its way here."""
+        """Route every communicator of the manager through this object."""
         from sglang.srt.managers.communicator import FanOutCommunicator
 
         for value in vars(tokenizer_manager).values():
@@ -75,10 +74,10 @@ class ControlCalls:
                 value.inflight = self
 
     async def call(self, communicator: PatchedCommunicator, request: Request) -> list[Any]:
-        """Send ``request`` and return the answer of every replica.
+        """Send ``request`` and return every replica's answer.
 
-        Raises ``HandlerFailed``, or what else a rank said, where a rank said so, and
-        ``OutcomeUnknown`` where a rank is silent.
+        Raises a failed rank's error, ``HandlerFailed`` if the error has no type of ours, and
+        ``OutcomeUnknown`` if a rank is silent.
         """
         return await self._lifetime.unless_shut_down(self._call(communicator, request))
 
@@ -96,16 +95,16 @@ class ControlCalls:
                 del self._awaited[request.rid]
 
     def hear(self, answer: Request) -> None:
-        """An answer of upstream's type came in."""
+        """Take in an answer in SGLang's form."""
         awaited = self._awaited.get(answer.rid or "")
         if awaited is None:
-            logger.info("Nobody waits for this %s any more.", type(answer).__name__)
+            logger.info("Dropped a late %s: its caller has left.", type(answer).__name__)
             return
         awaited.answers.append(answer)
         awaited.end_if_whole()
 
     def hear_rank(self, answer: RankAnswer) -> None:
-        """A rank is done, or its handler raised: then the call has failed, whatever others say."""
+        """Take in a rank's completion, or its failure. One failure fails the call."""
         awaited = self._awaited.get(answer.call_id)
         if awaited is None:
             return
@@ -118,10 +117,10 @@ class ControlCalls:
 
 
 async def call(communicator: PatchedCommunicator, obj: Any) -> list[Any]:
-    """Instead of ``FanOutCommunicator.queueing_call``."""
+    """Replace ``FanOutCommunicator.queueing_call``."""
     return await communicator.inflight.call(communicator, obj)
 
 
 def hear(communicator: PatchedCommunicator, recv_obj: Any) -> None:
-    """Instead of ``FanOutCommunicator.handle_recv``."""
+    """Replace ``FanOutCommunicator.handle_recv``."""
     communicator.inflight.hear(recv_obj)

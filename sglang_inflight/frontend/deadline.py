@@ -1,4 +1,4 @@
-"""When a call has taken too long."""
+"""Deadline of a call."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import time
 
 
 class Deadline:
-    """``seconds`` after it is made. Each call has its own, also in a session of many."""
+    """A time limit, ``seconds`` after construction. Each call of a session has its own."""
 
     def __init__(self, seconds: float) -> None:
         self._at = time.monotonic() + seconds
 
     @property
     def seconds_left(self) -> float:
-        """Above 0, also when it is over: who waits that long looks once."""
+        """Seconds left, always above 0: a wait at the deadline still looks once."""
         return max(0.001, self._at - time.monotonic())
 
     @property

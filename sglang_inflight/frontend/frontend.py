@@ -1,4 +1,4 @@
-"""The one object of ours in each front-end process."""
+"""Our root object in each front-end process."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 
 
 class Frontend:
-    """Coordinates pauses and updates for one ``TokenizerManager``; holds no truth itself.
+    """Coordinate pauses and updates for one ``TokenizerManager``. The schedulers hold the state.
 
-    One of several workers coordinates nothing: calls that come to it are the owner's to answer
-    (``workers/``), and its own ``Frontend`` sees to its requests.
+    With several tokenizer workers, a worker forwards calls to the owner (``workers/``); its
+    ``Frontend`` handles only its own requests.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tasks = tokenizer_manager.asyncio_tasks
-        # where this is one of several processes that take requests
+        # set if this process is one of several tokenizer workers
         self.worker: Worker | None = None
         self.aborts = Aborts(tokenizer_manager, lambda: self.worker)
         self.lifetime = Lifetime(tokenizer_manager)
@@ -74,7 +74,7 @@ class Frontend:
         self._served = Served(tokenizer_manager, min(self.ranks.all))
         two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics)
         self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase)
-        # as was heard last; ``/ready`` asks
+        # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings)
         self._calls = (
@@ -100,50 +100,50 @@ class Frontend:
 
     @property
     def calls(self) -> Calls:
-        """Raises ``NotOffered`` in a worker, where two would take turns without each other."""
+        """Calls of this process. Raises ``NotOffered`` in a worker: only the owner orders calls."""
         self.require_owner()
         return self._calls
 
     def require_owner(self) -> None:
         if self.worker is not None:
             raise NotOffered(
-                "this process is one of several tokenizer workers, and owns none of the server's "
-                "state: call the server over HTTP"
+                "this process is one of several tokenizer workers, which cannot take control "
+                "calls: call the server over HTTP"
             )
 
     def _hear(self, answer: RankAnswer) -> None:
-        """Of a call of ours, or of one of upstream's: ids tell them apart."""
+        """Take in a rank's answer to a call of ours or of SGLang's; the call's id tells which."""
         match answer:
             case Committed(hollow=hollow) | Moved(hollow=hollow):
                 self.is_hollow = hollow is not None
             case Described(memory=memory):
                 self.is_hollow = memory.hollow is not None
         if self.worker is None:
-            # a worker is told by the owner, whose word comes by another way than the ranks'
+            # a worker takes this state from the owner, whose messages have another order
             self._served.hear(answer)
             self.pauses.hear(answer)
         self.ranks.hear(answer)
         self._control_calls.hear_rank(answer)
 
     def _generation_continues(self, _: GenerationContinues) -> None:
-        """What is known here of pauses is out of date."""
+        """Refresh the cached pause state: a lease has expired on the ranks."""
         self.in_background(self.pauses.ask_status())
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
-        """Do what nobody waits for; what comes of it but a success is logged."""
+        """Run ``doing`` without a waiting caller; log its failure."""
         keep(self._tasks, _logged(doing))
 
     @property
     def queues_in_pauses(self) -> bool:
-        """Whether the schedulers queue what comes in a pause; patch 0003 asks."""
+        """Whether schedulers queue the requests of a pause; read by patch 0003."""
         return not self.pauses.sglangs.is_the_servers
 
     async def mode(self) -> str | None:
-        """That of the pause that holds now, and None where none does."""
+        """Return the current pause's mode, or None if generation runs."""
         return await self.pauses.mode()
 
     async def status(self) -> Status:
-        """State, versions and staging progress: of the first rank, then of each rank."""
+        """Return state, versions and staging progress, of the first rank and of each rank."""
         ranks = await self.pauses.ask_status()
         return write_status(ranks, sglangs_pause=self.pauses.sglangs.holds)
 

@@ -1,8 +1,8 @@
-"""Hooks of a server that runs with us, which leave any other as SGLang ships it.
+"""Limit hooks to servers that run with us; others stay as SGLang ships them.
 
-A process may have loaded us and launch a server that runs without us (``inactive.py``). What
-a hook is called on tells the two apart: a manager that was adopted has its ``Frontend``, and so
-have its communicators and its engine by way of it.
+A process may have loaded us and launch a server that runs without us (``inactive.py``). The
+hook's first argument tells the two apart: with us, a manager has a ``Frontend``, and its
+communicators and engine lead to the manager.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Hook = Callable[..., Any]
 
 
 def replace_if_active(replacement: Hook) -> tuple[Hook, HookType]:
-    """``replacement`` is called instead of SGLang's function."""
+    """Call ``replacement`` instead of SGLang's function."""
 
     def stand_in(original: Hook, owner: Any, *args: Any, **kwargs: Any) -> Any:
         if is_adopted(owner):
             return replacement(owner, *args, **kwargs)
         return original(owner, *args, **kwargs)
 
-    # what is held against SGLang's source is what it takes
+    # porting compares this signature with SGLang's source
     own = inspect.signature(replacement).parameters.values()
     original = inspect.Parameter("original", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     stand_in.__signature__ = inspect.Signature([original, *own])  # type: ignore[attr-defined]
@@ -60,6 +60,6 @@ def after_if_active(hook: Hook) -> tuple[Hook, HookType]:
 
 
 def is_adopted(owner: Any) -> bool:
-    """Whether it is, or belongs to, a manager with a ``Frontend``."""
+    """Whether ``owner`` is, or belongs to, a manager with a ``Frontend``."""
     manager = getattr(owner, "tokenizer_manager", owner)
     return hasattr(manager, "inflight")

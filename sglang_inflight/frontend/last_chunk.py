@@ -1,7 +1,7 @@
-"""The last chunk of an aborted stream with ``--incremental-streaming-output``.
+"""Empty the last chunk of an aborted stream with ``--incremental-streaming-output``.
 
-SGLang writes into it the last token, and the whole text, a second time. Every token that the
-front end has heard of is in a chunk already. Runs on the manager's event loop, as all chunks do.
+SGLang repeats the last token, and the whole text, in the last chunk. Earlier chunks already hold
+every token known to the front end. Runs on the manager's event loop, as all chunks do.
 """
 
 from __future__ import annotations

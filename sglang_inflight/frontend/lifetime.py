@@ -1,4 +1,4 @@
-"""The end of a server or an engine, and of everything that waits for its ranks."""
+"""End every wait for ranks when a server or an engine shuts down."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ T = TypeVar("T")
 
 
 class Lifetime:
-    """Until the ranks are ended, which leaves nobody to answer: ``Engine.shutdown``, or a
-    server that was told to go and whose requests have ended.
+    """Lifetime of the ranks: up to ``Engine.shutdown``, or SIGTERM and the last request's end.
 
-    ``end`` is called by any thread, all else runs on the event loop of the manager. So a
-    call either begins after ``_why_over`` is set, and is refused, or is in ``_ends`` (a
-    request: in ``rid_to_state``) when ``_end_all`` comes to run on that loop.
+    ``end`` may be called by any thread; all else runs on the manager's event loop. So a call
+    either begins after ``_why_over`` is set, and is refused, or is in ``_ends`` (a request: in
+    ``rid_to_state``) when ``_end_all`` runs on that loop.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._why_over: str | None = None
-        # one for each call that waits
+        # one for each waiting call
         self._ends: set[asyncio.Future[None]] = set()
 
     def require(self) -> None:
-        """Raises ``Gone`` when it is over."""
+        """Raise ``Gone`` after ``end``."""
         if self._why_over is not None:
             raise Gone(self._why_over)
 
     async def unless_shut_down(self, work: Awaitable[T]) -> T:
-        """Await ``work``. Raises ``OutcomeUnknown`` when the end comes meanwhile.
+        """Await ``work``. Raises ``OutcomeUnknown`` if ``end`` is called meanwhile.
 
-        Whoever cancels it waits until ``work`` has cleaned up.
+        A cancellation waits until ``work`` has cleaned up.
         """
         task = asyncio.ensure_future(work)
         end = asyncio.get_running_loop().create_future()
@@ -48,7 +47,7 @@ class Lifetime:
         try:
             self.require()
             await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
-            # at the end SGLang cancels what ours may wait for: that is no answer
+            # At shutdown SGLang cancels futures that ``work`` may wait for: not an answer.
             if end.done() and not _has_succeeded(task):
                 task.add_done_callback(_hear)
                 raise OutcomeUnknown(f"{self._why_over} before this call had its answer")
@@ -62,7 +61,7 @@ class Lifetime:
             self._ends.discard(end)
 
     def end(self, why: str) -> None:
-        """Refuse what comes, and end what waits. ``why`` is the beginning of a sentence."""
+        """Refuse new calls and end waiting ones. ``why`` is the beginning of a sentence."""
         self._why_over = why
         loop = self._tokenizer_manager.event_loop
         if loop is not None:
@@ -75,7 +74,7 @@ class Lifetime:
                 end.set_result(None)
         reason = {"type": "abort", "message": why, "status_code": Gone.status}
         for rid in list(self._tokenizer_manager.rid_to_state):
-            # as of a request that the scheduler aborted
+            # in the form of an abort by the scheduler
             self._tokenizer_manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))
 
 
@@ -84,6 +83,6 @@ def _has_succeeded(task: asyncio.Future[T]) -> bool:
 
 
 def _hear(finished: asyncio.Future[T]) -> None:
-    """Nobody else will, and asyncio would complain."""
+    """Retrieve the exception: asyncio logs exceptions never retrieved."""
     if not finished.cancelled():
         finished.exception()

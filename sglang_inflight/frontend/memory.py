@@ -1,7 +1,7 @@
-"""Memory that is given back on all ranks while requests wait, and taken again.
+"""Release and resume memory on all ranks while requests wait.
 
-``scheduler/memory/release.py`` says what a rank does. Here each rank is heard before any of
-them acts: one that refuses, or is silent, leaves all of them awake, with their memory.
+``scheduler/memory/release.py`` has a rank's part. Every rank votes before any rank acts: if one
+rank refuses or is silent, all ranks keep their memory and run on.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ M = TypeVar("M", ReleaseCall, ResumeCall)
 
 
 class Memory:
-    """Releases of one server, one at a time, and none beside an update.
+    """Releases of one server, one at a time, and none during an update.
 
-    Lives on the front end's event loop. A move that was sent goes on where its caller is gone.
-    Servers that have no pauses do it in SGLang's own way, which wants them idle.
+    Lives on the front end's event loop. A release or resume that was sent finishes even if its
+    caller leaves. Servers without pauses use SGLang's own calls, which need an idle server.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Memory:
         self._moving = asyncio.Lock()
 
     async def release(self, body: ReleaseMemoryBody) -> MemoryMoved:
-        """Give back the memory of ``tags``; no step is made until it is taken again.
+        """Release the memory of ``tags``; ranks take no step until all memory is resumed.
 
-        ``keep_weights`` says whether weights leave a copy on the host; without one they come
-        back hollow. Raises ``Conflict`` where requests need it, an update goes on, or it is
-        released already, and leaves every rank as it was.
+        ``keep_weights`` decides about a copy of the weights on the host; without a copy they
+        come back hollow. Raises ``Conflict`` if requests need the memory, an update is running, or
+        the memory is released already; every rank then stays unchanged.
         """
         tags = read_tags(body.tags)
         if (reason := why_no_retraction()) is not None:
@@ -85,7 +85,7 @@ class Memory:
             await self._tokenizer_manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)
             )
-            return MemoryMoved(message="Memory is released, as SGLang does it.", paused=False)
+            return MemoryMoved(message="Memory is released by SGLang's own call.", paused=False)
         async with AsyncExitStack() as alone:
             await alone.enter_async_context(self._moving)
             await alone.enter_async_context(self._two_phase.alone())
@@ -99,18 +99,17 @@ class Memory:
             return await self._carry_through(ReleaseCall(), message, alone)
 
     async def resume(self, body: ResumeMemoryBody, *, until_filled: bool = False) -> MemoryMoved:
-        """Take the memory of ``tags`` again. When all is back, generation goes on, unless
-        somebody holds a pause.
+        """Resume the memory of ``tags``. With all memory back, generation continues unless paused.
 
-        While weights are hollow requests that no pause holds end with 503; with
-        ``until_filled`` they wait. Raises ``Conflict`` where it was not released.
+        While weights are hollow, requests end with 503 unless a pause holds them; with
+        ``until_filled`` they wait. Raises ``Conflict`` if the memory was not released.
         """
         tags = read_tags(body.tags)
         if why_no_retraction() is not None:
             await self._tokenizer_manager.resume_memory_occupation(
                 ResumeMemoryOccupationReqInput(tags=tags)
             )
-            return MemoryMoved(message="Memory is back, as SGLang does it.", paused=False)
+            return MemoryMoved(message="Memory is resumed by SGLang's own call.", paused=False)
         async with AsyncExitStack() as alone:
             await alone.enter_async_context(self._moving)
             await self._ranks.call(PrepareResumeCall(tags=tags), MOVE_TIMEOUT_S)
@@ -118,14 +117,14 @@ class Memory:
             return await self._carry_through(call, f"Memory is back: {', '.join(tags)}.", alone)
 
     async def released(self) -> list[str]:
-        """The kinds that are released, on any rank."""
+        """Return the kinds of memory released on any rank."""
         said = [rank.memory for rank in await self._pauses.ask_status()]
         return [kind for kind in KINDS if any(each[kind] in GONE for each in said)]
 
     async def _carry_through(self, call: M, message: str, alone: AsyncExitStack) -> MemoryMoved:
-        """A move goes on where its caller is gone, and so does what keeps others out.
+        """Finish the move even if its caller leaves; keep ``alone``'s locks until then.
 
-        No await before the task has it: a caller who leaves takes along nothing of ``alone``.
+        ``alone`` passes to the task without an await, so a cancelled caller releases no lock.
         """
         return await carry_through(self._tasks, self._move_alone(call, message, alone.pop_all()))
 
@@ -161,12 +160,12 @@ class Memory:
             await self._ranks.ask(CancelReleaseCall(), STAY_TIMEOUT_S)
             await self._pauses.ask_status()
         except RankSilent:
-            # it takes the message in when it comes to it
+            # a silent rank handles the message at its next step boundary
             pass
 
 
 def read_tags(tags: list[str] | None) -> list[str]:
-    """Raises ``Refused`` for what is no kind of memory; upstream takes none for all of them."""
+    """Return the kinds of memory; all for no tags, as in SGLang. Raises ``Refused`` for others."""
     named = list(tags or KINDS)
     if unknown := set(named) - set(KINDS):
         raise Refused(

@@ -1,8 +1,7 @@
-"""Which weights a request means by the name of a model.
+"""Resolve a request's model name to the served model or an adapter.
 
-SGLang's OpenAI routes serve any name by the model itself, an adapter's own name too: who asks for
-a policy that is an adapter gets tokens of the base model, and no sign of it. So a name is looked
-up here. It is an adapter's, the model's, or nobody's, which is a 404.
+SGLang's OpenAI routes serve any name by the base model, even a loaded adapter's name: the client
+silently gets tokens of the base model. Here the name is looked up; an unknown name is a 404.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from sglang_inflight.errors import NotFound, Refused
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
-# which SGLang reads where a body names no model
+# SGLang's name for a body without a model
 DEFAULT = "default"
 
 
 class ModelNames:
-    """Keeps nothing but the names of the start, and may be asked from any thread.
+    """Look names up, from any thread. Only the names at the start are kept.
 
-    SGLang converts requests on threads of their own while the event loop loads and unloads
-    adapters. One look into a dict is atomic there, and a name that is unloaded right after it is
-    refused by SGLang, which looks it up once more, under its lock.
+    SGLang converts requests on other threads while the event loop loads and unloads adapters. A
+    single dict lookup is atomic. If the adapter is unloaded right after the lookup, SGLang refuses
+    the request at its own lookup, under its lock.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, *, known_only: bool) -> None:
@@ -32,19 +31,19 @@ class ModelNames:
         self._at_start = (tokenizer_manager.served_model_name, tokenizer_manager.model_path)
 
     def adapter_of(self, model: str | None) -> str | None:
-        """The adapter that ``model`` names, or None for the model that is served.
+        """Return the adapter named by ``model``, or None for the served model.
 
-        An adapter goes before a model of the same name, as with vLLM, whose trainers load their
-        adapter under the name of the model. Raises ``NotFound`` for an unknown name, unless the
-        server takes any, and ``Refused`` for one that could mean either.
+        An adapter goes before a model of the same name: trainers for vLLM load their adapter
+        under the model's name. Raises ``NotFound`` for an unknown name, unless the server takes
+        any name. Raises ``Refused`` for an adapter called "default", an ambiguous name.
         """
         if not model:
             return None
         if self._is_adapter(model):
             if model == DEFAULT:
                 raise Refused(
-                    f"the model {model!r} is an adapter, and what a body says that names no "
-                    f"model: say {self._served!r} for the model, or "
+                    f"the model {model!r} is ambiguous: it is an adapter, and the default of a "
+                    f"body without a model. Use {self._served!r} for the model, or "
                     f"'{self._served}:{DEFAULT}' for the adapter"
                 )
             return model
@@ -69,9 +68,9 @@ class ModelNames:
             if self._is_adapter(adapter.strip()):
                 return adapter.strip()
         raise NotFound(
-            f"the model {model!r} does not exist: no adapter of the name is loaded, and the model "
-            f"that is served is called {self._served!r}, {self._tokenizer_manager.model_path!r} "
-            f"or {DEFAULT!r}. SGLANG_INFLIGHT_MODEL_NAMES=any serves it by any name"
+            f"the model {model!r} does not exist: no adapter of the name is loaded, and the served "
+            f"model is called {self._served!r}, {self._tokenizer_manager.model_path!r} "
+            f"or {DEFAULT!r}. SGLANG_INFLIGHT_MODEL_NAMES=any accepts any name for it"
         )
 
     @property
@@ -79,12 +78,12 @@ class ModelNames:
         return self._tokenizer_manager.served_model_name
 
     def _names(self) -> list[str]:
-        """Names of the served model, the longest first: one may begin with another and a colon."""
+        """Return names of the served model, longest first: a name may be another plus a colon."""
         now = (self._served, self._tokenizer_manager.model_path)
         return sorted({*self._at_start, *now, DEFAULT, ""}, key=len, reverse=True)
 
     def _is_adapter(self, name: str) -> bool:
-        """Whether a request finds it, loaded or by loading it again."""
+        """Whether the adapter is loaded, or SGLang would load it again for a request."""
         tokenizer_manager = self._tokenizer_manager
         return (
             name in tokenizer_manager.lora_registry._registry

@@ -1,7 +1,7 @@
-"""What SGLang's OpenAI routes are asked for, before they answer.
+"""Check requests to SGLang's OpenAI routes: model names and vLLM's fields.
 
-SGLang passes over much that a body says: an adapter's name in ``model``, and every field that it
-does not know. Here a name means what ``model_names.py`` says it does, and is refused otherwise.
+SGLang ignores an adapter's name in ``model``, and every unknown field. Here ``model_names.py``
+resolves the name, and an unknown name is refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# SGLang serves without it where it cannot be imported
+# if this module cannot be imported, SGLang serves without it
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses"
 
 
@@ -38,14 +38,14 @@ async def handle_request(
     request: Any,
     raw_request: Any,
 ) -> Any:
-    """Every OpenAI route of SGLang's but ``/v1/responses``, on the front end's event loop."""
+    """Wrap all of SGLang's OpenAI routes but ``/v1/responses``, on the front end's event loop."""
     fields = None
     try:
         _require_model(serving, request)
         if serving.tokenizer_manager.inflight.settings.vllm_routes and isinstance(
             request, CompletionRequest | ChatCompletionRequest
         ):
-            # FastAPI has parsed it, and the request keeps that
+            # no second parse: the request caches FastAPI's JSON
             fields = VLLMFields(request, await raw_request.json())
     except InflightError as error:
         logger.warning("%s refused: %s", type(request).__name__, error)
@@ -57,10 +57,10 @@ async def handle_request(
 def parse_model_parameter(
     parse: Callable[..., tuple[str, str | None]], serving: PatchedOpenAIServing, model: str
 ) -> tuple[str, str | None]:
-    """The model and the adapter that ``model`` names, on any thread.
+    """Return the model and the adapter named by ``model``. Called on any thread.
 
-    ``handle_request`` refuses before this is asked. What comes by another way, as Anthropic's
-    requests do, answers a ``ValueError`` with a 400, and ``/v1/responses`` an ``HTTPException``.
+    ``handle_request`` has refused bad names before. Other routes, such as Anthropic's, turn a
+    ``ValueError`` into a 400; ``/v1/responses`` needs an ``HTTPException``.
     """
     names = serving.tokenizer_manager.inflight.model_names
     try:
@@ -87,13 +87,13 @@ def _require_model(serving: PatchedOpenAIServing, request: Any) -> None:
     for name in also if isinstance(also, list) else [also]:
         if name and name != adapter:
             raise Refused(
-                f"model names the adapter {adapter!r}, and lora_path {name!r}: say one of them"
+                f"model names the adapter {adapter!r}, and lora_path {name!r}: pass only one"
             )
 
 
 def _no_adapters(model: str | None, where: str) -> str:
     return (
-        f"the model {model!r} is an adapter, and SGLang serves {where} without any: ask "
+        f"the model {model!r} is an adapter, and SGLang serves {where} without adapters: use "
         "/v1/chat/completions, /v1/completions, /v1/embeddings or /generate"
     )
 
@@ -104,7 +104,7 @@ def _is_of_responses(serving: PatchedOpenAIServing) -> bool:
 
 
 def _refusal(error: InflightError) -> ORJSONResponse:
-    """In OpenAI's form, with the sentence where SGLang's clients look for it as well."""
+    """Return the error in OpenAI's form, with the message for SGLang's clients as well."""
     inner = {
         "message": str(error),
         "type": "invalid_request_error",

@@ -1,4 +1,4 @@
-"""SGLang's objects with ours on them."""
+"""Types of SGLang's objects with our attributes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PatchedTokenizerManager(TokenizerManager, Protocol):
-    # None in a server that runs with us; in any other there is no ``inflight``
+    # None if the server runs with us; otherwise there is no ``inflight``
     why_inactive: str | None
     inflight: Frontend
 

@@ -1,4 +1,4 @@
-"""One pause across all ranks."""
+"""Take, renew and release pauses across all ranks."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ logger = logging.getLogger(__name__)
 
 
 class Pauses:
-    """Takes, renews and lets go of pauses. The state itself is the schedulers'.
+    """Take, renew and release pauses. The schedulers hold the state.
 
-    ``TokenizerManager.is_pause`` follows along for upstream's readers of it (``/ready``,
-    gRPC). It gates nothing: patch 0003 lets requests through to the schedulers' queues. It is
-    true from the moment that a pause is asked for; after that it is what the ranks have said
-    last, whoever waits for their answers. One of several workers is told by the owner instead.
-    Where the loop has no pause states there is SGLang's own pause, of which it is the state.
+    ``TokenizerManager.is_pause`` mirrors the state for its readers in SGLang (``/ready``,
+    gRPC). The flag gates nothing: patch 0003 lets requests through to the schedulers' queues.
+    ``pause`` sets the flag; each later answer of a rank updates it, also if the call's caller has
+    left. With several tokenizer workers the owner sends the state to each worker.
+    If the loop has no pause states, the flag itself is the state of SGLang's own pause.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
@@ -59,42 +59,41 @@ class Pauses:
         self.sglangs = SGLangsPause(tokenizer_manager)
         self._metrics = metrics
         self._ranks = ranks
-        # calls that take a pause of a name that their callers chose
+        # running calls by their callers' new_id
         self._taking: dict[str, SharedCall[Grant]] = {}
-        # calls of those, which ranks may answer now
+        # calls sent and not yet answered by every rank
         self._taken: list[PauseCall] = []
-        # as each rank has said last
+        # by each rank's last answer
         self._paused: dict[Rank, bool] = {}
         self._asking = asyncio.Lock()
         self._asked_at = -math.inf
         self._seen_mode: str | None = None
 
     async def pause(self, body: PauseBody) -> Grant:
-        """Pause generation; returns when every rank stands still.
+        """Pause generation; return when every rank is paused.
 
-        ``pause_id`` renews the pause of that name, and ``mode`` may change it; a new pause
-        is an ``abort`` where no mode is given, as upstream has it. It gets the name
-        ``new_id``, where the caller chose one: making the call again, because its answer was
-        lost, then takes no second pause. After ``lease_s`` seconds without a renewal
-        generation continues by itself. ``timeout_s`` bounds the mode ``wait``; requests that
-        still run then stay frozen, as by ``in_place``. A caller that leaves before the
-        answer holds nothing.
+        ``pause_id`` renews the pause with that id, and ``mode`` may change its mode. A new pause
+        without a mode is an ``abort``, as in SGLang. ``new_id`` names a new pause: a repeated
+        call, made after a lost answer, then takes no second pause. ``lease_s`` seconds after the
+        last renewal generation continues by itself. ``timeout_s`` bounds the mode ``wait``;
+        requests still running then are frozen, as by ``in_place``. If the caller leaves before
+        the answer, the pause is released.
 
-        Raises ``Conflict`` where ``pause_id`` is not held any more, ``Refused`` where the
-        server's loop has no pause states.
+        Raises ``Conflict`` if ``pause_id`` is not held any more, ``Refused`` if the server's
+        loop has no pause states.
         """
         if (reason := why_no_pause()) is not None:
-            raise Refused(f'{reason}. SGLang\'s own, of mode "abort" and without a name, is there')
+            raise Refused(f'{reason}. Use SGLang\'s own pause: mode "abort" and no other field')
         if body.mode == "retract" and get_disagg().disaggregation_mode == "decode":
             is_multimodal = self._tokenizer_manager.model_config.is_multimodal
             if (reason := why_not_sent_for_again(is_multimodal=is_multimodal)) is not None:
                 raise Refused(f"running requests cannot be retracted: {reason}")
         if self._tokenizer_manager.gracefully_exit:
-            raise Conflict("the server is told to go: it ends its requests, and pauses no more")
+            raise Conflict("the server is shutting down (SIGTERM), and takes no new pause")
         if body.pause_id is not None and body.new_id is not None:
             raise Refused("pause_id renews a pause and new_id names a new one: pass one of them")
         if MEMORY in (body.pause_id, body.new_id):
-            raise Refused(f"a pause cannot be called {MEMORY!r}: that of released memory is")
+            raise Refused(f"the pause id {MEMORY!r} is reserved for the pause of released memory")
         mode, new_id = body.mode or None, body.new_id
         call = PauseCall(
             mode=mode if body.pause_id is not None else mode or "abort",
@@ -107,7 +106,7 @@ class Pauses:
         patience = GRANT_TIMEOUT_S
         if mode == "wait":
             patience += body.timeout_s or 86400.0
-        # the caller of a call that was made again may be noticed to be gone after that
+        # A client may repeat the call before the server notices that the first connection ended.
         taking = self._taking.setdefault(call.pause_id, SharedCall()) if new_id else SharedCall()
         try:
             return await taking.join(lambda: self._take(call, patience), lambda: self._undo(call))
@@ -136,10 +135,10 @@ class Pauses:
         )
 
     async def resume(self, body: ContinueBody) -> Release:
-        """Let go of one pause, or of all; generation goes on when none is left.
+        """Release one pause, or all; generation continues when none is left.
 
-        Raises ``Conflict`` where ``pause_id`` is not held any more, ``OutcomeUnknown`` where
-        a rank is silent.
+        Raises ``Conflict`` if ``pause_id`` is not held any more, ``OutcomeUnknown`` if a rank is
+        silent.
         """
         if self.sglangs.is_the_servers:
             return await self.sglangs.let_go(body)
@@ -157,11 +156,10 @@ class Pauses:
     async def held_while_nothing_runs(
         self, pause_id: str, deadline: Deadline
     ) -> AsyncIterator[None]:
-        """A ``wait`` that yields to every other pause, for the time of the block.
+        """Hold a ``wait`` pause during the block; the pause yields to every other pause.
 
-        Where generation stands still already it holds nothing, and waits for nothing: the
-        requests it would wait for never finish then (sglang#25319). Raises ``Conflict``
-        where requests still run when ``deadline`` is over.
+        If generation is already paused, take no pause and do not wait: frozen requests never
+        finish (sglang#25319). Raises ``Conflict`` if requests still run at the ``deadline``.
         """
         call = PauseCall(mode="wait", pause_id=pause_id, yields=True)
         try:
@@ -180,14 +178,14 @@ class Pauses:
                     f"requests still ran when the update's time was over ({silence})"
                 ) from silence
             except Conflict:
-                # somebody paused, or continued: the next try finds generation standing still,
-                # or waits anew
+                # Another caller paused or continued: the next try finds generation paused, or
+                # waits again.
                 if deadline.is_over:
                     raise
 
     @contextlib.asynccontextmanager
     async def let_go_on_failure(self, pause_id: str) -> AsyncIterator[None]:
-        """Whatever ends the block early, a caller who leaves too, lets go of the pause."""
+        """Release the pause if the block raises or is cancelled, as by a caller's disconnect."""
         try:
             yield
         except BaseException:
@@ -195,21 +193,21 @@ class Pauses:
             raise
 
     async def _undo(self, call: PauseCall) -> None:
-        """A caller who was not granted a pause holds none, on no rank."""
+        """Release, on every rank, a pause not granted to its caller."""
         await self.give_back(None if call.renews else call.pause_id)
 
     async def give_back(self, pause_id: str | None) -> None:
-        """Let go of a pause that nobody wants, on every rank, and ask what is so then."""
+        """Release an unwanted pause on every rank, then refresh the cached state."""
         if pause_id is not None:
             await self._release_everywhere(pause_id)
         try:
             await self.ask_status()
         except Refused as error:
-            logger.warning("Whether generation is paused is not known: %s", error)
+            logger.warning("The pause state is unknown after a release: %s", error)
 
     async def _release_everywhere(self, pause_id: str) -> None:
         call = ContinueCall(pause_id=pause_id, torch_empty_cache=False)
-        # a silent rank takes the message in when it comes to its next boundary
+        # a silent rank handles the message at its next step boundary
         with contextlib.suppress(RankSilent):
             await self._ranks.ask(call, RELEASE_TIMEOUT_S)
 
@@ -222,9 +220,9 @@ class Pauses:
         return paused.pop()
 
     async def mode(self) -> str | None:
-        """The mode of the pause that holds now, and None where none does.
+        """Return the current pause's mode, or None if generation runs.
 
-        Asked for by every stream that is silent, so the ranks are asked once a second.
+        Every silent stream calls this, so ranks are asked at most once a second.
         """
         if not self._tokenizer_manager.is_pause:
             return None
@@ -235,20 +233,20 @@ class Pauses:
                 try:
                     pauses = [rank.pause for rank in await self.ask_status()]
                 except Refused as error:
-                    logger.warning("Whether generation is paused is not known: %s", error)
+                    logger.warning("The pause state is unknown: %s", error)
                     return None
                 self._seen_mode = next((pause.mode for pause in pauses if pause.paused), None)
                 self._asked_at = time.monotonic()
         return self._seen_mode
 
     async def ask_status(self) -> list[Described]:
-        """Each rank's own account of itself."""
+        """Return every rank's status."""
         return await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
 
     def hear(self, answer: RankAnswer) -> None:
-        """Also that of a call which was given up.
+        """Update ``is_pause`` from a rank's answer, also from a late one.
 
-        An update that waits for requests takes a pause too, and is none to upstream's readers.
+        A draining update's pause is left out: SGLang's readers do not treat an update as a pause.
         """
         match answer:
             case Resumed(paused=paused) | Moved(paused=paused):

@@ -1,4 +1,4 @@
-"""Call every scheduler rank and hear each of them."""
+"""Send a call to every scheduler rank and collect an answer from each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Rank = tuple[int, int, int]
 
 
 class Awaited(Protocol):
-    """A call that ranks are to answer."""
+    """A wait for answers of ranks."""
 
     def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
-        """Of other nodes' ranks, where an answer of theirs is missing."""
+        """Stop the wait if a ``silent`` rank's answer is missing."""
 
 
 class _Collector:
@@ -50,35 +50,35 @@ class _Collector:
 
 
 class Ranks:
-    """All scheduler ranks of all replicas, as one front-end process sees them.
+    """All scheduler ranks of all replicas, as seen by one front-end process.
 
-    Answers are matched to calls by id, so the late answer of a call that was given up is
-    dropped and never taken for the next one's. Lives on the front end's event loop.
+    Answers are matched to calls by id, so the late answer of an abandoned call is dropped and
+    never mistaken for the next call's. Lives on the front end's event loop.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, lifetime: Lifetime) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._lifetime = lifetime
-        # Now, because what SGLang keeps of a server's sizes belongs to the process, and to
-        # the engine that was made last.
+        # Read at construction: SGLang keeps the sizes in a process global, which the next
+        # Engine of this process overwrites.
         self.all = _all_ranks()
         self._collectors: dict[str, _Collector] = {}
-        # what ends when one falls silent
+        # waits to end when a rank falls silent
         self._awaited: list[Awaited] = []
-        # of other nodes, and for how many seconds they were when that was told
+        # silent ranks on other nodes: seconds of silence when reported
         self._silent: dict[Rank, float] = {}
 
     async def call(self, call: InflightCall[A], timeout_s: float) -> list[A]:
-        """Send ``call`` and return the answer of every rank, in the order of the ranks.
+        """Send ``call`` and return every rank's answer, in rank order.
 
-        Raises what a rank raised, ``RankSilent`` with the silent ranks' names after
-        ``timeout_s`` seconds, ``Gone`` when the ranks have ended, and ``OutcomeUnknown`` when
-        they end meanwhile.
+        Raises a failed rank's error, ``RankSilent`` with the silent ranks' names after
+        ``timeout_s`` seconds, ``Gone`` if the ranks have ended, and ``OutcomeUnknown`` if the
+        ranks end during the call.
         """
         return require_success(await self.ask(call, timeout_s))
 
     async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
-        """As ``call``, for who looks at failures rank by rank: they are answers here."""
+        """Do as ``call``, but return failures as answers."""
         self._lifetime.require()
         self._tokenizer_manager.auto_create_handle_loop()
         call.call_id = uuid.uuid4().hex
@@ -98,13 +98,13 @@ class Ranks:
         return [_as_answer_to(call, collector.answers[rank]) for rank in sorted(self.all)]
 
     async def carry_out(self, call: InflightCall[A], timeout_s: float) -> list[A]:
-        """``call`` what cannot be called back; see ``ask_to_carry_out``."""
+        """``call`` an irrevocable step; see ``ask_to_carry_out``."""
         return require_success(await self.ask_to_carry_out(call, timeout_s))
 
     async def ask_to_carry_out(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
-        """``ask`` for what cannot be called back: a silent rank does it later, or is dead.
+        """``ask`` for an irrevocable step: a silent rank does the step later, or is dead.
 
-        Raises ``OutcomeUnknown`` then.
+        Raises ``OutcomeUnknown`` if a rank is silent.
         """
         try:
             return await self.ask(call, timeout_s)
@@ -113,7 +113,7 @@ class Ranks:
 
     @property
     def count(self) -> int:
-        """Of all replicas: what a trainer counts besides itself in the world size of a group."""
+        """Number of ranks of all replicas: a weight-update group's world size less the trainer."""
         return len(self.all)
 
     def hear(self, answer: RankAnswer) -> None:
@@ -122,9 +122,9 @@ class Ranks:
             collector.add(answer)
 
     def hear_silence(self, said: RankIsSilent) -> None:
-        """What waits for a rank of a node that is dead, stopped or cut off has its answer now.
+        """End every wait for a rank whose node is dead, stopped or cut off.
 
-        A call is sent all the same: a rank that is heard of again does it then.
+        Calls are still sent to silent ranks: a returning rank carries them out.
         """
         rank = said.dp_rank, said.pp_rank, said.tp_rank
         if said.for_s is None:
@@ -143,7 +143,7 @@ class Ranks:
 
     @contextmanager
     def given_up_on_silence(self, awaited: Awaited) -> Iterator[None]:
-        """Around the wait for what was sent."""
+        """End the block's wait if a rank falls silent."""
         self._awaited.append(awaited)
         self._give_up(awaited)
         try:
@@ -163,13 +163,13 @@ def nothing_heard(lost: Iterable[Rank], for_s: float) -> RankSilent:
 
 def sent_all_the_same(silence: RankSilent) -> OutcomeUnknown:
     return OutcomeUnknown(
-        f"it was sent to all ranks, but {silence}. A silent rank carries it out when it comes to "
-        "it, or it is dead"
+        f"the call was sent to all ranks, but {silence}. A silent rank is dead, or carries the "
+        "call out later"
     )
 
 
 def require_success(answers: list[A | Failed]) -> list[A]:
-    """Raise the first failure's error, with what each failed rank said."""
+    """Return the answers; raise the first failure's error with every failed rank's message."""
     failed = [answer for answer in answers if isinstance(answer, Failed)]
     if not failed:
         return [answer for answer in answers if not isinstance(answer, Failed)]
@@ -180,12 +180,12 @@ def require_success(answers: list[A | Failed]) -> list[A]:
 
 
 def say_which(failed: list[Failed]) -> str:
-    """Each failed rank, and what it said."""
+    """Return each failed rank's name and message."""
     return "; ".join(f"{name_rank(a.dp_rank, a.pp_rank, a.tp_rank)}: {a.message}" for a in failed)
 
 
 def _as_answer_to(call: InflightCall[A], answer: RankAnswer) -> A | Failed:
-    # AnswerChannel sends no other
+    # AnswerChannel sends no other type
     assert isinstance(answer, call.answer | Failed)
     return answer
 
@@ -195,7 +195,7 @@ def _name(ranks: Iterable[Rank]) -> str:
 
 
 def rank_of(answer: RankAnswer) -> Rank:
-    """The rank that the answer is from."""
+    """Return the answer's sender."""
     return answer.dp_rank, answer.pp_rank, answer.tp_rank
 
 

@@ -1,9 +1,9 @@
-"""What of a request would end the schedulers, refused before it is sent to them.
+"""Refuse requests that would crash a scheduler.
 
-A scheduler that raises on a request ends, and every request in it: there is one loop, and on
-CUDA an index that is out of bounds ends the process whatever it catches. So the front end looks,
-where every request comes by on its way from any door, alone or in a batch, with text or tokens.
-Each check raises ``ValueError``, which SGLang answers with a 400 and ``Engine`` raises.
+If a request raises in the scheduler's loop, the scheduler ends, and all of its requests with it.
+On CUDA an index out of bounds ends the process, and catching helps nothing. So the front end
+checks every request where HTTP, gRPC and ``Engine`` meet, alone or in a batch, text or tokens.
+Each check raises ``ValueError``: a 400 over HTTP, the error itself from ``Engine``.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     )
     from sglang_inflight.sglang_types.sampling_params import SamplingParams
 
-# outputs of one prompt: the front end keeps some KB for each from the start
+# outputs of one prompt; the front end allocates some KB for each at once
 MOST_SAMPLES = 16384
-# Logits are float32. A bias is added to them and a penalty divides them, and then so does a
-# temperature, of 1e-6 at least: beyond these, infinity would come of it, and no probability.
+# Logits are float32. A bias is added, then a penalty and a temperature (at least 1e-6) divide.
+# Beyond these limits a logit becomes infinite, and the probabilities NaN.
 MOST_BIAS = 1e30
 LEAST_PENALTY = 1e-20
-# schedulers keep it in 32 bits
+# schedulers store top_k in 32 bits
 MOST_TOP_K = (1 << 31) - 1
 
-# large, and looked at in their own way, or made by the front end itself
+# skipped by the type check: large with checks of their own, or made by the front end itself
 _NOT_LOOKED_AT = {
     "input_ids",
     "input_embeds",
@@ -49,9 +49,9 @@ _NOT_LOOKED_AT = {
     "time_stats",
 }
 if envs.SGLANG_USE_PICKLE_IPC.get():
-    # for the request's own processor, whatever it is: no scheduler looks into it
+    # any type, for the request's own logit processor: the scheduler itself does not read it
     _NOT_LOOKED_AT |= {"custom_params"}
-# by which it is known here already
+# never converted: the front end has registered the request by these
 _KEPT = {"rid", "http_worker_ipc"}
 
 
@@ -64,11 +64,11 @@ def create_tokenized(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around the last step before a request is sent."""
+    """Check a request around the last step before it is sent."""
     config = tokenizer_manager.model_config
-    # an encoder's placeholders are no tokens, and models look up none of them
+    # an encoder's placeholders are not token ids, and models do not look them up
     if input_ids is not None and not obj.contains_mm_input():
-        # a session may have all of the prompt
+        # a session may hold the whole prompt
         if not input_ids and not getattr(obj, "session_params", None):
             raise ValueError("the prompt has no tokens")
         _require_tokens(input_ids, _embedded(config))
@@ -82,7 +82,7 @@ def create_tokenized(
     for name in ("multi_item_delimiter_indices", "token_indices_to_pool"):
         _require_positions(name, getattr(obj, name), len(input_ids or ()))
     if obj.lora_id is not None and not obj.lora_path:
-        raise ValueError("lora_id is the server's own: lora_path names the adapter")
+        raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
     _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
     _require_types(tokenized)
@@ -90,11 +90,11 @@ def create_tokenized(
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:
-    """Before SGLang's own checks, which these add to where the server runs with us."""
+    """Check sampling parameters before SGLang's own checks, if the server runs with us."""
     if why_inactive() is not None:
         return
     if params.top_k == 0:
-        # every token, as vLLM and transformers have it
+        # 0 means all tokens, as in vLLM and transformers
         params.top_k = TOP_K_ALL
     if params.top_k > MOST_TOP_K:
         raise ValueError(f"top_k is {params.top_k}, and at most {MOST_TOP_K}; -1 takes all tokens")
@@ -103,15 +103,15 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
             f"repetition_penalty is {params.repetition_penalty}, and at least {LEAST_PENALTY}"
         )
     if params.logit_bias:
-        # JSON's keys are texts, and Python's callers give numbers
+        # keys are strings in JSON, and numbers from Python's callers
         params.logit_bias = {str(token): bias for token, bias in params.logit_bias.items()}
     for token_id, bias in (params.logit_bias or {}).items():
         if not bias <= MOST_BIAS:
             raise ValueError(f"logit_bias of {token_id} is {bias}, and at most {MOST_BIAS}")
     if sum(bias < -MOST_BIAS for bias in (params.logit_bias or {}).values()) >= vocab_size:
         raise ValueError("logit_bias leaves no token of the vocabulary")
-    # No such token comes, so clients may name those of another model; but where any request of
-    # the batch has min_new_tokens, a scheduler looks all of them up.
+    # Drop stop tokens outside the vocabulary, as of another model: they never occur. But if any
+    # request of the batch has min_new_tokens, a scheduler indexes the logits by all of them.
     if params.stop_token_ids:
         known = {token for token in params.stop_token_ids if 0 <= token < vocab_size}
         params.stop_token_ids = known or None
@@ -120,7 +120,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_samples(_: None, obj: Any) -> None:
-    """Before anything is made for each of them."""
+    """Check ``n`` before SGLang allocates anything per sample."""
     if why_inactive() is not None:
         return
     count = obj.parallel_sample_num
@@ -129,7 +129,7 @@ def check_samples(_: None, obj: Any) -> None:
 
 
 def _embedded(config: ModelConfig) -> int:
-    """How many tokens have an embedding: of some models more than those that can come out."""
+    """Return the number of tokens with an embedding, for some models above ``vocab_size``."""
     return max(config.vocab_size, config.hf_text_config.vocab_size)
 
 
@@ -161,8 +161,8 @@ def _require_embeddings(embeddings: Any, hidden_size: int) -> None:
     for position, embedding in enumerate(embeddings or ()):
         if not isinstance(embedding, list) or len(embedding) != hidden_size:
             raise ValueError(
-                f"input_embeds must be lists of {hidden_size} numbers; at position {position} "
-                "is another"
+                f"input_embeds must be lists of {hidden_size} numbers; the one at position "
+                f"{position} is not"
             )
 
 
@@ -173,8 +173,10 @@ def _require_positions(name: str, positions: Any, tokens: int) -> None:
 
 
 def _require_whole_prompts() -> None:
-    """What SGLang asks of its own calls for scores: positions are of the whole prompt, and are
-    looked up in what a step computes of it."""
+    """Require that a step computes whole prompts, as SGLang's own calls for scores do.
+
+    The positions count in the whole prompt, and index the tokens computed by one step.
+    """
     if not get_memory().disable_radix_cache or get_schedule().chunked_prefill_size != -1:
         raise ValueError(
             "token_indices_to_pool needs a server with --disable-radix-cache and "
@@ -183,7 +185,7 @@ def _require_whole_prompts() -> None:
 
 
 def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None:
-    """HTTP takes anything for them, and has no way to bring any."""
+    """Check overrides. HTTP lets any value through, but cannot carry ``PositionalEmbeds``."""
     if overrides is None:
         return
     if not isinstance(overrides, PositionalEmbeds):
@@ -192,12 +194,12 @@ def _require_overrides(overrides: Any, tokens: int, config: ModelConfig) -> None
     width = overrides.embeds.shape[-1] if isinstance(overrides.embeds, torch.Tensor) else None
     if width not in (None, config.hidden_size):
         raise ValueError(
-            f"positional_embed_overrides are {width} wide, and the model {config.hidden_size}"
+            f"positional_embed_overrides have width {width}; the model has {config.hidden_size}"
         )
 
 
 def _require_processor(processor: Any) -> None:
-    """As far as that can be seen without running it, which is for the schedulers to do."""
+    """Check a processor's encoding without running it; schedulers run it."""
     if not processor:
         return
     try:
@@ -211,10 +213,10 @@ class _Processor(msgspec.Struct):
 
 
 def _require_types(message: msgspec.Struct, within: str = "") -> None:
-    """A scheduler takes a message by its type, and may end with one that is not of it.
+    """Check the message's field types; a scheduler may crash on a wrong type.
 
-    SGLang carries values of any type, and a few harm nobody. Those that can be made of the type
-    are: 16.0 is the whole number, 1 is the yes, that a client means.
+    SGLang passes values of any type on, and some wrong types are harmless. So convertible values
+    are converted: 16.0 becomes 16, 1 becomes true.
     """
     for name, decoder in _decoders(type(message)):
         value = getattr(message, name)
@@ -222,14 +224,14 @@ def _require_types(message: msgspec.Struct, within: str = "") -> None:
             decoder.decode(_encoder.encode(value))
         except (msgspec.MsgspecError, TypeError, OverflowError) as error:
             if isinstance(value, msgspec.Struct):
-                # the error counts its fields, and does not name them
+                # msgspec's error has the field's index, not its name: check field by field
                 _require_types(value, f"{within}{name}.")
             else:
                 setattr(message, name, _of_type(message, name, value, f"{within}{name}: {error}"))
 
 
 def _of_type(message: msgspec.Struct, name: str, value: Any, wrong: str) -> Any:
-    """``value`` as pydantic converts it, which is SGLang's way with bodies over HTTP."""
+    """Return ``value`` converted by pydantic, as SGLang converts HTTP bodies."""
     if name in _KEPT:
         raise ValueError(wrong)
     try:
@@ -255,7 +257,7 @@ def _decoders(kind: type[msgspec.Struct]) -> list[tuple[str, msgspec.msgpack.Dec
 
 @functools.cache
 def _converters(kind: type[msgspec.Struct]) -> dict[str, TypeAdapter[Any]]:
-    """Made when the first is needed: few requests need one."""
+    """Return a message type's converters, made on first use: few requests need one."""
     anything = ConfigDict(arbitrary_types_allowed=True)
     return {
         field.name: TypeAdapter(field.type, config=anything)

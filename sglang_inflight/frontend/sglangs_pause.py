@@ -1,8 +1,8 @@
-"""SGLang's own pause, of a server whose loop has no pause states.
+"""SGLang's own pause, for servers whose loop has no pause states.
 
-It ends all requests, and keeps those that come back in the front end, so that it needs nothing
-of a loop. It has one mode, and no name and no lease. SGLang's other modes need a loop that knows
-of them.
+This pause aborts all requests and holds new ones back in the front end, so the scheduler's loop
+takes no part. The only mode is ``abort``; there is no id and no lease. SGLang's other modes need
+support in the loop.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallOriginal:
-    """What our hook of SGLang's method hands through to it."""
+    """A request for our hook to pass to SGLang's own method."""
 
     request: Any
 
 
 class SGLangsPause:
-    """Taken and let go of. ``TokenizerManager.is_pause`` is the state itself here."""
+    """Take and release SGLang's pause. ``TokenizerManager.is_pause`` is its state."""
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tokenizer_manager = tokenizer_manager
 
     @property
     def is_the_servers(self) -> bool:
-        """Whether this is the server's pause, and ours are not."""
+        """Whether this server has only SGLang's pause, and none of ours."""
         return why_no_pause() is not None
 
     @property
@@ -45,16 +45,16 @@ class SGLangsPause:
         return self.is_the_servers and self._tokenizer_manager.is_pause
 
     def is_meant_by(self, body: PauseBody) -> bool:
-        """Whether SGLang has such a call."""
+        """Whether the body has no fields of ours and no mode but ``abort``."""
         return (body.mode or "abort") == "abort" and body == PauseBody(mode=body.mode)
 
     async def take(self) -> NamelessGrant:
-        """Returns when no request is left. A caller that leaves before holds nothing.
+        """Pause; return when no request is left. If the caller leaves before, release the pause.
 
-        Raises ``Conflict`` where the server was told to go.
+        Raises ``Conflict`` after SIGTERM.
         """
         if self._tokenizer_manager.gracefully_exit:
-            raise Conflict("the server is told to go: it ends its requests, and pauses no more")
+            raise Conflict("the server is shutting down (SIGTERM), and takes no new pause")
         was_held = self.holds
         call = PauseGenerationReqInput(mode="abort")
         try:
@@ -66,7 +66,7 @@ class SGLangsPause:
         return NamelessGrant(weight_version=self._tokenizer_manager.config_value("weight_version"))
 
     async def let_go(self, body: ContinueBody) -> Release:
-        """Raises ``Conflict`` where a name is given, because none has one."""
+        """Release the pause. Raises ``Conflict`` for a ``pause_id``: SGLang's pause has no id."""
         if body.pause_id is not None:
             raise Conflict(f"pause {body.pause_id!r} is not held: {why_no_pause()}")
         await self._let_go(torch_empty_cache=body.torch_empty_cache)
@@ -78,6 +78,6 @@ class SGLangsPause:
 
 
 async def let_requests_in(tokenizer_manager: TokenizerManager) -> None:
-    """In a worker, where another process has let go of the pause."""
+    """Let a worker's held-back requests go on, after another process released the pause."""
     async with tokenizer_manager.is_pause_cond:
         tokenizer_manager.is_pause_cond.notify_all()

@@ -1,4 +1,4 @@
-"""Something that is done once, however many callers wait for it."""
+"""Work done once for any number of waiting callers."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ T = TypeVar("T")
 
 
 async def _nothing() -> None:
-    """For work that leaves nothing behind."""
+    """Give nothing back: the work leaves nothing behind."""
 
 
 class SharedCall(Generic[T]):
-    """The first caller starts it, and all hear how it ended.
+    """Work started by its first caller; every caller receives the outcome.
 
-    It belongs to nobody's task, so a caller who leaves takes it from nobody. Its outcome belongs
-    to those who hear it. An outcome is there some ticks of the event loop before anybody has
-    heard it, and a caller may leave in these. So the last one who leaves, where none has heard
-    it, gives the call up: it is cancelled, and what it has done by then is given back. Whoever
-    comes after that waits until it is given back, and starts it anew.
+    The work runs in a task of its own, so a caller may be cancelled without cancelling the work.
+    The outcome exists some ticks of the event loop before a caller receives it, and callers may
+    be cancelled in these ticks. So when the last caller is cancelled and no caller has received
+    the outcome, the work is cancelled and its effect given back. A later caller waits for the
+    end of ``give_back``, then starts the work anew.
 
-    Lives on one event loop. Between two awaits nothing else runs, so a caller is at each tick
-    either among those who wait or has heard, and the count needs no lock.
+    Lives on one event loop. Nothing else runs between two awaits, so at each tick a caller
+    either waits or has received the outcome, and the count needs no lock.
     """
 
     def __init__(self) -> None:
         self._doing: asyncio.Future[T] | None = None
         self._give_back: Callable[[], Awaitable[None]] = _nothing
-        # what is done about the one before, which everybody left
+        # gives back the previous work, abandoned by all its callers
         self._given_up: asyncio.Future[None] | None = None
         self._waiting = 0
         self._is_heard = False
 
     @property
     def is_over(self) -> bool:
-        """Nobody waits for it, and nothing of it goes on."""
+        """Whether no caller waits, and no giving back is running."""
         return not self._waiting and (self._given_up is None or self._given_up.done())
 
     async def join(
@@ -50,11 +50,11 @@ class SharedCall(Generic[T]):
         start: Callable[[], Awaitable[T]],
         give_back: Callable[[], Awaitable[None]] = _nothing,
     ) -> T:
-        """Its outcome, whoever started it.
+        """Return the work's outcome; start the work if no other caller has.
 
-        Only the first caller's ``start`` and ``give_back`` are called. ``give_back`` finds the
-        work done, cancelled in its middle, or cancelled before it began; not failed, because
-        work that fails cleans up by itself.
+        Only the first caller's ``start`` and ``give_back`` are called. ``give_back`` runs after
+        work that is done, was cancelled halfway, or was cancelled before its start. Failed work
+        cleans up by itself.
         """
         self._waiting += 1
         try:
@@ -77,7 +77,7 @@ class SharedCall(Generic[T]):
             return
         given_up = self._given_up = asyncio.ensure_future(_undo(doing, self._give_back))
         while not given_up.done():
-            # a caller who is cancelled again is on its way out already
+            # a second cancellation of the same caller must not stop the giving back
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait({given_up})
 
@@ -90,7 +90,7 @@ async def _undo(doing: asyncio.Future[T], give_back: Callable[[], Awaitable[None
     try:
         await give_back()
     except InflightError as error:
-        logger.warning("What nobody waits for any more could not be given back: %s", error)
+        logger.warning("The effect of an abandoned call could not be given back: %s", error)
 
 
 def _has_failed(doing: asyncio.Future[T] | None) -> bool:

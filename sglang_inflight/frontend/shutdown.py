@@ -1,4 +1,4 @@
-"""A server that is told to go."""
+"""Shut down on SIGTERM: end pauses, answer waiting calls, end the schedulers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 def end_pauses(_: None, handler: PatchedSignalHandler, *args: Any) -> None:
-    """After upstream's handler of SIGTERM, on the event loop.
+    """End pauses after SGLang's SIGTERM handler, on the event loop.
 
-    Upstream then waits until the last request has ended, and in a pause none ends. One of
-    several workers may have been told alone, and the server goes on: the owner decides.
+    SGLang then waits for the last request's end, and no request ends during a pause. With several
+    workers the owner decides: SIGTERM may have reached one worker only, and the server goes on.
     """
     tokenizer_manager = handler.tokenizer_manager
     if tokenizer_manager.inflight.worker is None:
@@ -32,9 +32,7 @@ def end_pauses(_: None, handler: PatchedSignalHandler, *args: Any) -> None:
 async def exit_after_forwarded_calls(
     watch: Callable[..., Awaitable[None]], tokenizer_manager: PatchedTokenizerManager
 ) -> None:
-    """Around upstream's wait for the end of its requests, which then ends the process of a
-    worker, whatever it still has to answer.
-    """
+    """Let a worker answer its forwarded calls before SGLang's ``watch`` exits the process."""
     try:
         await watch(tokenizer_manager)
     except SystemExit:
@@ -46,10 +44,11 @@ async def exit_after_forwarded_calls(
 def end_schedulers(
     dispatch: Callable[..., None], tokenizer_manager: PatchedTokenizerManager, obj: object
 ) -> None:
-    """Around what goes to the schedulers, of which upstream's last message ends them.
+    """Intercept the ``ShutdownReq`` to the schedulers, SGLang's last message.
 
-    A worker may have no request when others have, so the owner ends them for all. What waits
-    for them has no other answer: upstream's HTTP server would wait for its connections for ever.
+    A worker may have no request while others have, so the owner ends the schedulers for all.
+    Calls waiting for ranks are failed here: SGLang's HTTP server would wait for their
+    connections for ever.
     """
     if not isinstance(obj, ShutdownReq):
         dispatch(tokenizer_manager, obj)
@@ -59,22 +58,22 @@ def end_schedulers(
         dispatch(tokenizer_manager, obj)
     else:
         frontend.worker.end()
-    frontend.lifetime.end("the server was told to go, and its ranks ended")
+    frontend.lifetime.end("the server was shut down (SIGTERM), and its ranks ended")
 
 
 def let_go(tokenizer_manager: PatchedTokenizerManager) -> None:
     if tokenizer_manager.is_pause:
-        logger.warning("The server is told to go: its pauses end, so that its requests can.")
+        logger.warning("SIGTERM: releasing all pauses, so that running requests can finish.")
     frontend = tokenizer_manager.inflight
     frontend.in_background(_let_go(frontend))
 
 
 async def _let_go(frontend: Frontend) -> None:
-    """Requests that wait for memory can end when it is back; with 503 where that is hollow."""
+    """Resume memory and release pauses, so that requests can end: with 503 on hollow weights."""
     try:
         if released := await frontend.memory.released():
             await frontend.memory.resume(ResumeMemoryBody(tags=released))
     except InflightError as error:
         logger.warning("%s", error)
     await frontend.pauses.resume(ContinueBody(torch_empty_cache=False))
-    await frontend.updates.let_go("the server was told to go")
+    await frontend.updates.let_go("the server is shutting down (SIGTERM)")

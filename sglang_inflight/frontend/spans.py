@@ -1,4 +1,4 @@
-"""Spans of output tokens, as answers have them."""
+"""Write version spans of output tokens into answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Write = Callable[..., None]
 def write_spans(
     write: Write, meta_info: dict[str, Any], spans: list[WeightVersionSpan], num_output_tokens: int
 ) -> None:
-    """Around upstream's function, which knows names only."""
+    """Unpack version labels into ``meta_info``, around SGLang's ``write``, made for plain names."""
     if why_inactive() is not None:
-        # there they are names, and no labels of ours
+        # without us the versions are plain names, not packed labels
         write(meta_info, spans, num_output_tokens)
         return
     finished = meta_info["finish_reason"] is not None
@@ -39,7 +39,7 @@ def write_spans(
             write(meta_info, _merge(named), num_output_tokens)
         return
     write(meta_info, named, num_output_tokens)
-    # upstream leaves out those behind the last token, and changes no order
+    # SGLang leaves out spans behind the last token, and keeps the order
     for said, label in zip(meta_info["weight_versions"], labels, strict=False):
         said |= label.beside_the_name()
 
@@ -47,7 +47,7 @@ def write_spans(
 def _of_adapters(
     spans: list[WeightVersionSpan], num_output_tokens: int
 ) -> list[dict[str, str | int]]:
-    """Empty for a request without an adapter."""
+    """Return spans of adapter versions; empty for a request without an adapter."""
     written: list[dict[str, str | int]] = []
     for label, run in itertools.groupby(spans, key=lambda span: split_adapter(span.version)[1]):
         parts = list(run)
@@ -59,7 +59,7 @@ def _of_adapters(
 
 @functools.cache
 def as_sglang_writes_them() -> bool:
-    """With an answer's last chunk, a span for as long as the name is the same, and no others."""
+    """Whether spans come only in the last chunk, with adjacent spans of one name merged."""
     return Settings.from_environment().spans == "sglang"
 
 

@@ -1,4 +1,4 @@
-"""What the ranks say of themselves, as one answer."""
+"""Merge the ranks' statuses into one answer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from sglang_inflight.status import RankStatus, Status
 
 
 def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
-    """The replicas differ for a moment only: the first rank stands for all, but for
-    ``paused``, which is true where any rank is. Of SGLang's own pause no rank knows."""
+    """Return the first rank's state, and each rank's. Replicas differ only for moments.
+
+    ``paused`` is true if any rank is paused. Ranks know nothing of SGLang's own pause.
+    """
     pause: dict[str, Any] = {"paused": any(rank.pause.paused for rank in ranks)}
     if sglangs_pause:
         pause = {"paused": True, "mode": "abort"}
@@ -30,5 +32,5 @@ def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
 
 
 def _side_by_side(rank: Described) -> dict[str, Any]:
-    """The fields of ``State``."""
+    """Return the fields of ``State``."""
     return {**rank.pause, **rank.weights, "staging": rank.staging, "memory": rank.memory}

@@ -1,4 +1,4 @@
-"""Tasks that nobody waits for."""
+"""Background tasks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ T = TypeVar("T")
 
 
 def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """Begin ``doing``, and keep it among ``tasks`` until it has ended: the event loop itself
-    keeps only a weak reference.
-    """
+    """Start ``doing`` and keep its task in ``tasks``: the event loop's reference is weak."""
     task = asyncio.ensure_future(doing)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
@@ -20,5 +18,5 @@ def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyn
 
 
 async def carry_through(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> T:
-    """Its outcome. It goes on where the caller is gone: it cannot be called back."""
+    """Return an irrevocable step's outcome. The caller's cancellation does not stop the step."""
     return await asyncio.shield(keep(tasks, doing))

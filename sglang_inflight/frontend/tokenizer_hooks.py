@@ -1,7 +1,7 @@
-"""Ties a ``TokenizerManager`` to its ``Frontend``.
+"""Tie a ``TokenizerManager`` to its ``Frontend``.
 
-Trainers and gRPC call methods of ``TokenizerManager`` itself, with upstream's types. Each
-of these takes such a call, and answers in upstream's form.
+Trainers and gRPC call methods of ``TokenizerManager`` itself, with SGLang's types. The hooks here
+take such calls, and answer in SGLang's form.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ def create_frontend(
     **kw: Any,
 ) -> None:
     why = tokenizer_manager.why_inactive = why_inactive()
-    # a launch that nothing of ours stands around starts it last
+    # for a launch outside of ``inactive.launching``: the manager is made after all children
     children_have_started()
     if why is not None:
         when_imported(HTTP_SERVER, lambda http_server: _mount_inactive(http_server.app, why))
         return
     frontend = tokenizer_manager.inflight = Frontend(tokenizer_manager)
     if frontend.settings.require_update:
-        # it would be made of noise, and be refused
+        # a warm-up request would be refused: the weights are hollow
         get_context().override("inflight.require_update", skip_server_warmup=True)
     owner_endpoint: OwnerEndpoint | None = getattr(port_args, ATTRIBUTE, None)
     forward = None
@@ -145,13 +145,13 @@ def _mount(
         ours = app.router.routes[: len(app.router.routes) - upstreams]
         forward.mount(app, ours)
         aborting.mount_in_worker(app, tokenizer_manager)
-        # made before a worker makes its manager; it is made anew when it is needed next
+        # a worker's stack was built before its manager; Starlette rebuilds a missing stack
         app.middleware_stack = None
         _check_keys(app)
 
 
 def _check_keys(app: FastAPI) -> None:
-    """SGLang does so itself where there is one worker."""
+    """Check the admin key in a worker; with a single worker SGLang does so itself."""
     if (key := get_serving().admin_api_key) is not None:
         add_api_key_middleware(app, api_key=None, admin_api_key=key)
 
@@ -215,7 +215,7 @@ async def end_weight_update(
 
 
 async def update_weight_version(tm: PatchedTokenizerManager, obj: Request) -> None:
-    """Its own route ends requests, where that is asked for, and its own method does not."""
+    """Rename without aborting requests: in SGLang the route aborts them, not this method."""
     await tm.inflight.calls.rename(
         NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
     )
@@ -266,12 +266,12 @@ async def resume_memory_occupation(
 
 
 def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
-    """Not while weights are hollow: each request would end with 503."""
+    """Return false while weights are hollow: each request would end with 503."""
     return ready(tm) and not tm.inflight.is_hollow
 
 
 def _convert(obj: Any, body: type[Any]) -> Any:
-    """Upstream's message as one of our bodies, which have upstream's fields."""
+    """Convert SGLang's message to our body, a superset of its fields."""
     known = body.__struct_fields__
     fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
     return convert(fields, body, "request")
@@ -290,7 +290,7 @@ def take_kv_versions(
     index: int,
     *args: Any,
 ) -> None:
-    """They come once and whole; upstream would take them for a value per token."""
+    """Store ``kv_versions``, one list per request. SGLang would split the list by token."""
     spans = None if as_sglang_writes_them() else customized_info.get(KV_VERSIONS)
     if spans is not None and spans[index] is not None:
         meta_info[KV_VERSIONS] = spans[index]
@@ -353,7 +353,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(control_calls.hear)),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *wrap_if_active(take_kv_versions)),
     ("sglang.srt.utils.auth.decide_request_auth", decide_request_auth, HookType.AROUND),
-    # these belong to no manager, and ask for the process's server
+    # these belong to no manager, and read the process's why_inactive()
     (
         "sglang.srt.managers.tokenizer_manager.add_weight_versions_to_meta_info",
         write_spans,

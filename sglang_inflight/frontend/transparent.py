@@ -1,29 +1,27 @@
-"""Clients that pause, send weights and continue: for them nothing stops.
+"""Transparent mode: stage weights in flight for clients written to pause, update and continue.
 
-    call                          what it does here
+    call                          effect in this mode
     pause_generation              opens a *window*, and is granted at once
-    flush_cache                   answers that it is done: the commit sees to the cache
-    an update, by any route       is staged into the window's session, which the first begins
+    flush_cache                   succeeds at once: the commit flushes or fences the cache
+    an update, by any route       is staged into the window's session; the first begins it
     begin, end_weight_update      succeed, and begin and end nothing
     update_weight_version         names the version of the commit
-    continue_generation           seals, votes and commits; its answer is how that went
+    continue_generation           seals, votes and commits; answers with the outcome
 
-What happens to running requests at the commit is what the pause's mode stands for: ``retract``
-recomputes their KV, ``in_place`` keeps it (and fences it off from later requests), ``abort``
-ends them with what they have.
+The pause's mode decides about running requests at the commit: ``retract`` recomputes their KV,
+``in_place`` keeps their KV (and fences it off from later requests), ``abort`` ends them with
+their tokens so far.
 
-A pause is a real one from the moment that shows it: where memory is to be released, or where
-nothing is sent for a while. A pause of a caller who knows this server, and so gives a lease or
-an id, is real from the beginning.
+A window becomes a real pause if memory is to be released, or if no weights arrive for a while. A
+pause with a lease or an id is real from the beginning: its caller knows this server.
 
-A piece that fails drops the session. The caller hears it, and again as the answer of
-``continue_generation``, because there are clients that read no other. Nothing has changed then.
+A failed piece drops the session, and nothing served has changed. The piece's answer has the
+error, and so has the answer of ``continue_generation``, the only one some clients read.
 
-``continue_generation`` waits for the pieces that are being staged, and is carried through, whoever
-waits for it. A client that left before the answer asks again, and hears what became of it: a
-failure until somebody has heard it, a success until the next pause. A client that begins a session
-and dies leaves a real pause, after the time that an update may take: the status shows it, and
-``continue_generation`` ends it.
+``continue_generation`` waits for running pieces, and finishes even if its caller leaves. After a
+lost answer the client repeats the call for the outcome: a failure is kept until it was delivered,
+a success until the next pause. If a client begins a session and dies, the window becomes a real
+pause after ``update_timeout_s``: the status shows the pause, ``continue_generation`` ends it.
 """
 
 from __future__ import annotations
@@ -87,7 +85,7 @@ _MEANINGS: dict[PauseMode, str] = {
 }
 
 
-# the window that was open when the body of a call began to arrive
+# the open window at the arrival of a call's first byte
 _sent_in: ContextVar[Window | None] = ContextVar("_sent_in")
 
 
@@ -100,64 +98,67 @@ class Window:
     session_id: str | None = None
     beginning: SharedCall[str] = field(default_factory=SharedCall)
     weight_version: str | None = None
-    # why its session was dropped
+    # why the session was dropped
     failure: InflightError | None = None
-    # of the real pause, where there had to be one
+    # of the real pause, if the window became one
     pause_id: str | None = None
     pausing: SharedCall[None] = field(default_factory=SharedCall)
     grace: asyncio.TimerHandle | None = None
-    # pieces that arrive, or are staged; the event says that one is answered
+    # pieces arriving or being staged; the event is set when one is answered
     pieces: list[Arrival] = field(default_factory=list)
     one_is_in: asyncio.Event = field(default_factory=asyncio.Event)
     # from continue_generation on
     ending: asyncio.Future[WindowRelease] | None = None
-    # of the window before, whose session may still be open
+    # end of the previous window, whose session may still be open
     before: asyncio.Future[WindowRelease] | None = None
 
     @property
     def kv_policy(self) -> KVPolicy:
         if self.mode == "retract":
             return "recompute"
-        # what cannot be fenced off SGLang's own pause keeps, too
+        # without a fence the KV is kept, as by SGLang's own pause
         return "keep" if why_cache_cannot_be_flushed() else "fence"
 
     def require_whole(self) -> None:
-        """Raises ``Dropped`` where a piece is missing."""
+        """Raise ``Dropped`` if a piece is missing."""
         if self.failure is not None:
             raise _dropped(self.failure)
 
     def fail(self, why: InflightError) -> None:
-        """What fails after the first failure fails because of it."""
+        """Record a failure. The first one counts: later ones follow from it."""
         self.failure = self.failure or why
 
     @contextmanager
     def counted(self, piece: Arrival) -> Iterator[None]:
-        """Around a piece, which the end waits for."""
+        """Count a piece for the time of the block. The window's end waits for all pieces."""
         self.pieces.append(piece)
         try:
             yield
         finally:
-            # two are equal, and each is one
+            # by identity, because Arrivals compare equal
             self.pieces = [other for other in self.pieces if other is not piece]
             self.one_is_in.set()
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Whatever ends the block early leaves the window without a piece."""
+        """Fail the window if the block raises or is cancelled."""
         try:
             yield
         except InflightError as error:
             self.fail(error)
             raise
         except asyncio.CancelledError:
-            self.fail(Dropped("a piece's caller has left before its answer"))
+            self.fail(Dropped("a piece's caller has left before the answer"))
             raise
         except BaseException as error:
-            self.fail(Dropped(f"a piece of it failed: {error!r}"))
+            self.fail(Dropped(f"a piece failed: {error!r}"))
             raise
 
     async def until_all_are_in(self, timeout_s: float) -> None:
-        """Fails it where one takes longer, or has not arrived: its sender may be gone."""
+        """Wait for all pieces; fail the window on a timeout, or on a body not fully arrived.
+
+        The sender of a partly arrived body may be gone.
+        """
         if not all(piece.is_whole for piece in self.pieces):
             self.fail(Dropped("a piece had not arrived whole when continue_generation came"))
         try:
@@ -174,12 +175,12 @@ class Window:
 
 
 class TransparentCalls(Calls):
-    """At most one window is open. Lives on the front end's event loop.
+    """Calls in transparent mode. At most one window is open. Lives on the front end's event loop.
 
-    What changes the window does so between two awaits. ``resume`` closes it before it ends the
-    session, and ends it in a task that belongs to no caller. A piece belongs to the window that
-    was open when its body began to arrive, and is counted there until it is answered, so a
-    window is ended with all of its pieces, whatever comes meanwhile.
+    Every change of the window happens between two awaits. ``resume`` closes the window before it
+    ends the session, in a task independent of the caller. A piece belongs to the window open at
+    the arrival of its first byte, and counts there until it is answered. So a window ends with
+    all of its pieces, even if a new window opens meanwhile.
     """
 
     def __init__(
@@ -193,14 +194,14 @@ class TransparentCalls(Calls):
         *,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
-        """``in_background`` does what nobody waits for, and logs what comes of it."""
+        """``in_background`` runs a coroutine without a waiting caller, and logs its failure."""
         super().__init__(tokenizer_manager, pauses, updates, memory)
         self._groups = groups
         self._settings = settings
         self._in_background = in_background
         self._tasks = tokenizer_manager.asyncio_tasks
         self._window: Window | None = None
-        # until the next pause, or until its failure was heard
+        # kept until the next pause, or until its failure was delivered
         self._ended: Window | None = None
 
     async def pause(self, body: PauseBody) -> Grant | NamelessGrant | WindowGrant:
@@ -234,7 +235,7 @@ class TransparentCalls(Calls):
         try:
             return await self._hear_end(window, body)
         except InflightError:
-            # known now: whoever continues generation next may have nothing to do with it
+            # delivered: the next continue_generation may be another client's
             if self._ended is window:
                 self._ended = None
             raise
@@ -256,12 +257,12 @@ class TransparentCalls(Calls):
             await window.until_all_are_in(self._settings.update_timeout_s)
             receipt = await self._end_window(window)
         finally:
-            # whatever became of the update, generation goes on
+            # generation continues, also after a failed update
             resumed = await self._go_on(body, window)
         return WindowRelease(message=resumed.message, paused=resumed.paused, receipt=receipt)
 
     async def is_paused(self) -> bool:
-        """What the client of a window has asked for, and takes for granted."""
+        """Return true within a window: its client has asked for a pause, and expects one."""
         return self._window is not None or await super().is_paused()
 
     async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
@@ -274,7 +275,7 @@ class TransparentCalls(Calls):
                 body,
                 session_id=session_id,
                 non_blocking=True,
-                # the commit's, which the window's mode decides
+                # decided at the commit, by the window's mode
                 flush_cache=False,
                 kv_cache=None,
                 abort_all_requests=window.mode == "abort",
@@ -305,7 +306,7 @@ class TransparentCalls(Calls):
         if window is None or body.session_id is not None or body.non_blocking:
             return await super().begin(body)
         window.require_whole()
-        # it may take its time until it sends
+        # a client may take long between begin and its first piece
         self._start_grace(window, self._settings.update_timeout_s)
         return Deferred(message="The pieces go live at continue_generation.")
 
@@ -351,9 +352,9 @@ class TransparentCalls(Calls):
     # ---- the window ------------------------------------------------------------------
 
     async def _join(self, window: Window, body: UpdateBody) -> str:
-        """The id of the window's session.
+        """Return the id of the window's session; the first piece begins it.
 
-        Where there is none to be had, the trainer may have begun to broadcast all the same.
+        On failure the group is marked broken: its trainer may have begun to broadcast already.
         """
         async with self._groups.mark_broken_on_failure(body.source):
             window.require_whole()
@@ -375,7 +376,8 @@ class TransparentCalls(Calls):
         assert isinstance(begun, Begun)
         window.session_id = begun.session_id
         if window.failure is not None:
-            # nobody ends it: a piece beside this one was lost meanwhile, or another trainer came
+            # No other code ends this session: a concurrent piece failed, or a new window replaced
+            # this one.
             await self._drop_session(window)
             window.require_whole()
         return begun.session_id
@@ -386,13 +388,13 @@ class TransparentCalls(Calls):
             assert isinstance(resumed, Release)
             return resumed
         except Conflict as error:
-            # memory is away: its return lets generation go on
+            # memory is released: generation continues when it is resumed
             if window.pause_id is not None:
                 await self._pauses.resume(ContinueBody(pause_id=window.pause_id))
             return Release(message=str(error), paused=True)
 
     async def _end_window(self, window: Window) -> Receipt | None:
-        """The receipt; None where no weights were sent."""
+        """Commit, and return the receipt; None if no weights were sent."""
         if window.failure is not None:
             await self._drop_session(window)
         window.require_whole()
@@ -417,8 +419,10 @@ class TransparentCalls(Calls):
         return receipt
 
     async def _forget(self, window: Window) -> None:
-        """Another trainer begins anew: the one before has died, or has given up."""
-        logger.warning("A pause came while another one's weights were staged: they are dropped.")
+        """Drop a window's weights when another trainer pauses: the first has died or given up."""
+        logger.warning(
+            "pause_generation came while an earlier pause's weights were staged: dropping them."
+        )
         self._window = None
         window.end_grace()
         window.fail(Dropped("another pause_generation came before its continue_generation"))
@@ -426,7 +430,7 @@ class TransparentCalls(Calls):
 
     async def _drop_session(self, window: Window) -> None:
         if window.session_id is not None:
-            # where it was not dropped with the piece that failed
+            # refused if the failed piece has dropped the session already
             with suppress(Refused):
                 await super().abort(AbortUpdateBody(session_id=window.session_id))
 
@@ -455,6 +459,6 @@ class TransparentCalls(Calls):
 
 def _dropped(why: InflightError) -> Dropped:
     return Dropped(
-        f"the update was dropped, and nothing has changed: {why}. continue_generation ends it, and "
-        "pause_generation begins anew"
+        f"the update was dropped, and nothing has changed: {why}. Call continue_generation to end "
+        "this window, or pause_generation to begin anew"
     )

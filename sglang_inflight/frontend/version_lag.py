@@ -1,4 +1,4 @@
-"""``max_version_lag`` of a request, checked before it is accepted."""
+"""Check a request's ``max_version_lag`` before the request is accepted."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
-    """Raise ``ValueError``, which upstream answers with 400, where it is not a count.
+    """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more.
 
-    And where nobody would keep to it, because this server runs without us.
+    Raise also if this server runs without us: no scheduler would enforce the limit.
     """
     custom = params.custom_params
     most = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None

@@ -1,7 +1,6 @@
-"""The fields of a body as arguments of a Python method.
+"""Turn the fields of a body into arguments of a Python method.
 
-So a Python caller can say what an HTTP caller can, under the same names and defaults, and
-is checked by the same types.
+Python and HTTP callers share names, defaults and type checks.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Given = dict[str, Any]
 
 
 class Arguments(Generic[B]):
-    """Of one method: its signature, and how what it is given becomes a ``shape``."""
+    """Arguments of one method: its signature, and their conversion to a ``shape``."""
 
     def __init__(
         self,
@@ -29,10 +28,10 @@ class Arguments(Generic[B]):
         positional: tuple[str, ...] = (),
         prepare: Callable[[Any, Given], Given] | None = None,
     ) -> None:
-        """``positional`` may be given by place; the other fields by name only.
+        """``positional`` names the positional arguments; all other fields are keyword-only.
 
-        ``prepare`` makes fields of what Python has other types for. A required argument
-        that is no field is one of its own.
+        ``prepare`` converts Python's types to fields. A positional argument without a field is
+        required, and is input of ``prepare``.
         """
         self._name = name
         self._shape = shape
@@ -46,10 +45,13 @@ class Arguments(Generic[B]):
         )
 
     def read(self, engine: Any, args: tuple[Any, ...], named: Given) -> B:
-        """Raises ``TypeError`` as Python does, ``Refused`` for a value that cannot be."""
+        """Return the arguments as a ``shape``.
+
+        Raises ``TypeError`` as Python does, ``Refused`` for an invalid value.
+        """
         bound = self.signature.bind(engine, *args, **named).arguments
         del bound["engine"]
-        # None is what callers write for "nothing in particular"
+        # callers pass None for a default
         given = {
             name: value
             for name, value in bound.items()
@@ -60,7 +62,7 @@ class Arguments(Generic[B]):
         return convert(given, self._shape, f"argument of {self._name}")
 
     def find_ours(self, named: Given) -> list[str]:
-        """Those that SGLang does not know, and that ask for something."""
+        """Return our arguments with a non-default value."""
         defaults = {name: each.default for name, each in self.signature.parameters.items()}
         return [
             name
@@ -91,7 +93,7 @@ def _describe(shape: type[Body], positional: tuple[str, ...]) -> list[inspect.Pa
             )
         )
     for name, field in fields.items():
-        # what is required and has no place is made by ``prepare``
+        # ``prepare`` makes the required fields without a position
         if (default := _default(field)) is not inspect.Parameter.empty:
             by_name.append(
                 inspect.Parameter(

@@ -1,4 +1,4 @@
-"""Puts our methods into ``sglang.Engine``, and lets threads share its event loop."""
+"""Add our methods to ``sglang.Engine``, and let threads share its event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
-# upstream's, which are replaced; the others are new
+# methods of SGLang, replaced by ours; the others are new
 _UPSTREAMS = {
     "update_weights_from_disk",
     "update_weights_from_tensor",
@@ -37,7 +37,7 @@ _UPSTREAMS = {
 
 
 def add_methods() -> None:
-    """Give ``Engine`` what upstream's does not have. Runs before the hooks are applied."""
+    """Add our new methods to ``Engine``. Runs before the hooks are applied."""
     from sglang.srt.entrypoints.engine import Engine
 
     Engine.loop = property(_home, _adopt)
@@ -47,20 +47,20 @@ def add_methods() -> None:
         if upstreams is None:
             setattr(Engine, method.name, method.waiting)
         else:
-            # a hook shows the signature and the words of what it replaces
+            # a hook keeps the signature and docstring of the replaced method: set ours there
             upstreams.__signature__ = method.waiting.__signature__  # type: ignore[attr-defined]
             upstreams.__doc__ = method.waiting.__doc__
 
 
 def _home(engine: PatchedEngine) -> asyncio.AbstractEventLoop:
-    """The loop that the engine lives on: where its answers come in, once it was used.
+    """Return the engine's event loop: after the first use, the loop that receives its answers.
 
-    Upstream's is the one that was current when the engine was made. An engine that was made
-    before ``asyncio.run``, and first used within, lives on that of ``asyncio.run``.
+    SGLang's ``loop`` is the current loop at the engine's construction. An engine made before
+    ``asyncio.run``, and first used within, lives on the loop of ``asyncio.run``.
     """
     home = getattr(engine.tokenizer_manager, "event_loop", None) or vars(engine).get("loop")
     if home is None:
-        raise AttributeError("an engine that was not made has no event loop")
+        raise AttributeError("this engine was not fully constructed, and has no event loop")
     if not is_adopted(engine):
         return vars(engine).get("loop", home)
     share(home)
@@ -72,7 +72,7 @@ def _adopt(engine: PatchedEngine, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def end_what_waits(engine: PatchedEngine) -> None:
-    """Before the ranks are ended: nobody answers any more."""
+    """Fail waiting calls before the ranks are ended: no rank would answer."""
     frontend = getattr(getattr(engine, "tokenizer_manager", None), "inflight", None)
     if frontend is not None:
         frontend.lifetime.end("the engine was shut down")
@@ -80,7 +80,7 @@ def end_what_waits(engine: PatchedEngine) -> None:
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_ENGINE}._launch_subprocesses", launch, HookType.AROUND),
-    # what it calls next when it has loaded plugins, once and before it starts a process
+    # SGLang calls this once, after loading plugins and before starting processes
     (
         "sglang.srt.parser.template_detection.resolve_auto_parsers",
         ask_in_a_launch,

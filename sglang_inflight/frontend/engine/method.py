@@ -1,4 +1,4 @@
-"""One method of ``sglang.Engine``, in both its forms."""
+"""One method of ``sglang.Engine``, in a blocking and an async form."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ B = TypeVar("B", bound=Body)
 
 
 class EngineMethod(Generic[B]):
-    """``asynchronous`` is for the event loop that the engine lives on, ``waiting`` for threads.
-    ``instead`` is ``waiting`` around a method that SGLang has by this name.
+    """One call of an engine: ``asynchronous`` for its event loop, ``waiting`` for threads.
 
-    Both read their arguments, and refuse what cannot be, before anything is done. Both return
-    the JSON that HTTP answers with, where ``do`` returns an ``Answer``. An engine lives on the
-    loop that it was first used on: there its answers come in.
+    ``instead`` is ``waiting`` as a hook around SGLang's method of the same name. All forms check
+    their arguments before any effect. If ``do`` returns an ``Answer``, they return it as JSON, the
+    same as over HTTP. An engine lives on the loop of its first use: its answers arrive there.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class EngineMethod(Generic[B]):
         prepare: Callable[[Any, Given], Given] | None,
         without_us: Callable[[str], Any] | None,
     ) -> None:
-        """``without_us`` is what it returns, given why, of a server that runs without us."""
+        """``without_us`` makes the result, from the reason, for servers that run without us."""
         self.name = do.__name__
         arguments = Arguments(self.name, shape, positional, prepare)
 
@@ -80,17 +79,17 @@ def engine_method(
     prepare: Callable[[Any, Given], Given] | None = None,
     without_us: Callable[[str], Any] | None = None,
 ) -> Callable[[Callable[[Any, B], Awaitable[Any]]], EngineMethod[B]]:
-    """Makes both forms of what is done with a body; ``Arguments`` says how it is read."""
+    """Make an ``EngineMethod`` of a function of engine and body; see ``Arguments``."""
     return lambda do: EngineMethod(do, shape, positional, prepare, without_us)
 
 
 def manager_of(engine: PatchedEngine) -> PatchedTokenizerManager:
-    """Of an engine that runs with us. Raises ``NotOffered`` for any other."""
+    """Return the engine's manager. Raises ``NotOffered`` if the engine runs without us."""
     manager = engine.tokenizer_manager
     if manager is None:
         raise NotOffered(
-            "this engine is a further node of a server: ask the engine with node_rank=0, which "
-            "answers for all of them"
+            "this engine is a further node of a server: call the engine with node_rank=0, which "
+            "acts for all nodes"
         )
     if manager.why_inactive is not None:
         raise NotOffered(manager.why_inactive)
@@ -98,25 +97,25 @@ def manager_of(engine: PatchedEngine) -> PatchedTokenizerManager:
 
 
 def _why_inactive(engine: PatchedEngine) -> str | None:
-    """None where the engine runs with us, or is a further node."""
+    """Return why the engine runs without us; None if it runs with us or is a further node."""
     manager = engine.tokenizer_manager
     return manager.why_inactive if manager is not None else None
 
 
 def require_home(engine: PatchedEngine) -> None:
-    """Raises ``RuntimeError`` on another event loop than the one that the engine lives on."""
+    """Raise ``RuntimeError`` if the running event loop is not the engine's."""
     home = manager_of(engine).event_loop
     if home is not None and home is not asyncio.get_running_loop():
         raise RuntimeError(
-            "this engine was first used on another event loop, which is where its answers come "
-            "in: use one loop for as long as the engine lives"
+            "this engine was first used on another event loop, and its answers arrive there: use "
+            "one loop for the engine's whole life"
         )
 
 
 def _dress(
     method: Callable[..., Any], name: str, do: Callable[..., Any], arguments: Arguments[Any]
 ) -> Callable[..., Any]:
-    """What ``help`` shows is what may be said."""
+    """Set the name, docstring and signature shown by ``help``."""
     method.__name__ = name
     method.__qualname__ = f"Engine.{name}"
     method.__doc__ = do.__doc__

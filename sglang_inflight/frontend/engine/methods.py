@@ -1,9 +1,8 @@
-"""What ``sglang.Engine`` can be asked for besides generating.
+"""Methods of ``sglang.Engine`` for pauses, updates, adapters and memory.
 
-A call with ``non_blocking=True`` returns the receipt, and raises what HTTP answers with. One
-without returns upstream's ``(success, message)``, and from disk ``(success, message, 0)``,
-because upstream counts paused requests there, and never did. Arguments that cannot be are
-raised by both.
+With ``non_blocking=True`` an update returns the receipt, and raises on failure. Without it an
+update returns SGLang's ``(success, message)``; from disk ``(success, message, 0)``, where SGLang
+has a count of paused requests, always 0. Both raise for invalid arguments.
 """
 
 from __future__ import annotations
@@ -76,38 +75,37 @@ class NoArguments(Body, kw_only=True):
 async def pause_generation(
     engine: PatchedEngine, body: PauseBody
 ) -> Grant | NamelessGrant | WindowGrant:
-    """Pause generation, or renew a pause. Returns when every rank stands still.
+    """Pause generation, or renew a pause. Return when every rank is paused.
 
-    ``mode`` is "abort" (if left out), "in_place", "retract" or "wait". The answer has the
-    ``pause_id``, by which it is renewed and let go of; ``new_id`` chooses it. ``lease_s``
-    seconds after the last renewal generation continues by itself. ``timeout_s`` bounds how
-    long "wait" waits.
+    ``mode`` is "abort" (the default), "in_place", "retract" or "wait". The answer has the
+    ``pause_id`` for renewal and release; ``new_id`` chooses it. ``lease_s`` seconds after the last
+    renewal generation continues by itself. ``timeout_s`` bounds the wait of the mode "wait".
 
-    Raises ``Conflict`` where ``pause_id`` is not held any more.
+    Raises ``Conflict`` if ``pause_id`` is not held any more.
     """
     return await manager_of(engine).inflight.calls.pause(body)
 
 
 @engine_method(ContinueBody)
 async def continue_generation(engine: PatchedEngine, body: ContinueBody) -> Release | WindowRelease:
-    """Let go of the pause ``pause_id``, or of all; generation goes on when none is left.
+    """Release the pause ``pause_id``, or all; generation continues when none is left.
 
-    Raises ``Conflict`` where ``pause_id`` is not held any more.
+    Raises ``Conflict`` if ``pause_id`` is not held any more.
     """
     return await manager_of(engine).inflight.calls.resume(body)
 
 
 @engine_method(NoArguments)
 async def is_paused(engine: PatchedEngine, body: NoArguments) -> bool:
-    """Whether a pause holds now. Raises ``Conflict`` where the replicas differ."""
+    """Return whether generation is paused. Raises ``Conflict`` if the replicas differ."""
     return await manager_of(engine).inflight.calls.is_paused()
 
 
 @engine_method(NoArguments, without_us=describe_inactive)
 async def inflight_status(engine: PatchedEngine, body: NoArguments) -> Status:
-    """State, holders, versions and staging: of the first rank, and in ``ranks`` of each.
+    """Return the first rank's state, holders, versions and staging; ``ranks`` has each rank's.
 
-    Of an engine that runs without SGLang Inflight: ``{"active": False}``, and why.
+    If the engine runs without SGLang Inflight, return ``{"active": False}`` with the reason.
     """
     return await manager_of(engine).inflight.status()
 
@@ -124,17 +122,17 @@ def _say_where(engine: PatchedEngine, given: Given) -> Given:
 
 @engine_method(DiskBody, "model_path", "load_format", prepare=_say_where)
 async def update_weights_from_disk(engine: PatchedEngine, body: DiskBody) -> Outcome:
-    """Update from a checkpoint's folder: a whole one, unless ``partial`` is true.
+    """Update from a checkpoint's folder: a whole checkpoint, unless ``partial`` is true.
 
-    docs/api.md has a table of the fields. With ``non_blocking=True`` requests run on
-    meanwhile and the receipt is returned.
+    With ``non_blocking=True`` requests run on meanwhile, and the result is the receipt. docs/api.md
+    has a table of the fields.
     """
     outcome = await _update(engine, body)
     return (*outcome, 0) if isinstance(outcome, tuple) else outcome
 
 
 def _serialize(engine: PatchedEngine, given: Given) -> Given:
-    """One payload per rank: a payload may be readable only once."""
+    """Make one payload per rank: a payload may be readable only once."""
     tensors = given.pop("named_tensors")
     if given.get("load_format") == FLATTENED_BUCKET:
         payloads = normalize_serialized_named_tensor_payloads(tensors)
@@ -143,8 +141,8 @@ def _serialize(engine: PatchedEngine, given: Given) -> Given:
         if get_parallel().nnodes == 1:
             payloads = [MultiprocessingSerializer.serialize(tensors) for _ in ranks]
         else:
-            # what that makes is a handle, which is none on another machine; this one can be read
-            # by each replica and stage
+            # the serializer makes a handle, useless on another machine; a payload by value can be
+            # read by each replica and stage
             payloads = [_by_value(tensors)] * len({tp_rank for _, _, tp_rank in ranks})
     return {**given, "serialized_named_tensors": payloads}
 
@@ -152,7 +150,7 @@ def _serialize(engine: PatchedEngine, given: Given) -> Given:
 def _by_value(tensors: Iterable[tuple[str, Any]]) -> bytes:
     return pickle.dumps(
         [
-            # a copy, because a view brings all that it is a view of
+            # a copy: pickling a view would include its whole storage
             (name, each.detach().cpu().clone() if isinstance(each, torch.Tensor) else each)
             for name, each in tensors
         ]
@@ -169,7 +167,7 @@ async def update_weights_from_tensor(engine: PatchedEngine, body: TensorBody) ->
 
 
 def _name_dtypes(engine: PatchedEngine, given: Given) -> Given:
-    """Upstream takes the dtypes themselves, too."""
+    """Convert dtypes to names; SGLang takes both."""
     names = [
         str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
         for dtype in given["dtypes"]
@@ -188,7 +186,7 @@ def _name_dtypes(engine: PatchedEngine, given: Given) -> Given:
     prepare=_name_dtypes,
 )
 async def update_weights_from_distributed(engine: PatchedEngine, body: DistributedBody) -> Outcome:
-    """Update from what rank 0 of ``group_name`` broadcasts.
+    """Update from broadcasts by rank 0 of ``group_name``.
 
     Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
     """
@@ -205,8 +203,8 @@ async def update_weights_from_ipc(engine: PatchedEngine, body: IPCBody) -> Outco
 async def begin_weight_update(engine: PatchedEngine, body: BeginBody) -> Outcome:
     """Open a session: its calls go live together, at ``end_weight_update``.
 
-    With ``non_blocking=True`` it returns the answer of HTTP, which has the ``session_id``;
-    ``new_id`` chooses it. With ``session_id`` it renews that session's lease.
+    With ``non_blocking=True``, return HTTP's answer with the ``session_id``; ``new_id`` chooses
+    it. With ``session_id``, renew that session's lease.
     """
     return await _answer(manager_of(engine).inflight.calls.begin(body), body.non_blocking)
 
@@ -233,7 +231,7 @@ async def abort_weight_update(engine: PatchedEngine, body: AbortUpdateBody) -> N
 async def rollback_weights(engine: PatchedEngine, body: RollbackBody) -> Receipt:
     """Return to the version before the last commit.
 
-    Raises ``Conflict`` where another version than ``expected_version`` is serving.
+    Raises ``Conflict`` if another version than ``expected_version`` is serving.
     """
     return await manager_of(engine).inflight.updates.roll_back(body)
 
@@ -248,7 +246,7 @@ async def rollback_weights(engine: PatchedEngine, body: RollbackBody) -> Receipt
     "backend",
 )
 async def init_weights_update_group(engine: PatchedEngine, body: JoinGroupBody) -> tuple[bool, str]:
-    """Join a group with a trainer, whose ranks count from ``rank_offset``."""
+    """Join a group with a trainer; this engine's ranks count from ``rank_offset``."""
     return await as_sglang_answers(manager_of(engine).inflight.groups.join(body))
 
 
@@ -277,9 +275,9 @@ async def _answer(updating: Awaitable[A], non_blocking: bool) -> A | SuccessAndM
 async def load_lora_adapter(engine: PatchedEngine, body: LoadFolderBody) -> AdapterAnswer:
     """Load an adapter from a folder.
 
-    With ``replace=True`` it may take the name from the adapter that has it. ``running`` says
-    what becomes of requests of that one: they "finish" with it, or "move" to the new one at a
-    step boundary; ``kv_cache`` of those that move is "recompute" (if left out) or "fence".
+    With ``replace=True`` the adapter may take the name of a loaded one. ``running`` decides about
+    the old adapter's requests: they "finish" with it, or "move" to the new one at a step boundary.
+    ``kv_cache`` of moved requests is "recompute" (the default) or "fence".
     """
     return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.load(body))
 
@@ -301,18 +299,18 @@ def _serialize_adapter(engine: PatchedEngine, given: Given) -> Given:
 async def load_lora_adapter_from_tensors(
     engine: PatchedEngine, body: LoadTensorsBody
 ) -> AdapterAnswer:
-    """Load an adapter from its tensors, by name. The other fields are as of a folder."""
+    """Load an adapter from its tensors, by name. Other fields are as in ``load_lora_adapter``."""
     return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.load(body))
 
 
 @engine_method(UnloadAdapterBody, "lora_name")
 async def unload_lora_adapter(engine: PatchedEngine, body: UnloadAdapterBody) -> AdapterAnswer:
-    """Unload an adapter when its last request has ended; ``non_blocking`` waits for none."""
+    """Unload an adapter after its last request; with ``non_blocking`` return at once."""
     return await _as_sglang_answers_of_adapters(manager_of(engine).inflight.adapters.unload(body))
 
 
 async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> AdapterAnswer:
-    """It raises nothing that is an answer."""
+    """Turn an ``InflightError`` into SGLang's unsuccessful answer."""
     try:
         return await doing
     except InflightError as error:
@@ -324,23 +322,23 @@ async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> Ada
 
 @engine_method(NoArguments)
 async def flush_cache(engine: PatchedEngine, body: NoArguments) -> Any:
-    """Forget every cached prefix. The answer says whether requests kept it from that."""
+    """Forget every cached prefix. The answer says whether running requests prevented this."""
     return await manager_of(engine).flush_cache()
 
 
 @engine_method(ReleaseMemoryBody, "tags")
 async def release_memory_occupation(engine: PatchedEngine, body: ReleaseMemoryBody) -> MemoryMoved:
-    """Give back the memory of ``tags``, of which there are kv_cache, weights, cuda_graph.
+    """Release the memory of ``tags``: kv_cache, weights, cuda_graph.
 
-    ``keep_weights`` is "host" (they come back as they were) or "discard" (they are to be sent).
-    Raises ``Conflict`` where requests need it: pause with "retract" first.
+    ``keep_weights`` is "host" (weights come back unchanged) or "discard" (the trainer must send
+    weights again). Raises ``Conflict`` if requests need the memory: pause with "retract" first.
     """
     return await manager_of(engine).inflight.calls.release_memory(body)
 
 
 @engine_method(ResumeMemoryBody, "tags")
 async def resume_memory_occupation(engine: PatchedEngine, body: ResumeMemoryBody) -> MemoryMoved:
-    """Take back the memory of ``tags`` that were released. Raises ``Conflict`` for others."""
+    """Resume the released memory of ``tags``. Raises ``Conflict`` for tags not released."""
     return await manager_of(engine).inflight.calls.resume_memory(body)
 
 

@@ -1,4 +1,4 @@
-"""Several threads, one event loop."""
+"""Share one event loop between several threads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# How long a thread waits for its result before it looks whether the loop still runs.
+# How long a thread waits for its result before it checks whether the loop still runs.
 LOOK_S = 0.02
 
 
 class _Work(Generic[T]):
-    """What one thread waits for, and the loop does."""
+    """Work of the loop with one waiting thread."""
 
     def __init__(self, work: Awaitable[T]) -> None:
         self.done: Future[T] = Future()
@@ -26,7 +26,7 @@ class _Work(Generic[T]):
         self._is_given_up = False
 
     def start(self) -> None:
-        """On the loop."""
+        """Start the work. Called on the loop."""
         if self._is_given_up:
             close(self._work)
             return
@@ -34,7 +34,7 @@ class _Work(Generic[T]):
         self._task.add_done_callback(self._settle)
 
     def give_up(self) -> None:
-        """On the loop: nobody waits any more."""
+        """Cancel the work: its thread has left. Called on the loop."""
         self._is_given_up = True
         if self._task is not None:
             self._task.cancel()
@@ -49,20 +49,20 @@ class _Work(Generic[T]):
 
 
 class SharedLoop:
-    """``run_until_complete`` for many threads at once, whoever runs the loop.
+    """``run_until_complete`` for many threads at once, with any driver of the loop.
 
-    ``sglang.Engine`` runs its event loop only while a call of it waits, and a second
-    thread's call then fails ("this event loop is already running"). Here one thread
-    drives the loop, holding ``_driving``, and the others hand their work to it. When the
-    driver has its own result it lets go; a thread that still waits notices, takes the
-    lock and drives on. A thread whose result is ready never drives.
+    ``sglang.Engine`` runs its event loop only while one of its calls waits, and a second thread's
+    call then fails ("this event loop is already running"). Here one thread drives the loop,
+    holding ``_driving``, and the others hand it their work. After its own result the driver
+    releases the lock; a waiting thread notices, takes the lock and drives on. A thread with its
+    result never drives.
 
-    Where the loop is run by its owner, as ``asyncio.run`` does, nobody drives it from
-    here: all wait. It may begin to run between the look and the drive; then the drive is
-    refused by the loop, with nothing lost, because the work has been handed over already.
+    If the loop's owner runs it, as ``asyncio.run`` does, all threads wait and none drives. The
+    owner may start the loop between the check and the drive. The loop then refuses the drive, and
+    no work is lost, because it has been handed over before.
 
-    A thread that runs an event loop may not wait here: if it is this one, the work would
-    never be done, and if it is another one, all that it runs would stand still.
+    A thread running an event loop may not wait here. On this loop the work would never be done;
+    another loop would be blocked.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -70,10 +70,10 @@ class SharedLoop:
         self._driving = threading.Lock()
 
     def run_until_complete(self, work: Awaitable[T]) -> T:
-        """What ``loop.run_until_complete`` does, from any thread that runs no event loop.
+        """Do as ``loop.run_until_complete``, from any thread without a running event loop.
 
-        Raises ``RuntimeError`` before anything of ``work`` is done where this thread does, or
-        where the loop is closed. A thread that is interrupted (Ctrl-C) cancels its work.
+        Raises ``RuntimeError``, before ``work`` starts, if this thread runs an event loop or the
+        loop is closed. An interrupt (Ctrl-C) of a thread cancels its work.
         """
         try:
             if is_nested(self._loop):
@@ -88,7 +88,7 @@ class SharedLoop:
             while not given.done.done():
                 self._drive_or_wait(given.done)
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # closed: nothing of it runs on
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the work has ended
                 self._loop.call_soon_threadsafe(given.give_up)
             raise
         return given.done.result()
@@ -103,7 +103,7 @@ class SharedLoop:
             if not done.done():
                 self._run(asyncio.wrap_future(_signal(done), loop=self._loop))
         except RuntimeError:
-            # its owner was quicker
+            # the loop's owner has started it meanwhile
             if not self._loop.is_running():
                 raise
         finally:
@@ -115,24 +115,24 @@ class SharedLoop:
 
 
 def is_nested(loop: asyncio.AbstractEventLoop) -> bool:
-    """Whether this thread runs ``loop``, which ``nest_asyncio`` has made wait for itself."""
+    """Whether this thread runs ``loop``, and ``nest_asyncio`` allows nested waits on it."""
     return asyncio._get_running_loop() is loop and hasattr(loop, "_nest_patched")
 
 
 def refuse_where_a_loop_runs(hint: str) -> None:
-    """Raise ``RuntimeError`` where this thread runs an event loop."""
+    """Raise ``RuntimeError`` if this thread runs an event loop."""
     if asyncio._get_running_loop() is not None:
-        raise RuntimeError(f"this thread runs an event loop, which would stand still: {hint}")
+        raise RuntimeError(f"this thread runs an event loop, and waiting would block it: {hint}")
 
 
 def close(work: Awaitable[Any]) -> None:
-    """A coroutine that is never awaited would say so when it is collected."""
+    """Close a coroutine: Python warns about coroutines never awaited."""
     if hasattr(work, "close"):
         work.close()
 
 
 def _signal(done: Future[Any]) -> Future[None]:
-    """Done when ``done`` is, whatever its outcome."""
+    """Return a future set when ``done`` ends, also on failure."""
     signal: Future[None] = Future()
     done.add_done_callback(lambda _: signal.set_result(None))
     return signal

@@ -1,4 +1,4 @@
-"""SGLang's routes for adapters, with fields of ours, and answers that its clients know."""
+"""SGLang's adapter routes with our fields, and answers in SGLang's form."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ B = TypeVar("B", bound=Body)
 
 
 def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[AdapterAnswer]]) -> Endpoint:
-    """What was begun is carried through, also where the caller leaves, as SGLang has it."""
+    """Return an endpoint for ``handler``. A started call runs to its end, as in SGLang."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -1,4 +1,4 @@
-"""Keys of HTTP requests, compared whatever bytes they have."""
+"""Compare API keys with any bytes, also non-ASCII."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def decide_request_auth(
     admin_api_key: str | None,
     **others: Any,
 ) -> Any:
-    """SGLang compares texts by a function that takes ASCII alone."""
+    """Escape non-ASCII in keys before SGLang's comparison, which raises on non-ASCII text."""
     return decide(
-        # a header's bytes, of which Starlette makes a character each
+        # Starlette decodes a header's bytes as latin-1
         authorization_header=_to_ascii(authorization_header, "latin-1"),
         api_key=_to_ascii(api_key, "utf-8"),
         admin_api_key=_to_ascii(admin_api_key, "utf-8"),
@@ -29,7 +29,7 @@ def decide_request_auth(
 
 
 def _to_ascii(text: str | None, encoding: str) -> str | None:
-    """Different bytes stay different."""
+    """Percent-encode ``text``; different bytes give different results."""
     if text is None:
         return None
     return quote(text.encode(encoding, "surrogateescape"), safe=_KEPT)

@@ -1,4 +1,4 @@
-"""What every route of ours has around its handler: decoding, auth, and errors as answers."""
+"""Wrap the handlers of our routes: decoding, auth, disconnects, errors as answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 CALLER_HAS_LEFT = "its caller has left before the answer"
 
 B = TypeVar("B", bound=Body)
-# what a handler returns, and an endpoint makes JSON of
+# a handler's result, converted to JSON by its endpoint
 Content = Answer | dict[str, Any]
 T = TypeVar("T")
 Endpoint = Callable[..., Awaitable[Response]]
@@ -43,10 +43,9 @@ def with_body(
     piece: Callable[[], AbstractContextManager[Arrival]] = no_piece,
     give_back: Callable[[B, Content], Awaitable[None]] | None = None,
 ) -> Endpoint:
-    """An endpoint whose JSON body has the ``shape``.
+    """Return an endpoint for JSON bodies of ``shape``.
 
-    ``piece`` is around all of the call. For ``give_back`` see ``while_connected``; it has the body,
-    too.
+    ``piece`` wraps the whole call. ``give_back`` gets body and result; see ``while_connected``.
     """
 
     async def read_and_answer(request: Request) -> Content:
@@ -64,12 +63,11 @@ async def while_connected(
     doing: Awaitable[T],
     give_back: Callable[[T], Awaitable[None]] | None = None,
 ) -> T:
-    """The answer, for as long as there is somebody to hear it.
+    """Return the result of ``doing``; cancel ``doing`` if the caller disconnects.
 
-    ``doing`` is cancelled when the caller is gone: what it has not done yet is not wanted any
-    more, and a caller who tries again would have it done twice. ``give_back`` takes what was done
-    all the same, and nobody hears of. The request's body must have been read, because the next
-    thing that comes then is the end of its connection.
+    Without the cancel, a caller who retries would have the work done twice. If ``doing`` finishes
+    despite the disconnect, ``give_back`` undoes the result. The request's body must have been
+    read: the next message of the connection is then its end.
     """
     work = asyncio.ensure_future(doing)
     leaving = asyncio.ensure_future(_until_gone(request))
@@ -101,14 +99,14 @@ def with_payloads(
     handler: Callable[[TensorBody], Awaitable[Content]],
     piece: Callable[[], AbstractContextManager[Arrival]],
 ) -> Endpoint:
-    """An endpoint whose JSON body may hold whole tensors."""
+    """Return an endpoint for JSON bodies with whole tensors in base64."""
 
     async def read_and_answer(request: Request) -> Content:
         with large_body() as large, piece() as arrival:
             body = decode(await large.read(request), TensorBody)
             payloads = body.serialized_named_tensors
             on_one_machine = get_parallel().nnodes == 1
-            # its type is what JSON may hold, which is no file
+            # mypy: the field's type is for JSON, and has no PayloadFile
             body.serialized_named_tensors = large.put_back(payloads, as_files=on_one_machine)  # type: ignore[assignment]
             arrival.is_whole = True
             return await while_connected(request, handler(body))
@@ -117,7 +115,7 @@ def with_payloads(
 
 
 def with_query(shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> Endpoint:
-    """An endpoint whose query has the ``shape``; a body is not looked at."""
+    """Return an endpoint for queries of ``shape``; ignore the body."""
 
     async def read_and_answer(request: Request) -> Content:
         query = read_query(request.query_params.multi_items(), shape)
@@ -128,7 +126,7 @@ def with_query(shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> En
 
 
 def guarded(handler: Callable[..., Awaitable[Content]], *, takes_request: bool = False) -> Endpoint:
-    """Upstream's admin level of auth, and a sentence with a 4xx for what is refused."""
+    """Return an endpoint with SGLang's admin auth level and errors as JSON with their status."""
 
     async def answer(*args: Any) -> Response:
         try:
@@ -154,6 +152,6 @@ def refusal(error: InflightError) -> Response:
 
 
 def describe_refusal(error: InflightError) -> dict[str, Any]:
-    """The sentence twice: where SGLang's clients look for it, and where OpenAI's and vLLM's do."""
+    """Return the error as JSON: the message for SGLang's, and for OpenAI's and vLLM's clients."""
     inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
     return {"success": False, "status": "error", "message": str(error), "error": inner}

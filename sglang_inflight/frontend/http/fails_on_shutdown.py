@@ -1,4 +1,4 @@
-"""Routes whose calls end with the ranks, whatever they wait for."""
+"""Routes whose waiting calls fail when the ranks shut down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_inflight.frontend.lifetime import Lifetime
 
 
 def fails_on_shutdown(lifetime: Lifetime) -> type[APIRoute]:
-    """A class of routes. What is answered after the end is an error of ``lifetime``'s."""
+    """Return a route class; calls still waiting at the end of ``lifetime`` get its error."""
 
     class AttendedRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -1,7 +1,7 @@
-"""HTTP of a server that runs without us: SGLang's routes answer, and say no more than SGLang.
+"""HTTP of a server that runs without us: SGLang's routes answer as in SGLang.
 
-What only we could do is a 501 with the reason: our own routes, and calls of SGLang's routes
-with fields of ours, which SGLang would pass over.
+Our own routes answer 501 with the reason. So do calls of SGLang's routes with fields of ours,
+because SGLang would silently ignore these fields.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.status import Inactive
 
-# of ours alone
+# routes of ours, missing in SGLang
 ROUTES = (
     ("/seal_weight_update", "POST"),
     ("/abort_weight_update", "POST"),
@@ -40,7 +40,7 @@ ROUTES = (
     ("/get_weight_version", "GET"),
     ("/is_paused", "GET"),
 )
-# SGLang's, whose bodies have fields of ours
+# routes of SGLang, with fields of ours in their bodies
 BODIES: dict[str, type[Body]] = {
     "/pause_generation": PauseBody,
     "/continue_generation": ContinueBody,
@@ -59,7 +59,7 @@ BODIES: dict[str, type[Body]] = {
 
 
 def mount(app: FastAPI, why: str) -> None:
-    """Say ``why`` on our routes, and where our fields are."""
+    """Answer ``why`` on our routes, and to bodies with our fields."""
 
     async def status() -> Content:
         return Inactive(message=why)
@@ -72,12 +72,12 @@ def mount(app: FastAPI, why: str) -> None:
     for path, method in ROUTES:
         router.add_api_route(path, guarded(refuse), methods=[method], include_in_schema=False)
     app.router.routes[:0] = router.routes
-    # the last is the innermost: behind whoever checks keys
+    # the last middleware is the innermost: behind the check of API keys
     app.user_middleware.append(Middleware(RefuseOurFields, why=why))
 
 
 class RefuseOurFields:
-    """ASGI middleware. A field of ours that asks for nothing passes, as SGLang passes it over."""
+    """ASGI middleware: refuse bodies that set a field of ours. Null and default values pass."""
 
     def __init__(self, app: Any, *, why: str) -> None:
         self._app = app
@@ -103,14 +103,14 @@ class RefuseOurFields:
 
 
 def find_our_fields(content: bytes, shape: type[Body]) -> list[str]:
-    """Those that are not SGLang's, and are given another value than the one they have anyway."""
+    """Return our fields set to a non-default value in the body."""
     defaults = shape.our_fields()
-    # all else, which may be whole tensors, is passed over
+    # decoding skips all other fields, which may hold whole tensors
     ours = msgspec.defstruct("_Ours", [(name, Any, msgspec.UNSET) for name in defaults])
     try:
         given = msgspec.json.decode(content or b"{}", type=ours)
     except (msgspec.DecodeError, RecursionError):
-        # SGLang says what is wrong with it
+        # SGLang reports the malformed body
         return []
     nothing = (None, msgspec.UNSET)
     return [

@@ -1,9 +1,9 @@
-"""Bodies that hold whole tensors, taken in while they arrive.
+"""Decode bodies with whole tensors while they arrive.
 
-A body of 500 MB of base64 would hold the event loop for seconds if it were decoded in one go,
-and every stream with it, and again the scheduler's loop when that takes it from its socket. So
-what is large is decoded a chunk at a time, as it comes from the caller, into a file without a
-name. The rest, which is small, is decoded as every body is, and ranks read the file.
+Decoding 500 MB of base64 at once would block the event loop, and every stream, for seconds. The
+scheduler's loop would block again when reading the message from its socket. So each large string
+is decoded chunk by chunk, on arrival, into an anonymous file, and ranks read the file. The small
+rest is decoded like every body.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fastapi import Request
 from sglang_inflight.errors import Exhausted, Refused, TooLarge
 from sglang_inflight.messages import Payload, PayloadFile
 
-# The interpreter is held for some milliseconds while so much JSON is decoded.
+# Decoding this much JSON holds the interpreter for some milliseconds.
 LARGE_STRING_BYTES = 64 << 10
-# of all that is no large string; a tenth of a second
+# of the body without its large strings; decoding takes a tenth of a second
 MOST_REST_BYTES = 16 << 20
-# a file each
+# each takes a file
 MOST_LARGE_STRINGS = 1024
 
 _LONGEST_ESCAPE = len(rb"\u0000")
@@ -34,7 +34,7 @@ _LONGEST_ESCAPE = len(rb"\u0000")
 
 @contextmanager
 def large_body() -> Iterator[LargeBody]:
-    """One body, and the files that it needs for as long as its call is not answered."""
+    """Keep a body's files open until its call is answered."""
     body = LargeBody()
     try:
         yield body
@@ -43,30 +43,30 @@ def large_body() -> Iterator[LargeBody]:
 
 
 class LargeBody:
-    """A JSON body in which large strings, which are base64, become files.
+    """A JSON body with its large base64 strings moved to files.
 
-    Where one was, a short one stands that nobody could guess, which is base64 too. So whatever
-    decodes the rest needs to know nothing of it, and a caller cannot name a file.
+    A short random base64 string replaces each large string. So the rest decodes without special
+    cases, and a caller cannot guess a replacement to name a file.
 
-    Belongs to one call, on the event loop. The files are this process's, and go with it.
+    Belongs to one call, on the event loop. The files end with this process.
     """
 
     def __init__(self) -> None:
         self._rest = bytearray()
-        # in ``_rest``, where the string begins that is being read
+        # where the current string begins in ``_rest``
         self._string: int | None = None
         self._escapes = False
         self._large: _LargeString | None = None
         self._files: dict[bytes, _LargeString] = {}
 
     async def read(self, request: Request) -> bytes:
-        """The body without its large strings. Raises ``Refused`` when all has arrived."""
+        """Return the body without its large strings. ``Refused`` is raised after the last chunk."""
         chunks = request.stream()
         try:
             async for chunk in chunks:
                 self.feed(chunk)
         except Refused:
-            # a caller that is still sending would not hear the answer
+            # a caller would not read the answer before it has sent the whole body
             await _discard(chunks)
             raise
         return bytes(self._rest)
@@ -86,10 +86,10 @@ class LargeBody:
                     self._string = len(self._rest)
 
     def put_back(self, payloads: list[bytes], *, as_files: bool = True) -> list[Payload]:
-        """``payloads`` out of the decoded rest, with a file where one was large.
+        """Return the decoded ``payloads``, each large one as a file.
 
-        Or, for ranks that cannot read this machine's files, with what is in it. Raises
-        ``Refused`` where something else of the body was.
+        With ``as_files`` false, return contents, for ranks on other machines. Raises ``Refused``
+        if another field held a large string.
         """
         if len(self._files.keys() & set(payloads)) != len(self._files):
             raise Refused(
@@ -111,11 +111,11 @@ class LargeBody:
         self._rest += part
         if len(self._rest) > MOST_REST_BYTES:
             raise TooLarge(
-                f"the body is of more than {MOST_REST_BYTES} bytes, not counting tensors in base64"
+                f"the body has more than {MOST_REST_BYTES} bytes, not counting tensors in base64"
             )
 
     def _feed_string(self, begin: int, chunk: bytes, at: int) -> int:
-        """Keep a string up to its end, or until it turns out to be a large one."""
+        """Keep a string up to its end, or until it exceeds ``LARGE_STRING_BYTES``."""
         end = at
         if self._escapes:
             end, self._escapes = end + 1, False
@@ -160,7 +160,7 @@ class LargeBody:
 
 
 class _LargeString:
-    """A file of what one string is, decoded."""
+    """A file with one base64 string's decoded content."""
 
     def __init__(self) -> None:
         try:
@@ -169,17 +169,16 @@ class _LargeString:
             if not Exhausted.is_cause_of(error):
                 raise
             raise Exhausted(
-                f"a tensor of the body cannot be taken in: {error.strerror} in the server's "
-                "process that takes HTTP"
+                f"no file for a tensor of the body: {error.strerror} in the server's HTTP process"
             ) from error
-        # what is not yet enough to be decoded
+        # text too short to be decoded yet
         self._text = b""
 
     def feed(self, text: bytes, *, is_last: bool = False) -> None:
         text = self._text + text
         text, self._text = _unescape(text, is_last) if b"\\" in text else (text, b"")
         if not is_last:
-            # the last four may be padded, if nothing comes after them
+            # the last four characters may be padding: decode them at the end only
             whole = max(0, len(text) - 1) // 4 * 4
             text, self._text = text[:whole], text[whole:] + self._text
         try:
@@ -187,7 +186,7 @@ class _LargeString:
         except (binascii.Error, ValueError) as error:
             raise _no_base64(str(error)) from error
         if not is_last and len(content) * 4 != len(text) * 3:
-            raise _no_base64("it goes on behind its end")
+            raise _no_base64("text follows its padding")
         left = memoryview(content)
         while left:
             left = left[os.write(self._fd, left) :]
@@ -195,7 +194,7 @@ class _LargeString:
     def read(self) -> bytes:
         parts: list[bytes] = []
         at, size = 0, os.fstat(self._fd).st_size
-        # Linux gives no more than 2 GiB at a time
+        # Linux reads at most 2 GiB at a time
         while at < size:
             parts.append(os.pread(self._fd, size - at, at))
             at += len(parts[-1])
@@ -209,7 +208,7 @@ class _LargeString:
 
 
 def _unescape(text: bytes, is_last: bool) -> tuple[bytes, bytes]:
-    """``text`` as JSON means it, and what of it may be the beginning of an escape."""
+    """Resolve JSON escapes; also return a rest that may be the beginning of an escape."""
     last = text.rfind(b"\\")
     cut = last if not is_last and len(text) - last < _LONGEST_ESCAPE else len(text)
     try:
@@ -220,8 +219,8 @@ def _unescape(text: bytes, is_last: bool) -> tuple[bytes, bytes]:
 
 def _no_base64(why: str) -> Refused:
     return Refused(
-        f"bad request body: a string of more than {LARGE_STRING_BYTES} bytes must be base64, as "
-        f"serialized_named_tensors has it: {why}"
+        f"bad request body: a string of more than {LARGE_STRING_BYTES} bytes must be base64, as in "
+        f"serialized_named_tensors: {why}"
     )
 
 

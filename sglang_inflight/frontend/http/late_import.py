@@ -1,8 +1,8 @@
-"""A module is seen to when it is imported, be that before or after it is wanted.
+"""Run a callback on a module, now or right after its import.
 
-A server imports SGLang's HTTP app before it makes a manager. An ``Engine`` needs none, and to
-import one for it would be a waste; whoever serves the app with an engine, as Ray Serve does,
-imports it after the engine was made.
+A server imports SGLang's HTTP app before it makes a manager. An ``Engine`` needs no app, and
+importing one is slow. Ray Serve serves the app with an engine, and imports the app after the
+engine was made.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from types import ModuleType
 
 
 class _Waiting(MetaPathFinder, Loader):
-    """Finds the module as Python does, and lets ``then`` see to it once it has run.
+    """Find the module as Python does, and call ``then`` once the module has run.
 
-    Any thread may import it. Python's lock of the module lets one of them run it, and the others
-    wait until it is seen to.
+    Any thread may import the module. Python's module lock lets one thread run the module, and the
+    others wait for the end of ``then``.
     """
 
     def __init__(self, name: str) -> None:
@@ -54,10 +54,10 @@ _waiting: dict[str, _Waiting] = {}
 
 
 def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
-    """``then`` sees the module ``name`` now, or right after its import.
+    """Call ``then`` with the module ``name`` now, or right after its import.
 
-    Of several that wait for one module the last is called: what SGLang publishes in a process
-    belongs to the engine that was made last.
+    A later ``then`` for the same module replaces a waiting one: SGLang's process globals belong to
+    the newest engine.
     """
     if (module := sys.modules.get(name)) is not None:
         then(module)

@@ -1,9 +1,8 @@
-"""An event stream is not silent while generation stands still: proxies keep its connection.
+"""Send empty lines in event streams during a pause, so that proxies keep the connections.
 
-Each stream that has said nothing for a while gets an empty line, which every reader passes over
-because one ends each event. A comment would say why nothing comes, and readers of event streams
-pass that over, too; but SGLang's own benchmark, for one, reads each line that is not empty as
-JSON. So comments are for those who ask for them.
+Every reader ignores an empty line, because an empty line ends each event. A comment would give
+the reason, and readers of event streams ignore comments too. But SGLang's own benchmark, for
+one, reads each non-empty line as JSON. So comments are sent only with ``sse_comment``.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from starlette.types import Message, Receive, Scope, Send
 Mode = Callable[[], Awaitable[str | None]]
 
 _EVENT_STREAM = b"text/event-stream"
-# Those of which we know what the answer to a request with "stream" is.
+# Routes known to answer a request with "stream" by an event stream.
 _STREAMS = frozenset(
     ("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 )
 
 
 class PauseComments:
-    """ASGI middleware, inside all others: what passes here is as the routes wrote it."""
+    """ASGI middleware, the innermost: messages arrive here as the routes wrote them."""
 
     def __init__(self, app: Any, *, mode: Mode, every_s: float, says_why: bool) -> None:
         self._app = app
@@ -46,7 +45,7 @@ class PauseComments:
             await self._app(scope, stream.receive, stream.send)
         finally:
             commenting.cancel()
-            # a client that left cannot be told anything
+            # the client may have left
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await commenting
 
@@ -54,9 +53,9 @@ class PauseComments:
 class _Stream:
     """One request and its answer.
 
-    OpenAI's routes begin to answer with the first token. A request that a pause keeps
-    waiting for it is answered early: it was found good before it was queued, and an error
-    that comes all the same becomes an event, as errors in the middle of a stream do.
+    OpenAI's routes begin an answer at the first token. If a pause delays the first token, the
+    answer begins early with a 200: the request was checked before it was queued. A later error
+    becomes an event, like errors in the middle of a stream.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class _Stream:
         self._every_s = every_s
         self._says_why = says_why
         self._due = time.monotonic() + every_s
-        # comments and events must not mix
+        # keeps comments and events apart
         self._sending = asyncio.Lock()
         self._body: list[bytes] = []
         self._is_events = False
         self._began_early = False
-        # the route's answer is no event stream: what it said so far
+        # body so far of a route's answer that is no event stream, after an early 200
         self._error: list[bytes] | None = None
         self._between_events = True
         self._ended = False
@@ -100,7 +99,7 @@ class _Stream:
                 continue
             mode = await self._mode()
             async with self._sending:
-                # an event may have come while the mode was asked for
+                # an event may have been sent while the ranks were asked for the mode
                 if time.monotonic() >= self._due:
                     self._due = time.monotonic() + self._every_s
                     if mode is not None and await self._may_comment():
@@ -151,7 +150,7 @@ class _Stream:
 
 
 def _as_events(error: bytes) -> bytes:
-    """An error as SGLang's streams have it, and their end."""
+    """Return an error event in the form of SGLang's streams, and the end of the stream."""
     try:
         said = msgspec.json.decode(error)
     except msgspec.DecodeError:

@@ -1,4 +1,4 @@
-"""HTTP. Each route decodes, calls one collaborator, and answers."""
+"""HTTP routes: decode a body, call one collaborator, answer."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# of our routes, in ``/openapi.json``
+# tag of our routes in ``/openapi.json``
 TAG = "inflight"
 
 B = TypeVar("B", bound=Body)
 
 
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
-    """Put our routes before upstream's of the same path."""
+    """Put our routes before SGLang's routes of the same path."""
     routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter(tags=[TAG], route_class=fails_on_shutdown(frontend.lifetime))
 
@@ -122,20 +122,20 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
             openapi_extra=_describe(shape),
         )
     post("/inflight/rollback", RollbackBody, routes.roll_back)
-    # SGLang had it until 0.5.22, and trainers ask for it
+    # SGLang had this route up to 0.5.22, and trainers call it
     router.add_api_route("/get_weight_version", guarded(routes.weight_version), methods=["GET"])
     router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
     router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
     ours = {served for route in router.routes for served in _serves(route)}
     for route in app.router.routes:
         if isinstance(route, APIRoute) and _serves(route) <= ours:
-            # never reached any more: the API's description is ours
+            # SGLang's route is shadowed: describe only ours
             route.include_in_schema = False
     app.router.routes[:0] = router.routes
     app.add_exception_handler(InflightError, _refuse)
     every_s = frontend.settings.sse_comment_s
     if every_s > 0:
-        # the last is the innermost: behind whoever checks keys and adds headers
+        # the last middleware is the innermost: behind the ones for API keys and headers
         comments = Middleware(
             PauseComments,
             mode=frontend.mode,
@@ -146,21 +146,21 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
 
 
 def _serves(route: BaseRoute) -> set[tuple[str, str]]:
-    """Paths and methods."""
+    """Return the route's path with each of its methods."""
     if not isinstance(route, APIRoute):
         return set()
     return {(route.path, method) for method in route.methods or ()}
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """A call of a route of upstream's that let a refusal through."""
+    """Answer an ``InflightError`` raised through one of SGLang's own routes."""
     assert isinstance(error, InflightError)
     logger.warning("%s refused: %s", request.url.path, error)
     return refusal(error)
 
 
 def _describe(shape: type[Body]) -> dict[str, Any]:
-    """What ``/openapi.json`` says of a route's body: no more than decoding knows."""
+    """Return the schema of a route's body for ``/openapi.json``, from the decoder's type."""
     _, components = msgspec.json.schema_components([shape])
     schema = components[shape.__name__]
     if shape.sglang is not None:
@@ -179,7 +179,7 @@ class _Routes:
         return await self._calls.pause(body)
 
     async def give_back_pause(self, body: PauseBody, grant: Content) -> None:
-        """One that its caller gave a name to is left to the caller, who may ask for it again."""
+        """Release a pause after its caller left. A pause named by ``new_id`` stays for a retry."""
         if isinstance(grant, Grant) and body.pause_id is None and body.new_id is None:
             await self._frontend.pauses.give_back(grant.pause_id)
 
@@ -187,13 +187,13 @@ class _Routes:
         return await self._calls.resume(body)
 
     async def update(self, body: UpdateBody) -> Content:
-        # upstream's name for a count that it never counted
+        # SGLang's field, always 0
         return {**await self._calls.update(body), "num_paused_requests": 0}
 
     async def update_from_distributed(self, request: Request) -> Content:
         with self._calls.piece() as arrival:
             content = await request.body()
-            # where it cannot be read, its trainer may have begun to broadcast all the same
+            # marked broken if the body is bad: the trainer may have begun to broadcast already
             async with self._frontend.groups.in_step_by_name(group_named_in(content)):
                 body = decode(content, DistributedBody)
             arrival.is_whole = True
@@ -203,7 +203,7 @@ class _Routes:
         return await self._calls.begin(body)
 
     async def give_back_session(self, body: BeginBody, begun: Content) -> None:
-        """The same."""
+        """Drop a session after its caller left. A session named by ``new_id`` stays for a retry."""
         if isinstance(begun, Begun) and body.session_id is None and body.new_id is None:
             with suppress(Refused):
                 await self._calls.abort(AbortUpdateBody(session_id=begun.session_id))

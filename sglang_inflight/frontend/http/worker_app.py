@@ -1,7 +1,7 @@
-"""SGLang's HTTP app as a further tokenizer worker serves it, where the server runs without us.
+"""SGLang's HTTP app for tokenizer workers of a server that runs without us.
 
-Such a worker is a process that imports the app by name and loads no plugins. It is named this
-one instead, which is the same with what we have to say of it.
+Such a worker is a process that imports its app by name and loads no plugins. This module is the
+name: SGLang's app, with the reason on our routes.
 """
 
 import os

@@ -1,14 +1,14 @@
-"""Adapters that are loaded, replaced under their name, and unloaded, while requests use them.
+"""Load, replace under the same name, and unload adapters while requests use them.
 
-SGLang refuses a name that is loaded, and unloads an adapter only when no request uses it. Here
-a name passes to another adapter: requests that come from then on use that one. Those that there
-are end with the one they began with, or go on with the new one from a step boundary on, as the
-caller says. The old adapter is unloaded when its last request has ended, and nobody waits for
-that. Each adapter has prefixes of its own in the cache, by its id.
+SGLang refuses a loaded name, and unloads an adapter only when no request uses it. Here a name
+passes to another adapter, and later requests use the new adapter. The caller chooses for running
+requests: they finish with the old adapter, or move to the new one at a step boundary. The old
+adapter is unloaded in the background after its last request. Each adapter has prefixes of its own
+in the cache, by its id.
 
-Requests look their adapter's id up by its name and are counted for the id until they end. So
-the front end's counts say who uses an adapter, wherever a request may wait. Where workers take
-requests, they count them (``workers/uses.py``).
+Requests look their adapter's id up by name, and are counted for the id until they end. So the
+front end's counts include every request, queued or running. With several tokenizer workers, the
+workers count (``workers/adapter_refcounts.py``).
 """
 
 from __future__ import annotations
@@ -54,19 +54,19 @@ logger = logging.getLogger(__name__)
 
 # A step may take long, and a move waits for its end.
 CALL_TIMEOUT_S = 120.0
-# How often requests are looked for that were on their way to the schedulers at a move.
+# How often to move requests that reached the schedulers only after a move.
 LOOK_S = 0.2
 
 
 class _Move(NamedTuple):
-    """Where requests go on, and what becomes of their KV."""
+    """Target of a move of requests, and the policy for their KV."""
 
     to_id: str
     kv_cache: AdapterKVPolicy
 
 
 class Adapters:
-    """Lives on the front end's event loop, where SGLang's registry of adapters lives, too."""
+    """Adapters of one server. Lives on the front end's event loop, as SGLang's registry does."""
 
     def __init__(
         self,
@@ -78,23 +78,23 @@ class Adapters:
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
         self._in_background = in_background
-        # to the processes whose requests use adapters, where this one takes none
+        # set in the owner: sends to the tokenizer workers, whose requests use the adapters
         self.broadcast: StateBroadcast | None = None
-        # of all adapters
+        # counts loads of all adapters
         self._loads = itertools.count(1)
-        # by name: what was loaded last from a folder, and its version
+        # by name: folder and version of the last load
         self._versions: dict[str, tuple[str | None, str]] = {}
-        # ids of those that have no name any more, and wait for the end of their last request
+        # ids of adapters without a name, waiting for their last request
         self._retiring: set[str] = set()
-        # of loads, whoever asks. Two of one name would each take the other for the old one, and
-        # for one that a request asks for SGLang may unload what has yet to take a name.
+        # Serializes all loads. Two loads of one name would each treat the other as the old
+        # adapter. And a load on a request's behalf may make SGLang unload an adapter that has yet
+        # to take its name.
         self.loading = asyncio.Lock()
 
     def version_of(self, name: str, path: str | None) -> str:
-        """Of a load whose caller names none: how many loads there were.
+        """Return the version of a load without one: a count of loads.
 
-        SGLang loads an adapter again that it had unloaded to make room: that is the version it
-        was, from the folder it was.
+        If SGLang evicted an adapter and reloads it from the same path, its version stays.
         """
         last_path, version = self._versions.get(name, (None, ""))
         if path is not None and path == last_path:
@@ -104,17 +104,18 @@ class Adapters:
         return str(next(self._loads))
 
     async def load(self, body: LoadAdapterBody) -> AdapterLoaded:
-        """Raises ``RankFailed`` with SGLang's reason, ``Conflict`` where there is no room.
+        """Load an adapter. A started load finishes even if its caller leaves.
 
-        What was loaded stays then. A load that was begun is carried through, whoever leaves.
+        Raises ``RankFailed`` with SGLang's reason, ``Conflict`` if there is no room; the loaded
+        adapters then stay.
         """
         _require_one_replica()
         return await carry_through(self._tasks, self._load(body))
 
     async def unload(self, body: UnloadAdapterBody, *, forget: bool = False) -> AdapterAnswer:
-        """Raises ``NotFound``, ``RankFailed``, or ``Conflict`` where paused requests use it.
+        """Unload an adapter. With ``forget`` no request loads it again, as SGLang would allow.
 
-        With ``forget`` no request loads it again, as SGLang lets them.
+        Raises ``NotFound``, ``RankFailed``, or ``Conflict`` if paused requests use the adapter.
         """
         _require_one_replica()
         if body.non_blocking:
@@ -126,12 +127,12 @@ class Adapters:
         return LoRAUpdateOutput(success=True, error_message="", loaded_adapters=self.loaded())
 
     def loaded(self) -> dict[str, str | None]:
-        """Folders, by name."""
+        """Return the loaded adapters' folders, by name."""
         adapters = self._tokenizer_manager.lora_registry.get_all_adapters()
         return {name: ref.lora_path for name, ref in adapters.items()}
 
     def knows(self, name: str) -> bool:
-        """Whether it is loaded, or waits to be unloaded."""
+        """Whether the adapter is loaded, or waits to be unloaded."""
         return name in self.loaded() or name in self._tokenizer_manager.pending_lora_unloads
 
     # ---- loading -------------------------------------------------------------------
@@ -147,7 +148,7 @@ class Adapters:
             else:
                 self._require_room(name)
                 self._require_movable(body)
-                # ranks do not take a name twice
+                # ranks refuse a loaded name
                 own_name = new_name(name)
                 new_id = await self._send(body, own_name, version)
                 move = _Move(new_id, body.kv_policy) if body.running == "move" else None
@@ -171,7 +172,7 @@ class Adapters:
         )
 
     async def _send(self, body: LoadAdapterBody, name: str, version: str) -> str:
-        """Returns the adapter's id."""
+        """Load the adapter by SGLang's call, and return its id."""
         tokenizer_manager = self._tokenizer_manager
         request = body.request(name, version)
         load = (
@@ -186,17 +187,19 @@ class Adapters:
         return request.lora_id
 
     async def _hand_over(self, name: str, own_name: str, new_id: str, move: _Move | None) -> None:
-        """``name`` passes to the adapter that is loaded as ``own_name``.
+        """Give ``name`` to the adapter loaded as ``own_name``.
 
-        A request has looked its name up before this, or looks it up after it. No adapter is
-        being unloaded meanwhile; ``name`` itself may have been, since it was last looked at.
+        The registry's lock makes the exchange atomic for requests. ``lora_update_lock`` keeps
+        unloads out, but ``name`` may have been unloaded since the caller's lookup.
         """
         tokenizer_manager = self._tokenizer_manager
         registry = tokenizer_manager.lora_registry
         async with tokenizer_manager.lora_update_lock:
             if own_name not in registry.get_all_adapters():
                 tokenizer_manager.lora_ref_cache.pop(own_name, None)
-                raise Conflict(f"what was to take the name {name!r} was unloaded, as {own_name!r}")
+                raise Conflict(
+                    f"the new adapter for the name {name!r} was unloaded meanwhile, as {own_name!r}"
+                )
             old_id = self._id_of(name)
             names = {new_id: name} if old_id is None else {old_id: own_name, new_id: name}
             await self._ranks.carry_out(NameAdaptersCall(names=names), CALL_TIMEOUT_S)
@@ -220,7 +223,7 @@ class Adapters:
             raise RankFailed(f"the adapter was not unloaded: {result.error_message}")
 
     async def _take_name(self, name: str) -> None:
-        """No request finds the adapter any more, and it goes with its last one."""
+        """Hide the adapter from new requests, and unload it after its last request."""
         tokenizer_manager = self._tokenizer_manager
         registry = tokenizer_manager.lora_registry
         async with self.loading, tokenizer_manager.lora_update_lock:
@@ -232,24 +235,27 @@ class Adapters:
             async with registry._registry_lock.writer_lock:
                 registry._registry.pop(name, None)
             tokenizer_manager.pending_lora_unloads.pop(name, None)
-            # else a request would load it again
+            # otherwise a request would load the adapter again
             tokenizer_manager.lora_ref_cache.pop(name, None)
         self._retire(lora_id)
 
     def _id_of(self, name: str) -> str | None:
-        """SGLang gives no adapter a name under which another one waits to be unloaded."""
+        """Return the id of the adapter ``name``, also of one waiting to be unloaded.
+
+        The id is unique: SGLang gives no new adapter the name of a waiting one.
+        """
         ref = self._tokenizer_manager.lora_registry.get_all_adapters().get(name)
         if ref is not None:
             return ref.lora_id
         return self._tokenizer_manager.pending_lora_unloads.get(name)
 
     async def take_back(self, name: str, lora_id: str) -> None:
-        """A load has failed: what there is of it goes, and nobody waits for that."""
+        """Unload the remains of a failed load; do not wait for their requests."""
         tokenizer_manager = self._tokenizer_manager
         if tokenizer_manager.pending_lora_unloads.get(name) == lora_id:
             del tokenizer_manager.pending_lora_unloads[name]
         if self._id_of(name) == lora_id:
-            # loaded, but there was no room for it
+            # loaded and registered, but evicting another adapter failed
             await tokenizer_manager.lora_registry.unregister(name)
             tokenizer_manager.lora_ref_cache.pop(name, None)
             self._retire(lora_id)
@@ -261,9 +267,10 @@ class Adapters:
         self._in_background(self._unload_when_unused(lora_id, move))
 
     async def _unload_when_unused(self, old_id: str, move: _Move | None) -> None:
-        """Without SGLang's lock of adapters, which would keep the next one waiting.
+        """Wait for the adapter's last request without ``lora_update_lock``, then unload it.
 
-        With ``move``, requests go on elsewhere that were on their way to the schedulers then.
+        Holding the lock would block the next load. With ``move``, also move requests that reached
+        the schedulers after the move.
         """
         registry = self._tokenizer_manager.lora_registry
         try:
@@ -284,17 +291,16 @@ class Adapters:
     # ---- moving --------------------------------------------------------------------
 
     async def _move(self, old_id: str, move: _Move) -> tuple[int, int]:
-        """Requests in the schedulers' hands go on elsewhere. Returns how many, and how many went
-        back to the queue.
+        """Move the schedulers' requests to another adapter; return how many, how many retracted.
 
-        The adapter is counted as used from before the call until each of them is counted for
-        it, so nobody unloads it in between. Where a rank is silent it stays so: requests may
-        use it of which nobody here knows.
+        The target's count is raised during the call, so it is not unloaded before each moved
+        request is counted. If a rank is silent the count stays raised: unknown requests may use
+        the adapter.
         """
         counters = self._tokenizer_manager.lora_registry._counters
         new, old = counters.get(move.to_id), counters.get(old_id)
         if new is None:
-            raise NotFound("the adapter that requests are to go on with is unloaded")
+            raise NotFound("the new adapter was unloaded before requests could move to it")
         if old is None:
             return 0, 0
         await new.increment()
@@ -315,13 +321,13 @@ class Adapters:
         return len(rids), sum(retracted.values())
 
     async def _move_late_ones(self, old_id: str, move: _Move | None) -> _Move | None:
-        """Returns None where there is no more to be done: they end with the old one."""
+        """Move late requests; return None to stop, and let the rest finish with the old adapter."""
         if move is None:
             return None
         try:
             await self._move(old_id, move)
         except InflightError as error:
-            logger.warning("Requests end with the adapter that they began with: %s", error)
+            logger.warning("Late requests were not moved, and finish on the old adapter: %s", error)
             return None
         return move
 
@@ -332,16 +338,16 @@ class Adapters:
         held = len(self.loaded()) + len(self._retiring)
         if most is not None and held >= most:
             raise Conflict(
-                f"there is no room for another adapter to take the name {name!r}: "
-                f"--max-loaded-loras is {most}, and {held} are loaded, {len(self._retiring)} of "
-                "them until their last requests have ended. Unload one first, or wait"
+                f"there is no room for a new adapter {name!r}: --max-loaded-loras is {most}, and "
+                f"{held} are loaded, {len(self._retiring)} of them until their last requests have "
+                "ended. Unload one first, or wait"
             )
 
     def _require_movable(self, body: LoadAdapterBody) -> None:
         if body.running != "move":
             return
         if get_parallel().pp_size > 1:
-            raise Refused('running="move" needs --pp-size 1: nobody has tried both')
+            raise Refused('running="move" is untested with --pp-size above 1')
         if (reason := why_no_retraction()) is not None:
             raise Refused(f'running="move" is not possible here: {reason}')
         if get_memory().enable_hierarchical_cache:

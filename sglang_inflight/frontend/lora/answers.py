@@ -1,4 +1,4 @@
-"""What calls for adapters answer with: SGLang's own answer, with more where there is more."""
+"""Answers to adapter calls: SGLang's own fields, then ours."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ else:
 class AdapterLoaded(LoRAUpdateOutput, kw_only=True):
     lora_name: str
     adapter_version: str
-    # requests that go on with this adapter, and those that went back to the queue for it
+    # requests moved to this adapter, and how many of them went back to the queue
     moved: int = 0
     retracted: int = 0

@@ -1,4 +1,4 @@
-"""What callers may send of adapters. SGLang's fields, then ours."""
+"""Bodies of adapter calls: SGLang's fields first, then ours."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from sglang_inflight.messages import AdapterKVPolicy, LoadAdapter, LoadAdapterFr
 
 
 class LoadAdapterBody(Body, kw_only=True):
-    """What every load of an adapter has."""
+    """Fields of every load of an adapter."""
 
     lora_name: Name
     pinned: bool = False
-    # SGLang gives it another
+    # ignored: SGLang gives a new id
     lora_id: str | None = None
-    # take the name from the adapter that has it
+    # take the name from a loaded adapter
     replace: bool = False
     adapter_version: Version | None = None
-    # what becomes of requests that have the adapter whose name it takes
+    # whether requests of the replaced adapter finish with it or move to the new one
     running: Literal["finish", "move"] = "finish"
-    # of those that move
+    # of moved requests
     kv_cache: AdapterKVPolicy | None = None
 
     def __post_init__(self) -> None:
         check_version(self.adapter_version)
         if self.running == "move" and not self.replace:
-            raise Refused('running="move" needs replace=true: no request has a new adapter')
+            raise Refused('running="move" needs replace=true: a new name has no requests to move')
         if self.kv_cache is not None and self.running != "move":
-            raise Refused('kv_cache is of requests that move: it needs running="move"')
+            raise Refused('kv_cache needs running="move": it is for the KV of moved requests')
 
     @property
     def kv_policy(self) -> AdapterKVPolicy:
@@ -43,11 +43,11 @@ class LoadAdapterBody(Body, kw_only=True):
 
     @property
     def path(self) -> str | None:
-        """The folder that it comes from."""
+        """Folder of the adapter; None for tensors."""
         return None
 
     def request(self, name: str, version: str) -> LoadAdapter | LoadAdapterFromTensors:
-        """To load it as ``name``, for requests that call it ``lora_name``."""
+        """Return SGLang's request: load as ``name``; later requests use ``lora_name``."""
         raise NotImplementedError
 
 
@@ -97,7 +97,7 @@ class UnloadAdapterBody(Body, kw_only=True):
     sglang = UnloadLoRAAdapterReqInput
 
     lora_name: Name
-    # SGLang looks it up
+    # ignored: SGLang looks the id up
     lora_id: str | None = None
-    # answer at once: no request finds it any more, and it goes with the last that has it
+    # answer at once: hide the adapter from new requests, unload it after its last request
     non_blocking: bool = False

@@ -1,6 +1,6 @@
-"""An adapter is loaded on every rank or on none, and each load has a version.
+"""Load an adapter on every rank or on none, and give each load a version.
 
-SGLang hears the first rank of a replica alone, and leaves what other ranks have loaded.
+SGLang itself reads only the first rank's answer, and after a failure does not unload other ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Load = Callable[..., Awaitable[Any]]
 async def load_everywhere(
     load: Load, tm: PatchedTokenizerManager, obj: LoadAdapterRequest, *args: Any
 ) -> Any:
-    """Around SGLang's own loading, whoever asks for it. In a worker that is a request."""
+    """Wrap SGLang's own load, for calls and for requests. In a worker only requests load."""
     if (worker := tm.inflight.worker) is not None:
         return await worker.reload(obj)
     if isinstance(obj, LoadAdapter | LoadAdapterFromTensors):
-        # by way of ``Adapters``, in its turn
+        # from ``Adapters``, which holds ``loading``
         return await _load_everywhere(load, tm, obj, *args)
     async with tm.inflight.adapters.loading:
         return await _load_everywhere(load, tm, _as_ours(tm, obj), *args)
@@ -55,19 +55,19 @@ async def _load_everywhere(
 
 
 async def unload_unused(tm: TokenizerManager, lora_id: str) -> Any:
-    """An adapter that no name leads to any more. Ranks that do not have it are content."""
+    """Unload a nameless adapter by its id. Ranks without the adapter answer with success."""
     name = new_name("unused")
     tm.pending_lora_unloads[name] = lora_id
     return await tm.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
 
 
 def new_name(name: str) -> str:
-    """One that no adapter has."""
+    """Return a name unused by any adapter."""
     return f"{name}#{uuid.uuid4().hex}"
 
 
 def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:
-    """SGLang's own request, with a version."""
+    """Convert SGLang's own request to ours, with a version."""
     shape: Any = LoadAdapter
     if isinstance(obj, LoadLoRAAdapterFromTensorsReqInput):
         shape = LoadAdapterFromTensors

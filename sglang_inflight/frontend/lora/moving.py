@@ -1,4 +1,4 @@
-"""Requests that go on with another adapter, as the process counts them that took them."""
+"""Count moved requests for their new adapter, in the process that accepted them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 async def count_as_moved(
     tokenizer_manager: TokenizerManager, rids: Iterable[str], from_id: str, to_id: str
 ) -> None:
-    """Those of ``rids`` that this process took. What has ended by now was counted to its end."""
+    """Move this process's counts of ``rids`` to the new adapter; skip requests that have ended."""
     counters = tokenizer_manager.lora_registry._counters
     for rid in rids:
         state = tokenizer_manager.rid_to_state.get(rid)
         if state is not None and not state.lora_released and state.obj.lora_id == from_id:
             state.obj.lora_id = to_id
-            # a worker has none where the adapter lost its name before a request of its own had it
+            # a worker has no counter yet if it never had a request of this adapter
             await counters.setdefault(to_id, ConcurrentCounter()).increment()
             await counters[from_id].decrement()

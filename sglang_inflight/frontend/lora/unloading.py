@@ -1,8 +1,7 @@
-"""Adapters that requests use while generation is paused.
+"""Refuse to unload adapters of paused requests.
 
-Upstream unloads an adapter when the last request that uses it has ended, and until then no
-other adapter can be loaded. In a pause no request ends, and a trainer that pauses in order
-to change its adapter waits for itself.
+SGLang unloads an adapter after its last request, and blocks every other load until then. In a
+pause no request ends. So a trainer pausing to change its adapter would wait for itself.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types.requests import UnloadAdapterRequest
 
-# How often an unloading that waits for requests looks whether somebody paused them.
+# How often an unload waiting for requests checks for a pause.
 LOOK_S = 0.2
 
 Unload = Callable[..., Awaitable[Any]]
@@ -28,14 +27,13 @@ Unload = Callable[..., Awaitable[Any]]
 async def refuse_to_unload_in_a_pause(
     unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest, *args: Any
 ) -> Any:
-    """Around the call of a user. Raises ``Conflict`` before anything is changed.
+    """Wrap a user's call. Raises ``Conflict`` before anything is changed.
 
-    It does not wait for its turn behind others that load and unload: one of them may be
-    what waits.
+    The check takes no lock: another unload may hold the lock while waiting for paused requests.
     """
     tm.inflight.require_owner()
     if tm.is_pause and _users(tm, obj.lora_name):
-        # an older pause may be over
+        # is_pause may be out of date
         await tm.inflight.pauses.ask_status()
         if tm.is_pause and (users := _users(tm, obj.lora_name)):
             raise Conflict(_say(obj.lora_name, users))
@@ -45,12 +43,11 @@ async def refuse_to_unload_in_a_pause(
 async def stop_unloading_in_a_pause(
     unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest
 ) -> Any:
-    """Around what holds the lock of adapters, also to make room for one that is loaded.
+    """Wrap the unload under SGLang's lock, also an eviction on behalf of a load.
 
-    As long as requests use the adapter nothing is sent to the schedulers, so the waiting
-    can be given up. Upstream answers a ``ValueError`` with its message, takes no new
-    request for the adapter, and lets the unloading be asked for again. So does a rank that has
-    requests of which nobody here knows any more: their worker has died.
+    While requests use the adapter nothing is sent to the schedulers, so the wait can be abandoned.
+    On a ``ValueError`` SGLang answers with its text, takes no new request for the adapter, and
+    accepts a second unload. A rank also refuses if it has requests of a dead worker, unknown here.
     """
     unloading = asyncio.ensure_future(_unload_when_ranks_let(unload, tm, obj))
     try:
@@ -77,10 +74,10 @@ async def _unload_when_ranks_let(
 
 
 async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
-    """Why one more adapter cannot be loaded now, or None where it can.
+    """Return why no further adapter can be loaded now, or None if one can.
 
-    Upstream loads it, and unloads the one that was used least recently, whose name requests do
-    not find from then on, whatever comes of the unloading.
+    SGLang loads the adapter, then unloads the least recently used one. Requests no longer find
+    that one's name, even if unloading it fails.
     """
     most = get_lora().max_loaded_loras
     if most is None or len(tm.lora_registry.get_all_adapters()) < most:
@@ -94,7 +91,7 @@ async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
 
 
 def _users(tm: PatchedTokenizerManager, name: str) -> int:
-    """How many requests use the adapter, which may wait to be unloaded already."""
+    """Return the number of requests of an adapter, loaded or waiting to be unloaded."""
     ref = tm.lora_registry.get_all_adapters().get(name)
     lora_id = ref.lora_id if ref is not None else tm.pending_lora_unloads.get(name)
     counter = tm.lora_registry._counters.get(lora_id) if lora_id is not None else None
@@ -103,7 +100,7 @@ def _users(tm: PatchedTokenizerManager, name: str) -> int:
 
 def _say(name: str, users: int) -> str:
     requests = f"{users} paused request{'s' if users > 1 else ''}"
-    return _say_not(name, f"{requests} of it cannot end. Continue or abort, then unload it")
+    return _say_not(name, f"{requests} cannot finish. Continue or abort, then unload it")
 
 
 def _say_not(name: str, why: str) -> str:
