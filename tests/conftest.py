@@ -1,4 +1,4 @@
-"""How a test run begins and ends. Its servers and its order are in ``tests/support/servers.py``."""
+"""Start and end of a test run. ``tests/support/servers.py`` has the servers and the order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A test run that is ended takes its servers along, as one that is interrupted does.
+    """Turn SIGTERM into an interrupt, so that an ended run ends its servers too.
 
-    A shell's background job ignores SIGINT, and so would every process that it starts.
+    A shell's background job ignores SIGINT, and its child processes would inherit that.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
@@ -22,16 +22,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _only_hands_out(config: pytest.Config) -> bool:
-    """Whether all tests run in xdist's workers, which wait for this process to be ready.
+    """Tell whether xdist's workers run all tests and this process only distributes them.
 
-    It needs none of what tests need, and the imports of that take seconds.
+    Workers wait for this process, and importing the servers takes seconds.
     """
     return config.getoption("dist", "no") != "no" and not hasattr(config, "workerinput")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is imported stays, and each look of the garbage collector's at it is in vain."""
+    """Keep the garbage collector from looking at imported modules, which all stay."""
     gc.disable()
     try:
         return (yield)
@@ -42,9 +42,9 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
-    """Groups are held together, or the run ends here: each worker would start each server.
+    """Stop the run unless xdist keeps groups together: each worker would start each server.
 
-    xdist writes a group into the test's id, which is all that the process with the queue sees.
+    xdist appends a group to the test's id, the only thing this process gets to see.
     """
     if node.config.getoption("dist") == "loadgroup" and not all("@" in test for test in ids):
         pytest.exit(f"pytest-xdist holds no groups with pytest {pytest.__version__}", returncode=4)

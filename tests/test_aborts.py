@@ -1,4 +1,4 @@
-"""An abort ends the request that it names: no other whose name begins alike, and all of a group."""
+"""An abort ends the named request, or the whole named group, and no request with a longer name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytest_plugins = ["tests.support.fixtures"]
 
 FLAVOURS["embedding_server"] = Flavour(("--is-embedding",))
 
-# each begins with the one before
+# each name is a prefix of the next
 NAMES = ["step", "step1", "step10"]
 _grammars = itertools.count()
 
@@ -45,7 +45,7 @@ def expect_only_the_second_to_end(named: list[Generation]) -> None:
     assert not third.has_ended
 
 
-def test_running_requests_whose_names_begin_alike(vllm_server: Server) -> None:
+def test_abort_spares_running_requests_with_a_longer_name(vllm_server: Server) -> None:
     named = start_named(vllm_server)
     more_tokens(named)
     named[1].abort()
@@ -54,7 +54,7 @@ def test_running_requests_whose_names_begin_alike(vllm_server: Server) -> None:
 
 
 @pytest.mark.parametrize("kind", ["queued", "retracted", "under_a_grammar"])
-def test_waiting_requests_whose_names_begin_alike(vllm_server: Server, kind: str) -> None:
+def test_abort_spares_waiting_requests_with_a_longer_name(vllm_server: Server, kind: str) -> None:
     if kind == "retracted":
         named = start_named(vllm_server)
         more_tokens(named)
@@ -73,7 +73,7 @@ def test_waiting_requests_whose_names_begin_alike(vllm_server: Server, kind: str
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_client_leaves_another_whose_name_begins_alike(
+def test_client_disconnect_spares_a_request_with_a_longer_name(
     vllm_server: Server, *, stream: bool
 ) -> None:
     pause(vllm_server, "in_place")
@@ -95,7 +95,7 @@ def test_a_client_leaves_another_whose_name_begins_alike(
     ],
     ids=["embeddings", "many_embeddings", "encode"],
 )
-def test_an_embedding_that_is_aborted(pool: ServerPool, path: str, body: dict[str, Any]) -> None:
+def test_aborted_embedding_answers_503(pool: ServerPool, path: str, body: dict[str, Any]) -> None:
     server = pool.get(FLAVOURS["embedding_server"])
     pause(server, "in_place")
     call = Call(server, path, body)
@@ -112,7 +112,7 @@ def test_an_embedding_that_is_aborted(pool: ServerPool, path: str, body: dict[st
 
 
 @pytest.mark.parametrize("kind", ["samples", "batch"])
-def test_a_group_ends_by_its_name(vllm_server: Server, kind: str) -> None:
+def test_abort_by_name_ends_a_whole_group(vllm_server: Server, kind: str) -> None:
     if kind == "samples":
         group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
     else:
@@ -125,8 +125,8 @@ def test_a_group_ends_by_its_name(vllm_server: Server, kind: str) -> None:
     expect_all_go_on([other])
 
 
-def test_a_group_ends_before_its_samples_are_made(vllm_server: Server) -> None:
-    """SGLang makes them once it has computed the prompt, which a pause holds back."""
+def test_abort_ends_a_group_before_its_samples_exist(vllm_server: Server) -> None:
+    """SGLang creates samples after computing the prompt, which a pause prevents."""
     pause(vllm_server, "in_place")
     group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
     until_waiting(vllm_server, 1)
@@ -136,7 +136,7 @@ def test_a_group_ends_before_its_samples_are_made(vllm_server: Server) -> None:
     until_empty(vllm_server)
 
 
-def test_vllms_route_counts_what_it_ends(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_vllm_abort_counts_the_requests_it_ended(vllm_server: Server, vllm: VLLMClient) -> None:
     group = Generation(vllm_server, tokens=ENDLESS, rid="group", n=3)
     group.wait_for_tokens(3)
     named = start_named(vllm_server)

@@ -1,8 +1,8 @@
-"""Attention DP: ranks with requests of their own, that compute each step together.
+"""Attention DP: each rank has its own requests, and all ranks compute each step together.
 
-A rank that stands still while another one steps leaves it waiting for ever, so all must come
-to the same end of a draining, and to the end of a lease, in the same pass of their loops. With
-local control broadcast each is told by itself what to do.
+A frozen rank makes a stepping rank wait for ever. So all ranks must end a drain, and a lease, in
+the same pass of their loops. With local control broadcast each rank receives control messages on
+its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LOOPS = add_both_loops(
 )
 FLAVOURS["attention_dp_local"] = Flavour(
     (*FLAVOURS[LOOPS[0]].flags, "--enable-dp-attention-local-control-broadcast"),
-    # some steps, in which the other rank would be alone with what it was told
+    # delays a message by some steps, during which the other rank alone has it
     with_plugin("attention_dp") | {"INFLIGHT_TEST_LATE_S": "0.02"},
 )
 
@@ -55,13 +55,13 @@ def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]
 
 
 def start_uneven(server: Server) -> tuple[Generation, Generation]:
-    """One request for each rank, and one of them ends long before the other."""
+    """Start one request on each rank, and let one end long before the other."""
     (long,) = start_running(server, 1, tokens=60)
     (short,) = start_running(server, 1, tokens=20)
     return long, short
 
 
-def test_update(server: Server, checkpoints: Path) -> None:
+def test_updates_reach_running_requests_on_both_ranks(server: Server, checkpoints: Path) -> None:
     running = start_running(server, 4, tokens=ENDLESS)
     update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
     for generation in running:
@@ -70,7 +70,7 @@ def test_update(server: Server, checkpoints: Path) -> None:
     assert [(r["dp_rank"], r["tp_rank"]) for r in receipt["ranks"]] == [(0, 0), (1, 1)]
     for generation in running:
         generation.wait_for_tokens(generation.count + 3)
-    # for each tensor-parallel rank, and not once more for each rank of attention
+    # one payload per tensor-parallel rank; attention ranks add none
     body = tensor_body(marker.tensors(3), ranks=2, weight_version="v3", non_blocking=True)
     succeed(server.post("/update_weights_from_tensor", body))
     for output in expect_all_go_on(running):
@@ -78,7 +78,7 @@ def test_update(server: Server, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause(server: Server, mode: str) -> None:
+def test_pause_freezes_both_ranks(server: Server, mode: str) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     paused = pause(server, mode)
     assert sum(rank["running"] + rank["waiting"] for rank in paused["ranks"]) == 3
@@ -87,7 +87,7 @@ def test_pause(server: Server, mode: str) -> None:
     expect_all_go_on(running)
 
 
-def test_draining_ends_on_all_ranks_at_once(server: Server) -> None:
+def test_drain_ends_on_all_ranks_in_the_same_pass(server: Server) -> None:
     for _ in range(3):
         generations = start_uneven(server)
         paused = pause(server, "wait")
@@ -97,7 +97,7 @@ def test_draining_ends_on_all_ranks_at_once(server: Server) -> None:
         resume(server)
 
 
-def test_abort(server: Server) -> None:
+def test_pause_aborts_requests_of_both_ranks(server: Server) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     paused = pause(server, "abort")
     assert sum(rank["aborted"] for rank in paused["ranks"]) == 3
@@ -106,8 +106,7 @@ def test_abort(server: Server) -> None:
     resume(server)
 
 
-def test_times_run_out_on_all_ranks_at_once(server: Server) -> None:
-    """Of a lease, and of a wait that is given up."""
+def test_lease_and_wait_timeout_end_on_all_ranks_in_the_same_pass(server: Server) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     for _ in range(3):
         pause(server, "in_place", lease_s=LEASE_S)

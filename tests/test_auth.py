@@ -1,4 +1,4 @@
-"""Every route of ours needs the admin's key, where there is one."""
+"""Each of our routes needs the admin key, if the server has one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def keyed_server(pool: ServerPool) -> Iterator[Server]:
     [{}, bearer("guess"), bearer(USER), {"Authorization": ADMIN}, NOT_ASCII],
     ids=["no key", "wrong key", "user's key", "no bearer", "no ASCII"],
 )
-def test_without_the_key(keyed_server: Server, headers: Headers) -> None:
+def test_routes_refuse_callers_without_the_admin_key(
+    keyed_server: Server, headers: Headers
+) -> None:
     before = keyed_server.get("/inflight/status")
     for route in routes(keyed_server, bearer(USER)):
         answer = route.call(keyed_server, {}, headers=headers)
@@ -49,7 +51,7 @@ def test_without_the_key(keyed_server: Server, headers: Headers) -> None:
     assert (before["epoch"], before["paused"]) == (after["epoch"], after["paused"])
 
 
-def test_with_the_key(keyed_server: Server) -> None:
+def test_routes_accept_the_admin_key(keyed_server: Server) -> None:
     for route in routes(keyed_server, bearer(USER)):
         answer = route.call(keyed_server, ["no object"], headers=bearer(ADMIN))
         assert answer["status_code"] == (200 if route.method == "GET" else 400), (route, answer)
@@ -58,7 +60,7 @@ def test_with_the_key(keyed_server: Server) -> None:
 @pytest.mark.parametrize(
     "path", ["/server_info", "/get_server_info", "/server_info?config_format=json"]
 )
-def test_no_answer_and_no_log_has_a_key(keyed_server: Server, path: str) -> None:
+def test_answers_and_logs_show_no_key(keyed_server: Server, path: str) -> None:
     info = keyed_server.get(path, headers=bearer(USER))
     assert info["admin_api_key"] == info["api_key"] == REDACTED
     assert info["internal_states"][0]["admin_api_key"] == REDACTED

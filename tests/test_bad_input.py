@@ -1,4 +1,4 @@
-"""Whatever a caller sends: a 4xx and a sentence, and nothing has changed."""
+"""Bad input of any kind gets a 4xx with a sentence, and changes nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LIVE = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
 
 
 class Untouched:
-    """Refuses what tests send, and sees that it made no difference."""
+    """Sends bad input and checks that the server refuses it unchanged."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
@@ -68,7 +68,7 @@ class Untouched:
         self.check()
 
     def refuse_update(self, path: str, body: dict[str, Any], *words: str) -> None:
-        """Refused as an update of its own, and as a part of a session."""
+        """Refuse the body as an update of its own, and as a piece of a session."""
         self.refuse(path, {**LIVE, **body}, *words)
         self.begin()
         self.refuse(path, {**LIVE, **body}, *words)
@@ -82,7 +82,7 @@ class Untouched:
         assert self._serving() == self._before
 
     def check_stream(self) -> None:
-        """The request that ran all the while runs on, with the old weights."""
+        """Check that the long-running request continues on the old weights."""
         self._stream.wait_for_tokens(self._stream.count + 2)
         assert set(self._stream.tokens) == {marker.token(0)}
         if self._stream.count > ENDLESS // 2:
@@ -90,7 +90,7 @@ class Untouched:
             self._stream = self._start()
 
     def close(self) -> None:
-        # a session that a failed test leaves open would swallow later updates
+        # a failed test's open session would take in later updates
         self.post(ABORT, {})
         self._stream.leave()
         self._client.close()
@@ -112,7 +112,7 @@ class Untouched:
 
 @pytest.fixture(scope="module")
 def servers(pool: ServerPool) -> Iterator[dict[str, Untouched]]:
-    """The server of this file under "now"; it needs no restoring, as long as tests pass."""
+    """The module's server under "now". Restoring it is needless while tests pass."""
     servers: dict[str, Untouched] = {}
     yield servers
     for untouched in servers.values():
@@ -136,14 +136,14 @@ def untouched(pool: ServerPool, servers: dict[str, Untouched]) -> Iterator[Untou
 
 @pytest.fixture
 def folder(checkpoints: Path, tmp_path: Path) -> Path:
-    """The checkpoint v1, to be spoiled by a test."""
+    """A copy of checkpoint v1 for a test to spoil."""
     return Path(shutil.copytree(checkpoints / "v1", tmp_path / "v1"))
 
 
 # ---- bodies ------------------------------------------------------------------------------
 
 
-def test_what_is_no_body(untouched: Untouched) -> None:
+def test_malformed_body_is_refused_by_every_route(untouched: Untouched) -> None:
     for path in ROUTES:
         untouched.refuse(path, b"\xff\x00garbage", "bad request body")
         untouched.refuse(path, b'{"mode": ', "bad request body")
@@ -153,8 +153,7 @@ def test_what_is_no_body(untouched: Untouched) -> None:
         untouched.refuse(path, {"surprise": 1}, "`surprise`")
 
 
-def test_what_sglang_reads_is_read(untouched: Untouched) -> None:
-    """A field that it does not know is no error of its own routes, nor a number in quotes."""
+def test_sglang_routes_ignore_unknown_fields_and_read_quoted_numbers(untouched: Untouched) -> None:
     odd = {"surprise": 1, "pp_rank": 0}
     for path in (DISK, TENSOR, DISTRIBUTED, IPC):
         body = {**whole_body(path), **LIVE, **odd, "flush_cache": "no"}
@@ -162,7 +161,7 @@ def test_what_sglang_reads_is_read(untouched: Untouched) -> None:
         assert status_code == 400, (path, message)
         for field in ("surprise", "pp_rank", "flush_cache"):
             assert field not in message
-    # nothing is wrong but where the rank is to stand
+    # the rank's place is the only error
     body = {**whole_body(JOIN), **odd, "master_port": "29999", "rank_offset": "0"}
     untouched.refuse(JOIN, body, "rank 0")
     assert untouched.post(BEGIN, {**odd, "non_blocking": True})[0] == 200
@@ -177,10 +176,10 @@ def test_what_sglang_reads_is_read(untouched: Untouched) -> None:
         (END, "weight_versions", "weight_version", {"non_blocking": True}),
     ],
 )
-def test_field_that_is_nearly_ours(
+def test_misspelt_field_of_ours_is_refused(
     untouched: Untouched, path: str, field: str, meant: str, another: dict[str, Any]
 ) -> None:
-    """SGLang has none like it, so its caller would wait for us in vain."""
+    """SGLang has no similar field, so the caller meant ours."""
     body = {**whole_body(path), field: 1, **another}
     untouched.refuse(path, body, f"`{field}`", f"`{meant}`")
 
@@ -188,8 +187,10 @@ def test_field_that_is_nearly_ours(
 @pytest.mark.parametrize(
     "name", ["two\nlines", "nul\0", "\x1b[31mred", "\ud800", "v" * 257], ids=ascii
 )
-def test_name_that_cannot_be_repeated(untouched: Untouched, name: str) -> None:
-    """Every chunk of every answer has it, and the logs."""
+def test_version_name_with_control_characters_or_too_long_is_refused(
+    untouched: Untouched, name: str
+) -> None:
+    """Each chunk of each answer repeats the name, and so do the logs."""
     for path in (DISK, TENSOR, DISTRIBUTED, IPC, END, ROLLBACK):
         untouched.refuse(path, {**whole_body(path), "weight_version": name})
     untouched.refuse(NAME, {"new_version": name})
@@ -205,7 +206,9 @@ def test_name_that_cannot_be_repeated(untouched: Untouched, name: str) -> None:
         (JOIN, "master_address"),
     ],
 )
-def test_empty_body(untouched: Untouched, path: str, field: str) -> None:
+def test_empty_body_is_refused_with_the_missing_field(
+    untouched: Untouched, path: str, field: str
+) -> None:
     untouched.refuse(path, b"", f"`{field}`")
     untouched.refuse(path, b"{}", f"`{field}`")
 
@@ -244,7 +247,9 @@ def test_empty_body(untouched: Untouched, path: str, field: str) -> None:
         ),
     ],
 )
-def test_bad_field(untouched: Untouched, path: str, field: str, values: list[Any]) -> None:
+def test_field_of_a_wrong_type_is_named(
+    untouched: Untouched, path: str, field: str, values: list[Any]
+) -> None:
     for value in values:
         untouched.refuse(path, {**whole_body(path), field: value}, f"`$.{field}`")
 
@@ -253,13 +258,15 @@ def test_bad_field(untouched: Untouched, path: str, field: str, values: list[Any
 @pytest.mark.parametrize(
     ("path", "field"), [(PAUSE, "lease_s"), (BEGIN, "lease_s"), (DISK, "timeout_s")]
 )
-def test_time_that_is_no_number(untouched: Untouched, path: str, field: str, number: bytes) -> None:
+def test_time_that_is_not_finite_is_refused(
+    untouched: Untouched, path: str, field: str, number: bytes
+) -> None:
     body = json.dumps({**whole_body(path), field: "number"}).encode()
     untouched.refuse(path, body.replace(b'"number"', number), "bad request body")
 
 
 def whole_body(path: str) -> dict[str, Any]:
-    """A body of ``path`` in which nothing is wrong, as far as that can be told from it."""
+    """Return a body for ``path`` without an error in the body itself."""
     bodies: dict[str, dict[str, Any]] = {
         DISK: {"model_path": "/nowhere"},
         TENSOR: {"serialized_named_tensors": [by_value({})]},
@@ -281,14 +288,14 @@ def whole_body(path: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["no folder", "no file in the folder"])
-def test_checkpoint_that_is_not_there(untouched: Untouched, tmp_path: Path, there: bool) -> None:
+def test_missing_checkpoint_is_refused(untouched: Untouched, tmp_path: Path, there: bool) -> None:
     path = tmp_path / "gone"
     if there:
         path.mkdir()
     untouched.refuse_update(DISK, {"model_path": str(path)}, str(path))
 
 
-def test_checkpoint_of_another_architecture(untouched: Untouched, folder: Path) -> None:
+def test_checkpoint_of_another_architecture_is_refused(untouched: Untouched, folder: Path) -> None:
     config = {**marker.CONFIG, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
     (folder / "config.json").write_text(json.dumps(config))
     untouched.refuse_update(
@@ -296,23 +303,25 @@ def test_checkpoint_of_another_architecture(untouched: Untouched, folder: Path) 
     )
 
 
-def test_config_that_is_no_json(untouched: Untouched, folder: Path) -> None:
+def test_config_of_invalid_json_is_refused(untouched: Untouched, folder: Path) -> None:
     (folder / "config.json").write_text("{")
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
 
 
 @pytest.mark.parametrize("kind", [5, "Qwen3ForCausalLM", [5], {"a": 1}, True])
-def test_architectures_that_are_no_names(untouched: Untouched, folder: Path, kind: Any) -> None:
+def test_config_architectures_of_a_wrong_type_are_refused(
+    untouched: Untouched, folder: Path, kind: Any
+) -> None:
     (folder / "config.json").write_text(json.dumps({**marker.CONFIG, "architectures": kind}))
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "architectures", "list of names")
 
 
-def test_config_without_end(untouched: Untouched, folder: Path) -> None:
+def test_oversized_config_is_refused(untouched: Untouched, folder: Path) -> None:
     os.truncate(folder / "config.json", 2 << 30)
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json", "at most")
 
 
-def test_config_that_is_no_object(untouched: Untouched, folder: Path) -> None:
+def test_config_without_an_object_is_refused(untouched: Untouched, folder: Path) -> None:
     (folder / "config.json").write_text("[" * 50_000)
     untouched.refuse_update(DISK, {"model_path": str(folder)}, "config.json")
     (folder / "config.json").write_text("[1]")
@@ -320,14 +329,16 @@ def test_config_that_is_no_object(untouched: Untouched, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model-2.safetensors", "config.json", "model.safetensors"])
-def test_pipe_in_a_checkpoint(untouched: Untouched, folder: Path, file: str) -> None:
-    """Whoever opens it waits for somebody who writes to it."""
+def test_named_pipe_in_a_checkpoint_is_refused(
+    untouched: Untouched, folder: Path, file: str
+) -> None:
+    """Opening a named pipe blocks until somebody writes to the pipe."""
     (folder / file).unlink(missing_ok=True)
     os.mkfifo(folder / file)
     untouched.refuse_update(DISK, {"model_path": str(folder)}, file, "no regular file")
 
 
-def test_tensor_that_is_in_two_files(untouched: Untouched, folder: Path) -> None:
+def test_tensor_in_two_files_is_refused(untouched: Untouched, folder: Path) -> None:
     save_file(marker.tensors(2), folder / "old.safetensors")
     words = ("model.safetensors", "old.safetensors", "is in")
     untouched.refuse_update(DISK, {"model_path": str(folder)}, *words)
@@ -337,7 +348,7 @@ def test_tensor_that_is_in_two_files(untouched: Untouched, folder: Path) -> None
     "load_format",
     ["npcache", "dummy", "private", "sharded_state", "gguf", "layered", "remote", "flash_rl", ""],
 )
-def test_load_format_that_cannot_update(
+def test_unsupported_load_format_is_refused(
     untouched: Untouched, folder: Path, load_format: str
 ) -> None:
     before = sorted(folder.rglob("*"))
@@ -347,19 +358,19 @@ def test_load_format_that_cannot_update(
 
 
 @pytest.mark.parametrize("path", ["/" + "x" * 100_000, "x\0y", "/x" * 100_000], ids=range(3))
-def test_path_that_is_no_path(untouched: Untouched, path: str) -> None:
+def test_impossible_path_is_refused_briefly(untouched: Untouched, path: str) -> None:
     body = {**LIVE, "model_path": path}
     untouched.refuse(DISK, body, "model_path", "is not a directory", longest=600)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 3000, -100])
-def test_truncated_checkpoint(untouched: Untouched, folder: Path, kept: int) -> None:
+def test_truncated_checkpoint_is_refused(untouched: Untouched, folder: Path, kept: int) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     untouched.refuse_update(DISK, {"model_path": str(folder)}, str(folder))
 
 
-def test_lost_shard(untouched: Untouched, tmp_path: Path) -> None:
+def test_missing_shard_is_named(untouched: Untouched, tmp_path: Path) -> None:
     folder = marker.build(tmp_path / "v1", 1, shards=3)
     lost = "model-00002-of-00003.safetensors"
     (folder / lost).unlink()
@@ -375,7 +386,7 @@ KNOWN = marker.tensors(1)
 
 @dataclass(frozen=True)
 class Spoilt:
-    """A change to a good set of tensors, and the words that tell it."""
+    """A change to a valid set of tensors, and the words expected in the error."""
 
     spoil: Callable[[dict[str, torch.Tensor]], None]
     words: tuple[str, ...]
@@ -405,7 +416,7 @@ SPOILT = {
 
 @pytest.mark.parametrize("kind", SPOILT)
 @pytest.mark.parametrize("source", ["disk", "tensor"])
-def test_bad_tensor(untouched: Untouched, folder: Path, source: str, kind: str) -> None:
+def test_bad_tensor_is_refused(untouched: Untouched, folder: Path, source: str, kind: str) -> None:
     weights = marker.tensors(1)
     SPOILT[kind].spoil(weights)
     if source == "disk":
@@ -432,7 +443,7 @@ GOOD = by_value(marker.tensors(1))
 
 
 class Loop:
-    """A hundred bytes that take minutes, with the interpreter held."""
+    """A payload of a hundred bytes that holds the interpreter for minutes."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any]]:
         return list, (itertools.repeat(0, 2_000_000_000),)
@@ -457,7 +468,7 @@ PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("kind", PAYLOADS)
-def test_bad_payload(untouched: Untouched, kind: str) -> None:
+def test_bad_payload_is_refused(untouched: Untouched, kind: str) -> None:
     payloads, words = PAYLOADS[kind]
     untouched.refuse(TENSOR, {**LIVE, "serialized_named_tensors": payloads}, *words)
     assert not Path("/tmp/inflight-test-was-here").exists()
@@ -466,7 +477,7 @@ def test_bad_payload(untouched: Untouched, kind: str) -> None:
 @pytest.mark.parametrize(
     "content", [{"metadata": []}, [1, 2], {"flattened_tensor": 1, "metadata": [1]}]
 )
-def test_bad_bucket(untouched: Untouched, content: Any) -> None:
+def test_bad_flattened_bucket_is_refused(untouched: Untouched, content: Any) -> None:
     body = {
         "serialized_named_tensors": [_encode(pickle.dumps(content))],
         "load_format": "flattened_bucket",
@@ -475,7 +486,7 @@ def test_bad_bucket(untouched: Untouched, content: Any) -> None:
 
 
 @pytest.mark.parametrize("path", [DISK, TENSOR, DISTRIBUTED])
-def test_unknown_load_format(untouched: Untouched, checkpoints: Path, path: str) -> None:
+def test_unknown_load_format_is_refused(untouched: Untouched, checkpoints: Path, path: str) -> None:
     bodies: dict[str, dict[str, Any]] = {
         DISK: {"model_path": str(checkpoints / "v1")},
         TENSOR: {"serialized_named_tensors": [GOOD]},
@@ -488,7 +499,7 @@ def test_unknown_load_format(untouched: Untouched, checkpoints: Path, path: str)
 # ---- distributed and checkpoint engine ---------------------------------------------------
 
 
-def test_unknown_group(untouched: Untouched) -> None:
+def test_unknown_group_is_refused(untouched: Untouched) -> None:
     body = {**layout(1), "group_name": "strangers"}
     untouched.refuse_update(DISTRIBUTED, body, "'strangers'", "/init_weights_update_group")
     untouched.refuse(LEAVE, {"group_name": "strangers"}, "'strangers'")
@@ -503,11 +514,13 @@ def test_unknown_group(untouched: Untouched) -> None:
         ({"shapes": [[-1]] * len(KNOWN)}, ("shapes", "negative")),
     ],
 )
-def test_bad_layout(untouched: Untouched, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_bad_tensor_layout_is_refused(
+    untouched: Untouched, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
     untouched.refuse_update(DISTRIBUTED, {**layout(1), **changes}, *words)
 
 
-def test_group_without_a_place_for_the_rank(untouched: Untouched) -> None:
+def test_group_without_a_place_for_the_rank_is_refused(untouched: Untouched) -> None:
     body = {**whole_body(JOIN), "rank_offset": 2, "world_size": 2}
     untouched.refuse(JOIN, body, "world_size", "rank_offset")
     untouched.refuse(JOIN, {**body, "rank_offset": 0}, "rank 0")
@@ -516,29 +529,31 @@ def test_group_without_a_place_for_the_rank(untouched: Untouched) -> None:
 @pytest.mark.parametrize(
     "handles", [{}, {"GPU-another": "ipc:///tmp/x"}], ids=["none", "another device's"]
 )
-def test_no_handle_for_the_device(untouched: Untouched, handles: dict[str, str]) -> None:
+def test_missing_ipc_handle_for_the_device_is_refused(
+    untouched: Untouched, handles: dict[str, str]
+) -> None:
     untouched.refuse_update(IPC, {"zmq_handles": handles}, "zmq_handles")
 
 
 # ---- order -------------------------------------------------------------------------------
 
 
-def test_expected_version_within_a_session(untouched: Untouched) -> None:
+def test_expected_version_inside_a_session_is_refused(untouched: Untouched) -> None:
     untouched.begin()
     body = {**LIVE, "serialized_named_tensors": [GOOD], "expected_version": "v0"}
     untouched.refuse(TENSOR, body, "expected_version", "begin_weight_update")
 
 
-def test_session_for_a_draft_that_is_not_there(untouched: Untouched) -> None:
+def test_draft_selector_without_a_draft_is_refused(untouched: Untouched) -> None:
     body = {**LIVE, "serialized_named_tensors": [GOOD], "selector": "draft"}
     untouched.refuse(TENSOR, body, "selector", "draft")
 
 
-def test_empty_session(untouched: Untouched) -> None:
+def test_empty_session_is_refused(untouched: Untouched) -> None:
     assert untouched.post(BEGIN, {"non_blocking": True, "new_id": "mine"})[0] == 200
     untouched.refuse(END, {"session_id": "mine", "non_blocking": True}, "no tensor")
 
 
-def test_pause_that_nobody_holds(untouched: Untouched) -> None:
+def test_pause_id_without_a_holder_is_refused(untouched: Untouched) -> None:
     for path in (PAUSE, CONTINUE):
         untouched.refuse(path, {"pause_id": "mine"}, "pause_id", "'mine'", status_codes=(409,))

@@ -1,4 +1,4 @@
-"""A request that would end a scheduler: a 400 and a sentence, and every other goes on."""
+"""A request that would end a scheduler gets a 400 with a sentence; other requests continue."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.server import Server
 from tests.support.load import ENDLESS, Generation, expect_all_go_on, start_running
 
 GENERATE, COMPLETIONS = "/generate", "/v1/completions"
-# what is beyond the largest number of 32 bits, and below the smallest
+# above the largest 32-bit float, and below the smallest normal one
 LARGE, SMALL = 1e39, 1e-38
 
 
@@ -25,7 +25,7 @@ def requests_run_on(server: Server) -> Iterator[list[Generation]]:
 
 
 def generate(*, drawn: bool = False, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """``drawn``: its tokens are, in place of the most likely one."""
+    """Return a ``/generate`` body. ``drawn`` samples tokens at temperature 1."""
     sampling = {"max_new_tokens": 4, "temperature": 1.0 if drawn else 0.0}
     sampling |= fields.pop("sampling", {})
     return GENERATE, {"input_ids": [5, 6], "sampling_params": sampling, **fields}
@@ -95,15 +95,15 @@ def expect_refusal(server: Server, path: str, body: dict[str, Any], *words: str)
         "bias against all",
     ],
 )
-def test_a_request_is_refused(
+def test_request_that_would_end_the_scheduler_is_refused(
     server: Server, request_: tuple[str, dict[str, Any]], words: tuple[str, ...]
 ) -> None:
     with requests_run_on(server):
         expect_refusal(server, *request_, *words)
 
 
-def test_more_that_is_refused(server: Server) -> None:
-    """Of which a scheduler would not end by itself, or not at once."""
+def test_request_that_would_stall_the_scheduler_is_refused(server: Server) -> None:
+    """These would not end a scheduler by themselves, or not at once."""
     with requests_run_on(server):
         for n in (0, -1, 16385, 10**9):
             expect_refusal(server, *generate(sampling={"n": n}), "n must be", f"{n}")
@@ -115,7 +115,7 @@ def test_more_that_is_refused(server: Server) -> None:
             expect_refusal(server, *body, word)
 
 
-def test_what_is_nearly_too_much_is_taken(server: Server) -> None:
+def test_values_at_the_limits_are_accepted(server: Server) -> None:
     bodies = [
         generate(input_ids=[0, VOCAB - 1]),
         generate(return_logprob=True, top_logprobs_num=VOCAB, logprob_start_len=0),
@@ -133,8 +133,8 @@ def test_what_is_nearly_too_much_is_taken(server: Server) -> None:
 
 @pytest.mark.guards_fix
 @pytest.mark.parametrize("stop", [VOCAB + 1, -7])
-def test_a_stop_token_that_never_comes(server: Server, stop: int) -> None:
-    """Clients name those of other models, and it stops nothing."""
+def test_stop_token_outside_the_vocabulary_is_ignored(server: Server, stop: int) -> None:
+    """Clients send stop tokens of other models."""
     path, body = generate(sampling={"stop_token_ids": [stop], "min_new_tokens": 2})
     with requests_run_on(server):
         answer = server.post(path, body)
@@ -142,7 +142,7 @@ def test_a_stop_token_that_never_comes(server: Server, stop: int) -> None:
 
 
 @pytest.mark.guards_fix
-def test_a_session_is_asked_for_such_a_token(server: Server) -> None:
+def test_bad_token_in_a_session_is_refused(server: Server) -> None:
     session = {"capacity_of_str_len": 1000, "session_id": "asked"}
     with requests_run_on(server):
         assert server.post("/open_session", session)["status_code"] == 200
@@ -154,7 +154,7 @@ def test_a_session_is_asked_for_such_a_token(server: Server) -> None:
 
 
 @pytest.mark.guards_fix
-def test_a_grammar_that_allows_no_token(server: Server) -> None:
+def test_grammar_without_an_allowed_token_answers_500(server: Server) -> None:
     """Each token of the marker begins with a space or a t."""
     with requests_run_on(server):
         answer = server.post(*generate(drawn=True, sampling={"regex": "(a+)+"}))

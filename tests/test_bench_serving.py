@@ -1,4 +1,4 @@
-"""SGLang's own benchmark, as its users start it, against a server that is updated meanwhile."""
+"""SGLang's own ``bench_serving`` against a server updated during the run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from harness.server import PLAIN, Server
 from tests.support.load import pause, prompt, resume, status, until, update
 
 REQUESTS = 100
-# empty lines that a silent stream has while the benchmark's streams are silent, too
+# keep-alive lines on a probe stream; the benchmark's silent streams get as many
 LINES = 5
 
 
 @contextmanager
 def benchmark(server: Server, backend: str, checkpoints: Path, out: Path) -> Iterator[None]:
-    """It has ended, and was content, when the block has."""
+    """Run the benchmark beside the block, then check that it ended without an error."""
     model = str(checkpoints / "v0")
     command = [
         sys.executable, "-m", "sglang.bench_serving",
@@ -41,7 +41,7 @@ def benchmark(server: Server, backend: str, checkpoints: Path, out: Path) -> Ite
 
 
 def read_empty_lines(server: Server, count: int) -> None:
-    """A stream that waits in the pause has ``count`` of them, and nothing else."""
+    """Check that a stream waiting in the pause receives ``count`` empty lines and nothing else."""
     body = {"input_ids": prompt(), "stream": True, "sampling_params": {"max_new_tokens": 1}}
     with httpx.stream("POST", server.url + "/generate", json=body, timeout=120, **PLAIN) as answer:
         received = b""
@@ -52,10 +52,10 @@ def read_empty_lines(server: Server, count: int) -> None:
     assert received[:count] == b"\n" * count
 
 
-def test_every_request_of_the_benchmark_succeeds(
+def test_bench_serving_completes_every_request_through_pauses_and_an_update(
     server: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """A pause finds requests that wait for their first token, and requests amid their answer."""
+    """The pauses meet requests before their first token, and requests with some tokens."""
     outs = {backend: tmp_path / f"{backend}.jsonl" for backend in ("sglang", "sglang-oai-chat")}
     pause(server, "in_place")
     with ExitStack() as benchmarks:

@@ -46,7 +46,9 @@ def _json(server: Server, *words: str) -> Any:
     return json.loads(result.stdout)
 
 
-def test_commands(server: Server, checkpoints: Path) -> None:
+def test_pause_update_and_rollback_commands_work_under_load(
+    server: Server, checkpoints: Path
+) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     pause_id = _run(server, "pause").stdout.strip()
     assert _json(server, "status")["holders"][0]["pause_id"] == pause_id
@@ -68,14 +70,14 @@ def test_commands(server: Server, checkpoints: Path) -> None:
     expect_to_run_on(server, generations, [0, 1, 0])
 
 
-def test_command_that_is_refused(server: Server) -> None:
+def test_refused_update_exits_1_and_changes_nothing(server: Server) -> None:
     before = serving(server)
     refused = _run(server, "update", "disk", "/no/such/folder")
     assert (refused.exit_code, "/no/such/folder" in refused.stderr) == (1, True)
     assert serving(server) == before
 
 
-def test_server_that_is_not_there() -> None:
+def test_unreachable_server_exits_5() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     result = CliRunner().invoke(app, ["status", "--url", url])
     assert (result.exit_code, url in result.stderr) == (5, True)
@@ -85,13 +87,13 @@ def test_server_that_is_not_there() -> None:
 
 
 class Terminal:
-    """A command in a process of its own, which takes its output for a terminal."""
+    """A command in its own process, made to believe that its output is a terminal."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
 
     def read_until(self, *words: str) -> str:
-        """What comes, to the first that holds all of ``words``."""
+        """Read output until it holds all of ``words``."""
         assert self._process.stdout is not None
         text = ""
         while not all(word in text for word in words):
@@ -101,7 +103,7 @@ class Terminal:
         return text
 
     def interrupt(self) -> tuple[int, str]:
-        """Press Ctrl-C: the exit code, and the rest of the output."""
+        """Press Ctrl-C, and return the exit code and the rest of the output."""
         self._process.send_signal(signal.SIGINT)
         return self.end()
 
@@ -123,7 +125,7 @@ def _terminal(url: str, *words: str) -> Iterator[Terminal]:
             process.kill()
 
 
-def test_watch(server: Server) -> None:
+def test_watch_shows_a_pause(server: Server) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     with _terminal(server.url, "status", "--watch", "--every", "0.1") as terminal:
         terminal.read_until("state", "2 running")
@@ -134,21 +136,21 @@ def test_watch(server: Server) -> None:
     expect_all_go_on(generations)
 
 
-def test_watch_as_json(server: Server) -> None:
+def test_watch_prints_json(server: Server) -> None:
     with _terminal(server.url, "status", "--watch", "--json", "--every", "0.1") as terminal:
         lines = terminal.read_until("\n{", "}\n{").splitlines()
         assert json.loads(lines[0])["weight_version"] == "v0"
         assert terminal.interrupt()[0] == 0
 
 
-def test_update_shows_what_is_staged(
+def test_update_shows_staging_progress(
     faulty_server: Server, faults: Faults, checkpoints: Path
 ) -> None:
     faults.inject("middle", "hang")
     folder = str(checkpoints / "v1")
     with _terminal(faulty_server.url, "update", "disk", folder, "--weight-version", "v1") as bar:
-        # the checkpoint's size is known here, and so the bar has an end
-        shown = bar.read_until("staging v1", " kB", "╺")  # the end of what is staged so far
+        # the checkpoint's size is known, so the bar has an end
+        shown = bar.read_until("staging v1", " kB", "╺")  # end of the staged part
         assert re.search(r"[1-9][0-9.]*/[0-9.]+ kB", shown), shown
         faults.clear()
         code, output = bar.end()
@@ -164,7 +166,9 @@ def _look_twice(way: Proxy) -> None:
     until("it has looked twice", lambda: way.arrivals.count(STATUS) >= seen + 3)
 
 
-def test_timeline(server: Server, checkpoints: Path, tmp_path: Path) -> None:
+def test_timeline_records_a_pause_and_an_update(
+    server: Server, checkpoints: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "timeline.html"
     words = ("timeline", str(file), "--every", "0.05", "--json")
     generations = start_running(server, 2, tokens=ENDLESS)
@@ -193,15 +197,14 @@ def test_timeline(server: Server, checkpoints: Path, tmp_path: Path) -> None:
     assert ("<svg" in page, ">v1<" in page) == (True, True)
 
 
-def test_timeline_of_a_time(server: Server, tmp_path: Path) -> None:
+def test_timeline_ends_after_the_given_seconds(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "timeline.png"
     result = _run(server, "timeline", str(file), "--seconds", "0.3")
     assert (result.exit_code, str(file) in result.stdout.replace("\n", "")) == (0, True)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_timeline_of_a_server_that_goes(server: Server, tmp_path: Path) -> None:
-    """What was seen of it is drawn."""
+def test_timeline_draws_what_it_has_when_the_server_goes(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "timeline.svg"
     with Proxy(server).serving() as way, _terminal(way.url, "timeline", str(file)) as terminal:
         _look_twice(way)
@@ -212,12 +215,14 @@ def test_timeline_of_a_server_that_goes(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["timeline.gif", "no/such/folder/timeline.png"])
-def test_timeline_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+def test_timeline_refuses_an_unwritable_file(tmp_path: Path, name: str) -> None:
     result = CliRunner().invoke(app, ["timeline", str(tmp_path / name)])
     assert result.exit_code == 2
 
 
-def test_timeline_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeline_without_matplotlib_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "sglang_inflight.cli.chart", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(app, ["timeline", str(tmp_path / "timeline.png")])

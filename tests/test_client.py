@@ -29,7 +29,7 @@ from tests.support.updates import (
     tensor_body,
 )
 
-# a lease that runs out while a test waits for it
+# expires while a test waits
 SHORT_S = 0.5
 
 
@@ -43,8 +43,7 @@ def client(server: Server) -> Iterator[Client]:
 # ---- pauses ------------------------------------------------------------------------------
 
 
-def test_paused_outlives_its_lease(server: Server, client: Client) -> None:
-    """It is renewed while the block runs, and let go at its end."""
+def test_paused_block_renews_its_lease(server: Server, client: Client) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     with client.paused("in_place", lease_s=SHORT_S) as answer:
         counts = settle(server, generations)
@@ -56,7 +55,7 @@ def test_paused_outlives_its_lease(server: Server, client: Client) -> None:
 
 
 def _count_renewals(server: Server, pause_id: str) -> Iterator[None]:
-    """Once for each time the lease was seen to have grown."""
+    """Yield each time the lease is seen to grow."""
     left = _lease_left(server, pause_id)
     while True:
         before, left = left, _lease_left(server, pause_id)
@@ -72,7 +71,7 @@ def _lease_left(server: Server, pause_id: str) -> float:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_paused_ends_when_the_block_fails(
+def test_paused_block_resumes_when_it_fails(
     server: Server, client: Client, error: type[BaseException]
 ) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
@@ -82,14 +81,14 @@ def test_paused_ends_when_the_block_fails(
     expect_all_go_on(generations)
 
 
-def test_pause_that_was_lost(server: Server, client: Client) -> None:
-    """Somebody let go of everything: what was done in the block was not done in a pause."""
+def test_paused_block_raises_when_its_pause_was_lost(server: Server, client: Client) -> None:
+    """Another caller released all pauses, so part of the block ran unpaused."""
     with pytest.raises(Conflict, match="not held"), client.paused():
         client.resume()
     assert not client.status()["paused"]
 
 
-def test_pause_of_a_client_that_dies(server: Server) -> None:
+def test_pause_of_a_dead_client_ends_with_its_lease(server: Server) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     with Client(server.url) as client:
         client.pause("in_place", lease_s=SHORT_S)
@@ -97,8 +96,7 @@ def test_pause_of_a_client_that_dies(server: Server) -> None:
     expect_all_go_on(generations)
 
 
-def test_interrupted_before_it_is_paused(server: Server, client: Client) -> None:
-    """Ctrl-C while the pause waits for running requests: nobody goes on to renew it."""
+def test_ctrl_c_during_a_drain_stops_the_renewal(server: Server, client: Client) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     main = threading.main_thread().ident
     assert main is not None
@@ -109,7 +107,7 @@ def test_interrupted_before_it_is_paused(server: Server, client: Client) -> None
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    # longer than busy cores take to interrupt it
+    # longer than busy cores take to interrupt the pause
     with pytest.raises(KeyboardInterrupt), client.paused("wait", lease_s=10 * SHORT_S):
         raise AssertionError("it has waited for requests that do not end")
     thread.join()
@@ -117,8 +115,8 @@ def test_interrupted_before_it_is_paused(server: Server, client: Client) -> None
     expect_all_go_on(generations)
 
 
-def test_a_wait_that_is_longer_than_its_lease(server: Server, client: Client) -> None:
-    """Nobody renews a pause that is not granted yet, so its lease has not begun."""
+def test_lease_begins_when_the_pause_is_granted(server: Server, client: Client) -> None:
+    """The client renews no pause before the grant."""
     (generation,) = start_running(server, 1, tokens=ENDLESS)
 
     def end_it() -> None:
@@ -136,8 +134,7 @@ def test_a_wait_that_is_longer_than_its_lease(server: Server, client: Client) ->
     assert not client.status().paused
 
 
-def test_async_paused(server: Server) -> None:
-    """Cancelled in the block: generation goes on."""
+def test_async_paused_block_resumes_when_cancelled(server: Server) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
 
     async def hold(client: AsyncClient) -> None:
@@ -158,7 +155,9 @@ def test_async_paused(server: Server) -> None:
 # ---- updates -----------------------------------------------------------------------------
 
 
-def test_update_and_rollback(server: Server, client: Client, checkpoints: Path) -> None:
+def test_update_and_rollback_reach_running_requests(
+    server: Server, client: Client, checkpoints: Path
+) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     receipt = client.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
     assert (receipt["base_version"], receipt["weight_version"]) == ("v0", "v1")
@@ -168,7 +167,9 @@ def test_update_and_rollback(server: Server, client: Client, checkpoints: Path) 
     expect_to_run_on(server, generations, [0, 1, 0])
 
 
-def test_refusals(server: Server, client: Client, checkpoints: Path) -> None:
+def test_refused_updates_raise_and_change_nothing(
+    server: Server, client: Client, checkpoints: Path
+) -> None:
     before = serving(server)
     with pytest.raises(Conflict, match="v7"):
         client.update_from_disk(str(checkpoints / "v1"), expected_version="v7")
@@ -179,7 +180,7 @@ def test_refusals(server: Server, client: Client, checkpoints: Path) -> None:
     assert serving(server) == before
 
 
-def test_session(server: Server, client: Client) -> None:
+def test_session_goes_live_at_the_end_of_its_block(server: Server, client: Client) -> None:
     weights = marker.tensors(1)
     with client.session(weight_version="v1", partial=False) as session:
         name = {"session_id": session.session_id}
@@ -192,7 +193,7 @@ def test_session(server: Server, client: Client) -> None:
     says(server, 1)
 
 
-def test_session_that_fails_changes_nothing(server: Server, client: Client) -> None:
+def test_failed_session_changes_nothing(server: Server, client: Client) -> None:
     before = serving(server)
 
     def send_and_fail() -> None:
@@ -206,8 +207,8 @@ def test_session_that_fails_changes_nothing(server: Server, client: Client) -> N
     says(server, 0)
 
 
-def test_session_outlives_its_lease(server: Server) -> None:
-    """It is renewed three times within a lease."""
+def test_session_block_renews_its_lease(server: Server) -> None:
+    """The client renews three times per lease."""
     with (
         Proxy(server).serving() as way,
         Client(way.url) as client,
@@ -222,8 +223,8 @@ def test_session_outlives_its_lease(server: Server) -> None:
     says(server, 1)
 
 
-def test_session_that_was_lost(server: Server, client: Client) -> None:
-    """Another one has the server's turn since: neither takes what is the other's."""
+def test_session_block_raises_when_its_session_was_replaced(server: Server, client: Client) -> None:
+    """Neither session takes in a tensor of the other."""
     before = serving(server)
 
     def send_late() -> None:
@@ -237,7 +238,7 @@ def test_session_that_was_lost(server: Server, client: Client) -> None:
     assert staging(server)[0]["state"] == "open"
 
 
-def test_progress(server: Server, client: Client) -> None:
+def test_progress_reports_staged_tensors(server: Server, client: Client) -> None:
     weights = marker.tensors(1)
     heard: list[Progress] = []
     with client.session(on_progress=heard.append):
@@ -250,15 +251,15 @@ def test_progress(server: Server, client: Client) -> None:
 # ---- answers that are lost ---------------------------------------------------------------
 
 
-def test_what_is_tried_again(server: Server) -> None:
+def test_status_is_retried_when_its_answer_is_lost(server: Server) -> None:
     with Proxy(server).serving() as way, Client(way.url) as client:
         way.lose_answer("/inflight/status")
         assert client.status()["weight_version"] == "v0"
         assert way.arrivals == ["/inflight/status"] * 2
 
 
-def test_answers_to_a_pause_are_lost(server: Server) -> None:
-    """The client chose its id, so it is one pause however often it was asked for."""
+def test_pause_is_taken_once_when_its_answer_is_lost(server: Server) -> None:
+    """The client chooses the id, so a retry names the same pause."""
     generations = start_running(server, 2, tokens=ENDLESS)
     with Proxy(server).serving() as way, Client(way.url) as client:
         way.lose_answer("/pause_generation")
@@ -270,8 +271,7 @@ def test_answers_to_a_pause_are_lost(server: Server) -> None:
     expect_all_go_on(generations)
 
 
-def test_no_answer_to_a_pause_comes(server: Server) -> None:
-    """It is let go of at once, and not when its lease ends."""
+def test_pause_without_any_answer_is_released_at_once(server: Server) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     with Proxy(server).serving() as way, Client(way.url) as client:
         for _ in range(ATTEMPTS):
@@ -282,7 +282,7 @@ def test_no_answer_to_a_pause_comes(server: Server) -> None:
     expect_all_go_on(generations)
 
 
-def test_answers_to_a_begin_are_lost(server: Server) -> None:
+def test_session_is_begun_once_when_its_answer_is_lost(server: Server) -> None:
     with Proxy(server).serving() as way, Client(way.url) as client:
         way.lose_answer("/begin_weight_update")
         with client.session(weight_version="v1", lease_s=60):
@@ -291,7 +291,7 @@ def test_answers_to_a_begin_are_lost(server: Server) -> None:
     says(server, 1)
 
 
-def test_no_answer_to_a_begin_comes(server: Server) -> None:
+def test_session_without_any_answer_is_dropped(server: Server) -> None:
     with Proxy(server).serving() as way, Client(way.url) as client:
         for _ in range(ATTEMPTS):
             way.lose_answer("/begin_weight_update")
@@ -300,8 +300,10 @@ def test_no_answer_to_a_begin_comes(server: Server) -> None:
     assert staging(server)[0]["state"] == "empty"
 
 
-def test_rollback_is_asked_for_again(server: Server, client: Client, checkpoints: Path) -> None:
-    """Its answer was lost: with the version that it was to undo, it is not undone itself."""
+def test_rollback_tried_again_does_not_undo_itself(
+    server: Server, client: Client, checkpoints: Path
+) -> None:
+    """The first answer was lost. ``expected_version`` refuses the second call."""
     client.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
     with Proxy(server).serving() as way, Client(way.url) as far:
         way.lose_answer("/inflight/rollback")
@@ -312,7 +314,7 @@ def test_rollback_is_asked_for_again(server: Server, client: Client, checkpoints
     says(server, 0)
 
 
-def test_what_is_not_tried_again(server: Server, checkpoints: Path) -> None:
+def test_update_is_not_retried_when_its_answer_is_lost(server: Server, checkpoints: Path) -> None:
     path = "/update_weights_from_disk"
     epoch = status(server)["epoch"]
     with Proxy(server).serving() as way, Client(way.url) as client:
@@ -323,6 +325,6 @@ def test_what_is_not_tried_again(server: Server, checkpoints: Path) -> None:
         assert client.status()["epoch"] == epoch + 1
 
 
-def test_server_that_is_not_there() -> None:
+def test_unreachable_server_raises_connect_error() -> None:
     with Client(f"http://127.0.0.1:{free_port()}") as client, pytest.raises(httpx.ConnectError):
         client.status()

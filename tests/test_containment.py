@@ -1,4 +1,4 @@
-"""Control calls of SGLang's own that fail: an error for their caller, and nothing else."""
+"""A failed control call of SGLang's own is an error for its caller, and harms nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
 @contextlib.contextmanager
 def requests_run_on(server: Server) -> Iterator[list[Generation]]:
-    """Through the block, and to the end that the test gives them after it."""
+    """Keep two requests running through the block, then check that they continue."""
     running = start_running(server, 2, tokens=ENDLESS)
     yield running
     expect_all_go_on(running)
@@ -38,7 +38,7 @@ def requests_run_on(server: Server) -> Iterator[list[Generation]]:
 
 
 def refuse(answer: dict[str, Any], status_code: int, *words: str) -> None:
-    """In a sentence that has ``words``, whichever of the server's forms it comes in."""
+    """Check the status code and the error's words, in any of the server's error formats."""
     assert answer["status_code"] == status_code, answer
     said = answer.get("message") or answer["error"]["message"]
     for word in words:
@@ -59,7 +59,7 @@ def refuse(answer: dict[str, Any], status_code: int, *words: str) -> None:
     ],
     ids=["release", "resume", "resume one", "no such tag", "experts", "profile", "slow down"],
 )
-def test_a_handler_fails(
+def test_failing_handler_answers_with_the_error(
     server: Server, path: str, body: Any, status_code: int, words: list[str]
 ) -> None:
     with requests_run_on(server):
@@ -67,15 +67,15 @@ def test_a_handler_fails(
 
 
 @pytest.mark.guards_fix
-def test_release_while_paused_in_place(server: Server) -> None:
+def test_release_is_refused_while_paused_in_place(server: Server) -> None:
     with requests_run_on(server):
         pause(server, "in_place")
         refuse(server.post(RELEASE, {}), 409, "2 requests run")
         resume(server)
 
 
-def test_release_and_resume(server: Server) -> None:
-    """The right order is let through, also for requests that a pause sent back."""
+def test_release_and_resume_work_in_order(server: Server) -> None:
+    """A retracted request keeps neither call from working."""
     with requests_run_on(server):
         pause(server, "retract")
         assert server.post(RELEASE, {})["status_code"] == 200
@@ -85,8 +85,8 @@ def test_release_and_resume(server: Server) -> None:
         resume(server)
 
 
-def test_release_when_all_requests_have_ended(server: Server) -> None:
-    """They are in SGLang's batch until a next step, which a frozen loop does not make."""
+def test_release_works_when_all_requests_have_ended(server: Server) -> None:
+    """Ended requests stay in SGLang's batch until the next step, and a frozen loop makes none."""
     for _ in range(5):
         running = start_running(server, 2, tokens=ENDLESS)
         server.post("/abort_request", {"abort_all": True})
@@ -117,13 +117,13 @@ def test_release_when_all_requests_have_ended(server: Server) -> None:
     ],
     ids=lambda value: value.strip("/") if isinstance(value, str) else "",
 )
-def test_a_call_is_refused(server: Server, path: str, body: Any) -> None:
+def test_bad_control_call_leaves_requests_running(server: Server, path: str, body: Any) -> None:
     with requests_run_on(server):
         assert server.post(path, body)["status_code"] >= 400
 
 
-def test_sessions(server: Server) -> None:
-    """Opened twice, closed though there is none, and asked for what they do not hold."""
+def test_bad_session_calls_leave_requests_running(server: Server) -> None:
+    """Sessions opened twice, closed without being open, and asked for missing requests."""
     session = {"capacity_of_str_len": 1000, "session_id": "s"}
     with requests_run_on(server):
         assert server.post("/open_session", session)["status_code"] == 200
@@ -137,8 +137,8 @@ def test_sessions(server: Server) -> None:
 
 
 @pytest.mark.guards_fix
-def test_a_rendezvous_that_nobody_comes_to(server: Server) -> None:
-    """Its caller waits, for half an hour if it likes; nobody else does."""
+def test_rendezvous_without_a_peer_blocks_only_its_caller(server: Server) -> None:
+    """The caller may wait for half an hour."""
     body = {
         "master_address": "127.0.0.1",
         "ports": str(free_port()),
@@ -171,19 +171,19 @@ class TestEngine:
         return answers
 
     @pytest.mark.guards_fix
-    def test_a_late_answer_is_not_the_next_callers(self, answers: dict[str, Any]) -> None:
+    def test_late_answer_does_not_reach_the_next_caller(self, answers: dict[str, Any]) -> None:
         assert "second" in answers["check"]
         assert answers["flush"] == [False, "Another flush_cache is already in progress."]
 
     @pytest.mark.guards_fix
-    def test_a_handler_fails(self, answers: dict[str, Any]) -> None:
+    def test_failing_handler_raises(self, answers: dict[str, Any]) -> None:
         kind, message = answers["release"]
         assert kind == "Conflict"
         assert "1 requests run" in message
         assert answers["tokens"] == [marker.token(0)] * 400
 
     @pytest.mark.skipif(UPSTREAM, reason="its scheduler would end, and the other tests with it")
-    def test_a_request_is_refused(self, answers: dict[str, Any]) -> None:
+    def test_bad_request_is_refused(self, answers: dict[str, Any]) -> None:
         fields = (
             "position 1",
             "sampling_params.ignore_eos",

@@ -1,4 +1,4 @@
-"""A model that keeps tensors which its loader derives from weights: they go live together."""
+"""Tensors derived from weights by a model's loader go live together with the weights."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def server(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def test_a_norm_that_is_held_twice_goes_live_whole(server: Server, folder: Path) -> None:
-    """From disk, as one tensor, past the loader; and comes back with a rollback."""
+def test_norm_held_twice_goes_live_and_rolls_back_whole(server: Server, folder: Path) -> None:
+    """The norm comes from disk, as one tensor, and past the loader."""
     assert status(server)["staging"]["refusal"] is None
     running = start_running(server, 2, tokens=ENDLESS)
     in_flight: dict[str, Any] = {"non_blocking": True, "kv_cache": "keep"}
@@ -58,7 +58,7 @@ def test_a_norm_that_is_held_twice_goes_live_whole(server: Server, folder: Path)
         assert versions_of(output) == ["v0", "v1", "v2", "v3", "v2"]
 
 
-def test_a_tied_head_that_comes_alone_changes_nothing(server: Server) -> None:
+def test_tied_head_sent_alone_is_refused(server: Server) -> None:
     before = serving(server)
     head = {"lm_head.weight": gemma.tensors(0)["model.embed_tokens.weight"]}
     refuse(

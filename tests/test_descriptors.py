@@ -1,4 +1,4 @@
-"""File descriptors run out: calls are refused with the reason, and the server goes on."""
+"""Without free file descriptors, calls are refused with the reason, and the server survives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.workers import workers
 pytest_plugins = ["tests.support.fixtures"]
 
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
-# with a string that is long enough to become a file
+# the string is long enough to be passed as a file
 LARGE: dict[str, Any] = {
     "serialized_named_tensors": [by_value({"model.norm.weight": torch.ones(1 << 16)})],
     **LIVE,
@@ -33,7 +33,7 @@ DEVICE = f"GPU-{platform.machine()}"
 
 @contextmanager
 def connected(server: Server) -> Iterator[httpx.Client]:
-    """A connection that is there before descriptors run out."""
+    """A connection opened before descriptors run out."""
     with httpx.Client(base_url=server.url, timeout=60, headers=server.headers, **PLAIN) as client:
         assert client.get("/inflight/status").status_code == 200
         yield client
@@ -49,13 +49,15 @@ def expect_refused(answer: httpx.Response) -> None:
 def expect_recovered(
     server: Server, checkpoints: Path, processes: dict[psutil.Process, int]
 ) -> None:
-    """``processes`` had so many descriptors open before."""
+    """Check that an update works and that ``processes`` have only their former descriptors open."""
     update(server, checkpoints, 1, **LIVE)
     for process, before in processes.items():
         until("all is closed", lambda p=process, n=before: descriptors.count(p) <= n)  # type: ignore[misc]
 
 
-def test_the_front_end_has_none_left(server: Server, checkpoints: Path) -> None:
+def test_update_is_refused_when_the_front_end_has_no_descriptor(
+    server: Server, checkpoints: Path
+) -> None:
     process = psutil.Process(server.process.pid)
     streams = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
@@ -69,7 +71,9 @@ def test_the_front_end_has_none_left(server: Server, checkpoints: Path) -> None:
         expect_recovered(server, checkpoints, {process: count})
 
 
-def test_a_scheduler_has_none_left(server: Server, checkpoints: Path) -> None:
+def test_update_is_refused_when_a_scheduler_has_no_descriptor(
+    server: Server, checkpoints: Path
+) -> None:
     (rank,) = schedulers(server.process.pid)
     streams = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
@@ -87,7 +91,9 @@ def test_a_scheduler_has_none_left(server: Server, checkpoints: Path) -> None:
         expect_recovered(server, checkpoints, {rank: count})
 
 
-def test_workers_have_none_left(workers_server: Server, checkpoints: Path) -> None:
+def test_forwarded_call_is_refused_when_a_worker_has_no_descriptor(
+    workers_server: Server, checkpoints: Path
+) -> None:
     until("there are two workers", lambda: len(workers(workers_server)) == 2)
     both = workers(workers_server)
     before = serving(workers_server)

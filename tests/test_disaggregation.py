@@ -1,7 +1,7 @@
-"""A decode server of a disaggregated pair: SGLang's ``fake`` transfer stands in for the other.
+"""A decode server whose prefill server is replaced by SGLang's ``fake`` transfer.
 
-It brings no KV and makes up the first token of a request. The marker model tells the version
-of every other one without looking at KV.
+The fake transfer brings no KV and invents the first token of a request. The marker model writes its
+version into every other token without reading KV.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.updates import refuse
 
 FAKE_HOST = "2.2.2.2"
 POOL, PROMPT = 1024, 16  # tokens
-# requests that run at once
+# running requests at most
 MOST = 8
 _rooms = itertools.count(1)
 
@@ -46,7 +46,7 @@ def decode_server(
     flags = [
         "--disaggregation-mode", "decode",
         "--disaggregation-transfer-backend", "fake",
-        # the other one needs memory that CUDA pins
+        # the other backup needs CUDA's pinned memory
         "--disaggregation-decode-retraction-backup", "cpu_tensor",
         "--max-running-requests", str(MOST),
         "--max-total-tokens", str(POOL),
@@ -78,13 +78,13 @@ def expect_whole(generation: Generation) -> Output:
     assert output.finish_reason == "length", output.meta
     assert len(output.tokens) == generation.max_new_tokens
     labels = labels_of(output.meta["weight_versions"])
-    # the first token is nobody's, and the prompt's KV
+    # no weights made the first token, nor the prompt's KV
     assert labels[1:] == [f"v{made - FIRST}" for made in output.tokens[1:]]
     assert labels_of(output.meta["kv_versions"])[PROMPT:] == labels[1:]
     return output
 
 
-def test_spans(server: Server, checkpoints: Path) -> None:
+def test_spans_name_each_version_of_a_running_request(server: Server, checkpoints: Path) -> None:
     running = start(server, 2, tokens=POOL // 3)
     for version in (1, 2):
         for generation in running:
@@ -95,8 +95,8 @@ def test_spans(server: Server, checkpoints: Path) -> None:
         assert {"v0", "v1", "v2"} == set(labels_of(output.meta["weight_versions"]))
 
 
-def test_spans_of_what_memory_drove_out(server: Server, checkpoints: Path) -> None:
-    """It waits beside the queue that other servers have, with the tokens it has."""
+def test_spans_stay_exact_when_memory_retracts_a_request(server: Server, checkpoints: Path) -> None:
+    """The retracted request waits outside the usual queue and keeps its tokens."""
     running = start(server, 4, tokens=POOL // 2)
     for generation in running:
         generation.wait_for_tokens(POOL // 8)
@@ -106,8 +106,10 @@ def test_spans_of_what_memory_drove_out(server: Server, checkpoints: Path) -> No
     assert any(output.meta["num_retractions"] for output in outputs)
 
 
-def test_a_pause_waits_for_what_memory_drove_out(server: Server) -> None:
-    """It has begun: held back, it would stand still amid its tokens, or keep others' memory."""
+def test_wait_pause_lets_a_request_retracted_for_memory_end(server: Server) -> None:
+    """That request has begun. Held back, it would freeze between tokens, or keep memory from
+    others.
+    """
     running = start(server, 4, tokens=POOL // 2)
     for generation in running:
         generation.wait_for_tokens(POOL // 8)
@@ -118,8 +120,10 @@ def test_a_pause_waits_for_what_memory_drove_out(server: Server) -> None:
     assert any(output.meta["num_retractions"] for output in outputs)
 
 
-def test_an_update_in_a_pause(server: Server, checkpoints: Path) -> None:
-    """Exact to the token, in a server that accepts requests and is healthy meanwhile."""
+def test_update_while_paused_splits_spans_at_the_exact_token(
+    server: Server, checkpoints: Path
+) -> None:
+    """Meanwhile the server accepts requests and reports healthy."""
     running = start(server, 2, tokens=240)
     for generation in running:
         generation.wait_for_tokens(3)
@@ -136,8 +140,7 @@ def test_an_update_in_a_pause(server: Server, checkpoints: Path) -> None:
     assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v1"}
 
 
-def test_pauses_that_drain(server: Server, checkpoints: Path) -> None:
-    """One lets requests run to their end and no other begin, one ends all, those that wait too."""
+def test_draining_pauses_let_requests_end_or_abort_them(server: Server, checkpoints: Path) -> None:
     (running,) = start(server, 1, tokens=100)
     running.wait_for_tokens(3)
     (rank,) = pause(server, "wait")["ranks"]
@@ -150,15 +153,15 @@ def test_pauses_that_drain(server: Server, checkpoints: Path) -> None:
     assert (rank["running"], rank["waiting"], rank["aborted"]) == (0, 0, 2)
     for generation in waiting:
         generation.wait_for_end()
-    # nothing has KV, so all of it can be made anew
+    # no KV exists, so recomputing all of it is possible
     update(server, checkpoints, 1)
     (later,) = start(server, 1, tokens=10)
     resume(server)
     assert set(labels_of(expect_whole(later).meta["weight_versions"])) == {"v1"}
 
 
-def test_a_pause_that_retracts(server: Server, checkpoints: Path) -> None:
-    """The prefill server makes the KV anew, which here is nobody. What was retracted can end."""
+def test_retract_pause_keeps_tokens_and_versions(server: Server, checkpoints: Path) -> None:
+    """No prefill server exists to recompute the KV. A retracted request can still be aborted."""
     running = start(server, 2, tokens=120)
     for generation in running:
         generation.wait_for_tokens(3)
@@ -177,8 +180,8 @@ def test_a_pause_that_retracts(server: Server, checkpoints: Path) -> None:
     assert set(labels_of(output.meta["kv_versions"])) == {"v1"}
 
 
-def test_what_falls_behind_while_it_waits_for_a_slot(server: Server, checkpoints: Path) -> None:
-    """It has its KV, and gives it back: SGLang ends an idle server whose pool is not whole."""
+def test_request_past_its_version_lag_frees_its_kv(server: Server, checkpoints: Path) -> None:
+    """SGLang ends an idle server if KV slots are missing from its pool."""
     running = start(server, MOST, tokens=100)
     for generation in running:
         generation.wait_for_tokens(3)
@@ -196,13 +199,13 @@ def test_what_falls_behind_while_it_waits_for_a_slot(server: Server, checkpoints
     for generation in running:
         expect_whole(generation)
     until_empty(server)
-    # idle, it looks at its pool, and then takes this
+    # the idle check of the pool comes before this request
     for generation in start(server, 1, tokens=POOL - 10 * PROMPT):
         expect_whole(generation)
 
 
-def test_what_waits_for_its_grammar_can_end(server: Server) -> None:
-    """It has no KV, as others have that wait here."""
+def test_request_waiting_for_its_grammar_can_be_aborted(server: Server) -> None:
+    """Unlike other waiting requests here, this one has no KV."""
     (running,) = start(server, 1, tokens=100)
     running.wait_for_tokens(3)
     pause(server, "in_place")
@@ -215,8 +218,8 @@ def test_what_waits_for_its_grammar_can_end(server: Server) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_an_abort_spares_a_name_that_begins_alike(server: Server, mode: str) -> None:
-    """Those that run or were retracted, and those that wait for their prompt's KV."""
+def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) -> None:
+    """Applies to running, to retracted, and to requests waiting for their prompt's KV."""
     running = [*start(server, 1, 240, rid="run1"), *start(server, 1, 240, rid="run10")]
     for generation in running:
         generation.wait_for_tokens(3)
@@ -233,14 +236,14 @@ def test_an_abort_spares_a_name_that_begins_alike(server: Server, mode: str) -> 
         assert (output.finish_reason, len(output.tokens)) == ("length", goes_on.max_new_tokens)
 
 
-def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) -> None:
-    """A request that is retracted here has to be sent to the prefill server again."""
+def test_calls_that_would_lose_requests_are_refused(server: Server, checkpoints: Path) -> None:
+    """Only the prefill server can recompute a retracted request."""
     (running,) = start(server, 1, tokens=240)
     running.wait_for_tokens(3)
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}
     refuse(server.post("/update_weights_from_disk", body), "--disaggregation-mode")
     refuse(server.post("/inflight/rollback", {"flush_cache": True}), "--disaggregation-mode")
-    # SGLang's own release asks for CUDA when the memory is gone, and ends the scheduler
+    # SGLang's own release calls CUDA when the memory is gone, which ends the scheduler
     refuse(server.post("/release_memory_occupation", {}), "--disaggregation-mode")
     pause(server, "in_place")
     waits = {**body, "non_blocking": False}
@@ -251,8 +254,7 @@ def test_what_would_lose_requests_is_refused(server: Server, checkpoints: Path) 
     assert labels_of(expect_whole(running).meta["weight_versions"]) == ["v0"] * 240
 
 
-def test_an_update_that_waits_for_requests(server: Server, checkpoints: Path) -> None:
-    """Upstream's own meaning, with upstream's own fields."""
+def test_update_with_upstreams_fields_waits_for_requests(server: Server, checkpoints: Path) -> None:
     running = start(server, 2, tokens=60)
     for generation in running:
         generation.wait_for_tokens(3)

@@ -1,7 +1,7 @@
-"""Draft models: they go live with their target, at the same step, or are left as they were.
+"""Draft models: updated in the same step as their target, or left unchanged.
 
-A draft by the weights of its target drafts what the target then says, and all of it is accepted.
-One by other weights drafts another version's token, and each step brings one token only.
+A draft on its target's weights predicts the target's tokens, which are all accepted. A draft on
+other weights predicts another version's token, so each step yields one token only.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.support.load import (
 from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.updates import ENDLESS, misshapen, refuse, says, serving, tensor_body
 
-# one zygote is for all that compile nothing, see ``drafting``
+# one zygote serves all tests without compiled code, see ``drafting``
 pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
 
 STEP = 4  # tokens, where all drafts are accepted
 STEPS = 10
-TOKENS = 1 + STEPS * STEP  # the first is of the prefill
+TOKENS = 1 + STEPS * STEP  # the prefill makes the first
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def drafting(
         "--weight-version", "v0",
         *flags,
     )  # fmt: skip
-    # what upstream compiles for a GPU takes long to compile here
+    # code compiled for a GPU takes long to compile here
     env = with_plugin("speculation", *plugins) | {"TORCHDYNAMO_DISABLE": "1"}
     with serve(model, *flags, log=folder / "server.log", env=env) as server:
         yield server
@@ -75,12 +75,14 @@ def expect_updates_in_flight(server: Server, checkpoints: Path) -> None:
         expect_spans_in_chunks(output)
 
 
-def test_one_that_shares_its_targets_head(checkpoints: Path, tmp_path: Path) -> None:
+def test_draft_with_the_targets_head_goes_live_with_the_target(
+    checkpoints: Path, tmp_path: Path
+) -> None:
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False)
     with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
         expect_updates_in_flight(server, checkpoints)
-        # both in one update: the head is a weight of both, and swaps once
+        # both in one update: the shared head swaps once
         ask(server, "POST", "/begin_weight_update", {})
         update(server, checkpoints, 4)
         body = {"model_path": str(other), "selector": "draft"}
@@ -90,14 +92,14 @@ def test_one_that_shares_its_targets_head(checkpoints: Path, tmp_path: Path) -> 
         assert ask(server, "GET", "/model_info")["model_path"] == str(checkpoints / "v4")
         ask(server, "POST", "/inflight/rollback", {})
         expect_drafts(server, accepted=True)
-        # and where both read the same tensors, all of which must come
+        # one set of tensors for both models: none may be missing
         body = tensor_body(marker.tensors(5), selector="all", partial=False, non_blocking=True)
         ask(server, "POST", "/update_weights_from_tensor", body | {"weight_version": "v5"})
         expect_drafts(server, accepted=True)
 
 
-def test_what_is_its_targets_is_left_alone(checkpoints: Path, tmp_path: Path) -> None:
-    """Also where a draft's checkpoint has a tensor of that name."""
+def test_draft_update_leaves_the_targets_weights_alone(checkpoints: Path, tmp_path: Path) -> None:
+    """The target's tensors stay even if the draft's checkpoint holds a tensor of the same name."""
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
     disk = "/update_weights_from_disk"
@@ -107,13 +109,13 @@ def test_what_is_its_targets_is_left_alone(checkpoints: Path, tmp_path: Path) ->
         expect_drafts(server, accepted=False)
         says(server, 0)
         (before,) = serving(server)
-        # with the same values, and what it does not bring is read anew
+        # the same values as before; every other tensor is read anew
         part = {"lm_head.weight": marker.tensors(0)["lm_head.weight"]}
         same = tensor_body(part, selector="target", partial=True, non_blocking=True)
         ask(server, "POST", "/update_weights_from_tensor", same)
         (after,) = serving(server)
         assert after[-1] == before[-1]
-        # the target's in the same session are the target's, whichever comes last
+        # within one session, the order of target and draft makes no difference
         ask(server, "POST", "/begin_weight_update", {})
         update(server, checkpoints, 1)
         ask(server, "POST", disk, body)
@@ -121,8 +123,8 @@ def test_what_is_its_targets_is_left_alone(checkpoints: Path, tmp_path: Path) ->
         says(server, 1)
 
 
-def test_one_whose_target_sglang_finishes(tmp_path: Path) -> None:
-    """Both are updated in place. Each keeps what the other's update brings."""
+def test_draft_of_a_post_processed_target_updates_in_place(tmp_path: Path) -> None:
+    """An update of one model keeps the other model's weights."""
     target = finishing.build(tmp_path / "v0", 0)
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
@@ -133,21 +135,23 @@ def test_one_whose_target_sglang_finishes(tmp_path: Path) -> None:
         says(server, 0)
         ask(server, "POST", disk, of_draft)
         says(server, 0)
-        # a session that is for both, and has tensors for one
+        # a session for both models, with tensors for one
         begun = {"non_blocking": True, "selector": "all"}
         session = {"session_id": ask(server, "POST", "/begin_weight_update", begun)["session_id"]}
         ask(server, "POST", disk, of_draft | session)
         ask(server, "POST", "/end_weight_update", session)
         says(server, 0)
-        # what one update has torn another one mends only if it brings that model
+        # a partially written model is repaired only by an update of that model
         refuse(server.post(disk, {"model_path": str(torn_target)}), "model.norm.weight")
         refuse(server.post(disk, of_draft), "target", "partially written")
         ask(server, "POST", disk, {"model_path": str(target)})
         says(server, 0)
 
 
-def test_one_of_its_targets_checkpoint(checkpoints: Path, tmp_path: Path) -> None:
-    """What changes one changes both, and so does what fails to."""
+def test_draft_from_the_targets_checkpoint_updates_with_the_target(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """A failing update changes neither model."""
     v0 = checkpoints / "v0"
     normal = "--disable-overlap-schedule"
     with drafting("STANDALONE", v0, v0, tmp_path, normal) as server:
@@ -169,8 +173,10 @@ def test_one_of_its_targets_checkpoint(checkpoints: Path, tmp_path: Path) -> Non
         expect_drafts(server, accepted=True)
 
 
-def test_one_of_a_checkpoint_of_its_own(checkpoints: Path, tmp_path: Path) -> None:
-    """Its tensors may bear the names of its target's, so it is changed where a call says so."""
+def test_draft_with_its_own_checkpoint_updates_only_when_selected(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    """Its tensor names may equal those of the target, so a call has to select the draft."""
     own = marker.build(tmp_path / "own", 0)
     with drafting("STANDALONE", checkpoints / "v0", own, tmp_path) as server:
         expect_drafts(server, accepted=True)

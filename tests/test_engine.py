@@ -1,4 +1,4 @@
-"""Pauses and updates through ``sglang.Engine``, while another thread generates with it."""
+"""Pauses and updates through ``sglang.Engine`` while another thread generates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answers(
 
 
 def expect_spans(tokens: list[int], spans: list[dict[str, Any]]) -> list[str]:
-    """The versions of a whole output, after its tokens were found to be theirs."""
+    """Check that spans match the tokens, and return the spans' versions."""
     assert len(tokens) == TOKENS
     told = read_spans({"weight_versions": spans})
     assert cover_exactly(told, TOKENS)
@@ -41,7 +41,9 @@ def expect_spans(tokens: list[int], spans: list[dict[str, Any]]) -> list[str]:
     ("source", "version", "base"),
     [("disk", "v1", "v0"), ("tensor", "v2", "v1"), ("distributed", "v3", "v2")],
 )
-def test_updates_in_flight(answers: dict[str, Any], source: str, version: str, base: str) -> None:
+def test_update_in_flight_returns_a_receipt(
+    answers: dict[str, Any], source: str, version: str, base: str
+) -> None:
     receipt = answers[source]
     assert receipt.keys() >= RECEIPT
     assert (receipt["success"], receipt["weight_version"], receipt["base_version"]) == (
@@ -51,47 +53,46 @@ def test_updates_in_flight(answers: dict[str, Any], source: str, version: str, b
     )
 
 
-def test_the_generating_thread_saw_every_version(answers: dict[str, Any]) -> None:
+def test_generating_thread_gets_tokens_of_every_version(answers: dict[str, Any]) -> None:
     output = answers["in flight"]
     versions = expect_spans(output["tokens"], output["spans"])
     assert versions[0] == "v0"
-    # the pause holds it still between v1 and v2, and v2 is what the rollback returns to
+    # a pause between v1 and v2 freezes generation, and the rollback returns to v2
     assert [v for v in versions if v in {"v0", "v2"}][:2] == ["v0", "v2"]
     assert answers["rollback"]["weight_version"] == "v2"
 
 
-def test_pause_and_continue(answers: dict[str, Any]) -> None:
+def test_pause_and_continue_return_answers(answers: dict[str, Any]) -> None:
     (rank,) = answers["pause"]["ranks"]
     assert (answers["pause"]["mode"], rank["running"]) == ("in_place", 1)
     assert answers["continue"]["paused"] is False
 
 
-def test_sglangs_http_app_that_is_imported_later_has_our_routes(answers: dict[str, Any]) -> None:
+def test_http_app_imported_after_the_engine_has_our_routes(answers: dict[str, Any]) -> None:
     served = answers["served"]
     (holder,) = served["status"]["holders"]
     assert served["paused"]["pause_id"] == holder["pause_id"]
     assert served["continued"]["paused"] is False
 
 
-def test_a_refused_update_raises(answers: dict[str, Any]) -> None:
+def test_refused_update_raises(answers: dict[str, Any]) -> None:
     assert "'/nowhere' is not a directory" in answers["refused"]
 
 
-def test_async_methods(answers: dict[str, Any]) -> None:
+def test_async_methods_pause_update_and_release(answers: dict[str, Any]) -> None:
     output = answers["async"]
     assert output["receipt"]["retracted"] == 1
     for released, returned in (answers["moved"], output["moved"]):
         assert (released["paused"], released["hollow"]) == (True, None)
         assert returned["ranks"][0]["bytes"].keys() < released["ranks"][0]["bytes"].keys()
-    # a pause of the caller's own holds on
+    # the caller's own pause stays in force
     assert (output["moved"][1]["paused"], answers["moved"][1]["paused"]) == (True, False)
     (rank,) = output["paused"]["ranks"]
     assert rank["retracted"] == 1
     assert expect_spans(output["tokens"], output["spans"])[-1] == "v4"
 
 
-def test_signatures(answers: dict[str, Any]) -> None:
-    """``help`` shows what may be said, in both forms."""
+def test_help_lists_the_arguments_of_each_method(answers: dict[str, Any]) -> None:
     for name, (signature, words) in answers["signatures"].items():
         assert "*" not in signature.replace("*, ", ""), name
         assert words, name
@@ -105,8 +106,7 @@ def test_signatures(answers: dict[str, Any]) -> None:
         assert field in signature
 
 
-def test_arguments_that_cannot_be(answers: dict[str, Any]) -> None:
-    """They are refused with the argument's name, and nothing is done."""
+def test_bad_argument_is_named_and_changes_nothing(answers: dict[str, Any]) -> None:
     for name, wrong in NONSENSE.items():
         said = answers["nonsense"][name]
         assert said.startswith(f"Refused: bad argument of {name}: "), said
@@ -116,16 +116,16 @@ def test_arguments_that_cannot_be(answers: dict[str, Any]) -> None:
     assert answers["after nonsense"] is False
 
 
-def test_requests_with_values_of_other_types(answers: dict[str, Any]) -> None:
-    """One is what it means, and another would end the scheduler."""
+def test_request_values_of_another_type_are_converted_or_refused(answers: dict[str, Any]) -> None:
+    """An unconvertible value would end the scheduler."""
     output = answers["loose"]
     assert output["output_ids"] == answers["last"]
     assert len(output["meta_info"]["output_token_logprobs"]) == 3
     assert answers["too loose"].startswith("ValueError: sampling_params.max_new_tokens: ")
 
 
-def test_waiting_in_the_event_loop(answers: dict[str, Any]) -> None:
-    """Refused before anything is done, where it could never be answered."""
+def test_blocking_method_in_the_event_loop_raises(answers: dict[str, Any]) -> None:
+    """The answer could never arrive there."""
     pause, generate, flush = answers["async"]["in the loop"]
     assert pause.startswith("RuntimeError: ")
     assert "engine.async_pause_generation(...)" in pause
@@ -135,13 +135,12 @@ def test_waiting_in_the_event_loop(answers: dict[str, Any]) -> None:
     assert answers["async"]["flushed"] is True
 
 
-def test_two_engines_of_different_size(answers: dict[str, Any]) -> None:
+def test_two_engines_of_different_size_work_in_one_process(answers: dict[str, Any]) -> None:
     assert answers["beside"]["ranks"] == [1, 2]
     assert answers["beside"]["flushed"] is True
 
 
-def test_engine_under_its_users_loop(answers: dict[str, Any]) -> None:
-    """Its threads may wait, and its event loop may not."""
+def test_blocking_method_works_in_a_thread_beside_the_event_loop(answers: dict[str, Any]) -> None:
     beside = answers["beside"]
     assert "engine.async_pause_generation(...)" in beside["in the loop"]
     assert (beside["not paused"], beside["paused"]) == (False, True)
@@ -149,7 +148,7 @@ def test_engine_under_its_users_loop(answers: dict[str, Any]) -> None:
     assert "another event loop" in beside["elsewhere"]
 
 
-def test_shutdown_ends_what_waits(answers: dict[str, Any]) -> None:
+def test_shutdown_answers_waiting_calls(answers: dict[str, Any]) -> None:
     ended = answers["beside"]["ended"]
     assert ended["stream"]["type"] == "abort"
     assert ended["stream"]["message"] == "the engine was shut down"
@@ -159,19 +158,19 @@ def test_shutdown_ends_what_waits(answers: dict[str, Any]) -> None:
     assert ended["later"] == ended["later generate"] == "Gone: the engine was shut down"
 
 
-def test_upstreams_forms(answers: dict[str, Any]) -> None:
+def test_upstreams_blocking_forms_keep_their_answers(answers: dict[str, Any]) -> None:
     assert answers["blocking disk"] == [True, "Succeeded to update model weights.", 0]
     assert answers["sealed"]["tensors"] == len(marker.tensors(1))
     assert [done for done, _ in answers["blocking session"]] == [True, True, True]
     assert answers["blocking failure"][0] is False
     success, message = answers["without a session"]
     assert not success
-    # it is an update of its own, of nothing
+    # counts as an update of its own, without a tensor
     assert "no tensor" in message
     assert answers["last"] == [marker.token(0)] * 3
 
 
-def test_named_session(answers: dict[str, Any]) -> None:
+def test_named_session_refuses_other_callers(answers: dict[str, Any]) -> None:
     session = answers["named session"]
     assert session["renewed"]["session_id"] == session["begun"]["session_id"]
     assert session["stranger"] == (

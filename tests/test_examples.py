@@ -1,4 +1,4 @@
-"""Every example does what it says, on the models of the tests."""
+"""Each example does what it promises, on the tests' models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tests.support.pool import ServerPool
 from tests.support.updates import says
 
 
-def test_hello(server: Server, checkpoints: Path, tmp_path: Path) -> None:
+def test_hello_example_updates_under_a_request(
+    server: Server, checkpoints: Path, tmp_path: Path
+) -> None:
     update, *tokens = [
         line
         for line in run(
@@ -29,13 +31,15 @@ def test_hello(server: Server, checkpoints: Path, tmp_path: Path) -> None:
     says(server, 1)
 
 
-def test_trainer(server: Server, checkpoints: Path, tmp_path: Path) -> None:
-    """Requests run through its steps, each of which is what the trainer's model has become."""
+def test_trainer_example_makes_each_step_a_version(
+    server: Server, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Requests run through all steps."""
     before = status(server)
     generations = start_running(server, 2, tokens=ENDLESS)
     lines = run(
         *(tmp_path, "trainer", "--url", server.url, "--model-path", str(checkpoints / "v0")),
-        # so little that the model goes on to say the same
+        # a change too small to change the model's tokens
         *("--steps", "2", "--learning-rate", "0.1", "--text", " ".join(["t150"] * 8)),
     )
     steps = [line for line in lines if line.startswith("step-")]
@@ -51,7 +55,9 @@ def test_trainer(server: Server, checkpoints: Path, tmp_path: Path) -> None:
         assert set(output.tokens) == {marker.token(0)}
 
 
-def test_engine(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
+def test_engine_example_updates_and_rolls_back(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path
+) -> None:
     # an engine's ranks and a server's would share the cores
     pool.discard()
     old, new = str(checkpoints / "v0"), str(checkpoints / "v1")

@@ -1,4 +1,4 @@
-"""A mixture of experts, a part of which is on each rank: what is torn, a token says."""
+"""A mixture of experts, sharded over ranks. The tokens reveal a partial update."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytest_plugins = ["tests.support.fixtures"]
 RANKS = 2
 
 
-def test_updates_in_flight(trainers: Trainers, tmp_path: Path) -> None:
+def test_updates_reach_the_experts_of_every_rank(trainers: Trainers, tmp_path: Path) -> None:
     for version in range(2):
         moe.build(tmp_path / f"v{version}", version)
     sender = Sender(tmp_path, tmp_path, trainers, moe)

@@ -1,4 +1,4 @@
-"""A server that is told to go: everybody has an answer first, and then it is gone."""
+"""Shutdown by SIGTERM: the server answers all callers, then exits."""
 
 from __future__ import annotations
 
@@ -35,53 +35,53 @@ TOKENS = 600
 
 @pytest.fixture
 def leaving(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> Iterator[Server]:
-    """A server of the test's own."""
+    """A server of the test's own, to be shut down."""
     pool.discard()
     flags = ("--weight-version", "v0")
     with serve(checkpoints / "v0", *flags, log=tmp_path / "server.log") as server:
         yield server
 
 
-def tell_to_go(server: Server) -> None:
+def send_sigterm(server: Server) -> None:
     os.kill(server.process.pid, signal.SIGTERM)
 
 
-def expect_gone(server: Server) -> None:
+def expect_exit(server: Server) -> None:
     until("it has gone", lambda: not server.is_alive())
 
 
-def test_pauses_end(leaving: Server) -> None:
-    """SGLang lets requests end first."""
-    # it ends when this test says so, and the server is there until then
+def test_sigterm_ends_pauses_so_that_requests_end(leaving: Server) -> None:
+    """SGLang waits for running requests before it exits."""
+    # keeps the server alive until the test aborts this request
     (long,) = start_running(leaving, 1, tokens=ENDLESS)
     (short,) = start_running(leaving, 1, tokens=TOKENS)
     pause(leaving, "in_place")
     (seen, _) = settle(leaving, [long, short])
-    tell_to_go(leaving)
+    send_sigterm(leaving)
     until("the pause has ended", lambda: long.count > seen)
     assert leaving.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
     expect_whole(short)
     long.abort()
-    expect_gone(leaving)
+    expect_exit(leaving)
 
 
-def test_calls_that_wait_are_answered(leaving: Server) -> None:
-    """For a trainer that never comes, and for a turn that never comes."""
+def test_sigterm_answers_waiting_calls(leaving: Server) -> None:
+    """One call waits for a trainer, the other for its turn; neither ever comes."""
     joining = Call(leaving, "/init_weights_update_group", empty_rendezvous())
     until("the ranks wait for the trainer", lambda: staging(leaving)[0]["groups"])
     succeed(leaving.post("/begin_weight_update", {"non_blocking": True}))
     body = {"model_path": "/nowhere", "non_blocking": True, "flush_cache": False}
     queued = Call(leaving, "/update_weights_from_disk", body)
-    tell_to_go(leaving)
+    send_sigterm(leaving)
     for call in (joining, queued):
         answer = call.answer()
         assert answer["status_code"] == 504, answer
         assert "the server was shut down" in answer["message"]
-    expect_gone(leaving)
+    expect_exit(leaving)
 
 
-def test_a_request_that_comes_when_the_ranks_have_ended(leaving: Server) -> None:
-    """It has begun to come in before, so that the server waits for it."""
+def test_request_after_the_ranks_exited_answers_503(leaving: Server) -> None:
+    """The request's first bytes came before, so the server waits for the rest."""
     Generation(leaving, tokens=1).output()
     url = urlsplit(leaving.url)
     body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).encode()
@@ -93,20 +93,22 @@ def test_a_request_that_comes_when_the_ranks_have_ended(leaving: Server) -> None
     assert url.port is not None
     with socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + body[:5])
-        # it has read so far when it has answered another
+        # an answered call proves that the server has read these bytes
         pass_boundaries(leaving, 1)
-        tell_to_go(leaving)
+        send_sigterm(leaving)
         until("it waits", lambda: "Waiting for connections" in leaving.log_text())
         connection.sendall(body[5:])
         response = HTTPResponse(connection)
         response.begin()
         assert response.status == 503
         assert b"shut down" in response.read()
-    expect_gone(leaving)
+    expect_exit(leaving)
 
 
-def test_a_session_that_holds_requests(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
-    """Its trainer has gone, and what it wrote in place is a mixture: requests are told so."""
+def test_sigterm_answers_requests_held_by_an_abandoned_session(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path
+) -> None:
+    """The trainer is gone and the weights are partially written."""
     pool.discard()
     env = {"SGLANG_INFLIGHT_STAGING": "off"}
     with serve(checkpoints / "v0", log=tmp_path / "server.log", env=env) as leaving:
@@ -117,6 +119,6 @@ def test_a_session_that_holds_requests(pool: ServerPool, checkpoints: Path, tmp_
         head = {"lm_head.weight": marker.tensors(1)["lm_head.weight"]}
         succeed(leaving.post("/update_weights_from_tensor", tensor_body(head)))
         assert staging(leaving)[0]["dirty"]
-        tell_to_go(leaving)
+        send_sigterm(leaving)
         assert held.answer()["status_code"] == 503
-        expect_gone(leaving)
+        expect_exit(leaving)

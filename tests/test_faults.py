@@ -1,4 +1,4 @@
-"""A rank, a trainer or a caller fails in the middle of an update: the old version serves on."""
+"""A failing rank, trainer or caller amid an update leaves the old version in service."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 DISTRIBUTED = "/update_weights_from_distributed"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
-# for an update that nobody will ever complete
+# timeout of an update without an end
 SHORT_S = 1.0
 
 PHASES: tuple[Phase, ...] = ("first", "middle", "vote")
@@ -51,7 +51,7 @@ FAULTS: list[tuple[Phase, Kind]] = [*itertools.product(PHASES, KINDS), ("middle"
 
 @contextlib.contextmanager
 def nothing_changes(server: Server) -> Iterator[list[Generation]]:
-    """Requests run through the block on the old weights, and see the next update."""
+    """Check that requests run through the block on the old weights, and get the next update."""
     running = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     yield running
@@ -64,7 +64,7 @@ def nothing_changes(server: Server) -> Iterator[list[Generation]]:
 
 
 @pytest.mark.parametrize(("phase", "kind"), FAULTS)
-def test_rank_fails(
+def test_failing_rank_drops_the_update(
     faulty_server: Server, sender: Sender, faults: Faults, phase: Phase, kind: Kind
 ) -> None:
     server = faulty_server
@@ -81,10 +81,10 @@ def test_rank_fails(
     expect_to_run_on(server, running, [0, 1])
 
 
-def test_requests_that_come_amid_staging(
+def test_requests_during_staging_keep_float32_biases(
     faulty_server: Server, sender: Sender, faults: Faults
 ) -> None:
-    """They are made as ever: SGLang keeps their biases in torch's default dtype, the process's."""
+    """SGLang takes the biases' dtype from torch's default, shared by all threads of the process."""
     server = faulty_server
     expect_fine_biases(server)
     faults.inject("middle", "hang")
@@ -99,7 +99,7 @@ def test_requests_that_come_amid_staging(
 
 
 def expect_fine_biases(server: Server) -> None:
-    """Biases differ by less than bfloat16 can tell, and the greater wins."""
+    """Check that the greater of two biases wins, though bfloat16 cannot tell them apart."""
     for winner, loser in itertools.permutations([300, 301]):
         biases = {str(winner): 100.2, str(loser): 100.0}
         tokens = Generation(server, tokens=1, sampling={"logit_bias": biases}).output().tokens
@@ -107,18 +107,18 @@ def expect_fine_biases(server: Server) -> None:
 
 
 def expect_deaf(server: Server, sender: Sender, faults: Faults) -> None:
-    """A staging thread that hears nothing keeps its own update waiting, and nothing else."""
+    """Check that a hanging staging thread delays only its own update."""
     with sender.ready(server, "disk", 1) as send:
         call = Call.of(lambda: send(**V1, timeout_s=SHORT_S))
         until_staging(server)
-        # the front end gives the rank up some seconds after its time
+        # the front end gives up some seconds after the update's timeout
         until_idle(server)
         assert not call.is_answered, call.answer()
         faults.clear()
         refuse(call.answer(), "rank dp0 pp0 tp0", status_code=504)
 
 
-# what calls that send the whole checkpoint v1 run into
+# faults for calls with the whole checkpoint v1
 FAILURES: dict[str, tuple[Phase, Kind] | None] = {
     "unknown name": None,
     "exception": ("middle", "raise"),
@@ -128,7 +128,7 @@ FAILURES: dict[str, tuple[Phase, Kind] | None] = {
 
 
 @pytest.mark.parametrize("failure", [*FAILURES, "dropped session"])
-def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure: str) -> None:
+def test_failed_updates_leak_no_memory(faulty_server: Server, faults: Faults, failure: str) -> None:
     server = faulty_server
     (scheduler,) = schedulers(server.process.pid)
     fault = FAILURES.get(failure)
@@ -153,7 +153,7 @@ def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure
                 fail_once(client)
         return resident(scheduler.pid)
 
-    # until the allocator has all the room that it keeps
+    # repeat until the allocator has reached its full size
     before = fail(40)
     sent = 40 * len(body)
     grown = fail(40) - before
@@ -161,7 +161,7 @@ def test_failures_leave_no_memory(faulty_server: Server, faults: Faults, failure
 
 
 class TestTrainer:
-    """The trainer of a distributed update, which has sent some tensors of it."""
+    """A distributed update's trainer fails after some tensors."""
 
     @pytest.fixture
     def trainer(self, trainers: Trainers) -> Trainer:
@@ -177,7 +177,7 @@ class TestTrainer:
     def expect_recovery(
         self, server: Server, sender: Sender, trainer: Trainer, running: list[Generation]
     ) -> None:
-        """The same group works when it was formed anew, with this trainer or another."""
+        """Check that the group works once joined anew, by this trainer or another."""
         refuse(server.post(DISTRIBUTED, {**layout(1), **V1}), "is broken", "join anew")
         if trainer.is_alive:
             trainer.leave(server)
@@ -186,7 +186,9 @@ class TestTrainer:
         succeed(sender.send(server, "distributed", 1, **V1))
         expect_to_run_on(server, running, [0, 1])
 
-    def test_killed(self, server: Server, sender: Sender, trainer: Trainer) -> None:
+    def test_killed_trainer_fails_its_update(
+        self, server: Server, sender: Sender, trainer: Trainer
+    ) -> None:
         with nothing_changes(server) as running:
             call = Call(server, DISTRIBUTED, {**layout(1), **V1})
             trainer.send(1, count=10)
@@ -195,7 +197,9 @@ class TestTrainer:
             refuse(call.answer(), "weight_update_group", "failed")
         self.expect_recovery(server, sender, trainer, running)
 
-    def test_hangs(self, server: Server, sender: Sender, trainer: Trainer) -> None:
+    def test_hanging_trainer_runs_into_the_timeout(
+        self, server: Server, sender: Sender, trainer: Trainer
+    ) -> None:
         with nothing_changes(server) as running:
             call = Call(server, DISTRIBUTED, {**layout(1), **V1, "timeout_s": SHORT_S})
             trainer.send(1, count=10)
@@ -203,8 +207,9 @@ class TestTrainer:
             refuse(call.answer(), "time ran out")
         self.expect_recovery(server, sender, trainer, running)
 
-    def test_hangs_in_a_session(self, server: Server, sender: Sender, trainer: Trainer) -> None:
-        """The lease of a session ends it, also while a call of it waits for the trainer."""
+    def test_session_lease_ends_a_call_that_waits_for_the_trainer(
+        self, server: Server, sender: Sender, trainer: Trainer
+    ) -> None:
         with nothing_changes(server) as running:
             succeed(server.post("/begin_weight_update", {"lease_s": SHORT_S}))
             call = Call(server, DISTRIBUTED, {**layout(1), **V1})
@@ -213,8 +218,8 @@ class TestTrainer:
             refuse(call.answer(), "lease ran out")
         self.expect_recovery(server, sender, trainer, running)
 
-    def test_sends_what_is_refused(self, server: Server, trainer: Trainer) -> None:
-        """The rest is taken in, so trainer and group stay in step, and the next one works."""
+    def test_refused_tensor_keeps_the_group_usable(self, server: Server, trainer: Trainer) -> None:
+        """The rank receives the remaining tensors, so that the next broadcast matches."""
         with nothing_changes(server) as running:
             trainer.send(1)
             wrong = layout(1)
@@ -233,12 +238,12 @@ class TestTrainer:
             ({"expected_version": "v7"}, 409),
             ({"timeout_s": "soon"}, 400),
             ({"dtypes": []}, 400),
-            # it waits for the requests that run
+            # this call waits for running requests
             ({"non_blocking": False, "timeout_s": 1}, 409),
         ],
         ids=["version", "body", "layout", "no time"],
     )
-    def test_sends_for_a_call_that_is_refused(
+    def test_broadcasts_of_a_refused_call_do_not_reach_the_next_call(
         self,
         server: Server,
         sender: Sender,
@@ -246,22 +251,20 @@ class TestTrainer:
         flaw: dict[str, Any],
         status_code: int,
     ) -> None:
-        """What it sent for the first call is not taken for the second one's."""
         with nothing_changes(server) as running:
             trainer.send(2)
             first = server.post(DISTRIBUTED, {**layout(2), **V1, **flaw})
             refuse(first, "out of step", "join anew", status_code=status_code)
             refuse(server.post(DISTRIBUTED, {**layout(1), **V1}), "is broken", "join anew")
-        # it hangs in its first broadcast
+        # the trainer hangs in its first broadcast
         trainer.close()
         self.expect_recovery(server, sender, trainer, running)
 
 
 @pytest.mark.parametrize("kills_first", [True, False], ids=["killed", "hangs, killed later"])
-def test_dead_trainers_leave_nothing(
+def test_dead_trainers_leave_no_socket_and_no_thread(
     faulty_server: Server, trainers: Trainers, kills_first: bool
 ) -> None:
-    """No thread and no socket of a group stays for longer than its trainer lives."""
     server = faulty_server
     (scheduler,) = schedulers(server.process.pid)
 
@@ -280,7 +283,7 @@ def test_dead_trainers_leave_nothing(
     def fail(times: int) -> tuple[int, int]:
         for _ in range(times):
             fail_once()
-        # what was left for later is looked after whenever a group is formed or left
+        # forming or leaving a group cleans up what earlier groups left
         trainers.get().join(server)
         trainers.get().leave(server)
         return scheduler.num_fds(), scheduler.num_threads()
@@ -289,8 +292,9 @@ def test_dead_trainers_leave_nothing(
     assert fail(3) == before
 
 
-def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None:
-    """A rendezvous ends in its time, and no update waits behind it."""
+def test_join_without_a_trainer_times_out_and_delays_no_update(
+    faulty_server: Server, sender: Sender
+) -> None:
     server = faulty_server
     joining = Call(server, JOIN, empty_rendezvous())
     until("the ranks wait for the trainer", lambda: groups(server))
@@ -301,8 +305,8 @@ def test_trainer_that_never_comes(faulty_server: Server, sender: Sender) -> None
     says(server, 2)
 
 
-def test_caller_of_a_join_leaves(faulty_server: Server, trainers: Trainers) -> None:
-    """Its rendezvous is given up, and another one can have its name."""
+def test_join_is_dropped_when_its_caller_leaves(faulty_server: Server, trainers: Trainers) -> None:
+    """Another join can use the same name afterwards."""
     server = faulty_server
     with pytest.raises(httpx.ReadTimeout):
         server.post(JOIN, empty_rendezvous(), timeout=for_the_answer(0.5))
@@ -318,14 +322,14 @@ def groups(server: Server) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("end", ["killed", "out of step"])
-def test_group_of_no_use_gives_way(
+def test_join_replaces_a_broken_group_of_the_same_name(
     faulty_server: Server, sender: Sender, trainers: Trainers, end: str
 ) -> None:
-    """Trainers that start again join under their constant name, and destroy nothing first."""
+    """Restarted trainers join under a constant name without destroying the old group first."""
     server, trainer = faulty_server, trainers.get()
     trainer.join(server)
     if end == "out of step":
-        # it has sent what nobody has taken, and is alive
+        # the trainer lives, and its broadcast is still to be received
         refuse(server.post(DISTRIBUTED, {**layout(1), **V1, "dtypes": []}), "out of step")
     else:
         trainer.close()
@@ -339,7 +343,7 @@ def test_group_of_no_use_gives_way(
     trainer.leave(server)
 
 
-def test_group_of_use_does_not_give_way(
+def test_join_does_not_replace_a_working_group(
     faulty_server: Server, sender: Sender, trainers: Trainers
 ) -> None:
     server, trainer = faulty_server, trainers.get()
@@ -351,8 +355,10 @@ def test_group_of_use_does_not_give_way(
     trainer.leave(server)
 
 
-def test_caller_leaves(faulty_server: Server, sender: Sender, trainers: Trainers) -> None:
-    """Its update is dropped: nobody wants it, and it would hold up the next one."""
+def test_update_is_dropped_when_its_caller_leaves(
+    faulty_server: Server, sender: Sender, trainers: Trainers
+) -> None:
+    """Otherwise the unwanted update would delay the next one."""
     server, trainer = faulty_server, trainers.get()
     with nothing_changes(server) as running:
         trainer.join(server)
@@ -364,7 +370,7 @@ def test_caller_leaves(faulty_server: Server, sender: Sender, trainers: Trainers
     trainer.leave(server)
 
 
-def test_caller_leaves_amid_the_vote(
+def test_update_is_dropped_when_its_caller_leaves_during_the_vote(
     faulty_server: Server, checkpoints: Path, faults: Faults
 ) -> None:
     server = faulty_server
@@ -377,10 +383,10 @@ def test_caller_leaves_amid_the_vote(
         faults.clear()
 
 
-def test_commit_that_fails_in_its_middle(
+def test_failing_flush_after_the_swap_reports_new_weights(
     faulty_server: Server, checkpoints: Path, faults: Faults
 ) -> None:
-    """The weights are swapped when the flush raises: the answer must not say that they are not."""
+    """The swap has happened, so the error must not claim otherwise."""
     server = faulty_server
     faults.inject("flush", "raise")
     body = {"model_path": str(checkpoints / "v1"), **V1, "flush_cache": True}

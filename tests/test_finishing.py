@@ -1,4 +1,4 @@
-"""A model that SGLang has to finish after loading is updated in place, by SGLang's own steps."""
+"""In-place updates, by SGLang's own steps, of a model post-processed after loading."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def sender(folder: Path, trainers: Trainers) -> Sender:
     return Sender(folder, folder, trainers, finishing)
 
 
-def test_updates_amid_requests(server: Server, sender: Sender) -> None:
-    """They wait while it is written, and go on."""
+def test_updates_in_place_keep_running_requests(server: Server, sender: Sender) -> None:
+    """Requests wait during the write."""
     assert status(server)["staging"]["mode"] == "off"
     assert status(server)["staging"]["refusal"] is None
     before = status(server)["weight_version"]
@@ -70,8 +70,10 @@ def test_updates_amid_requests(server: Server, sender: Sender) -> None:
     refuse(server.post("/inflight/rollback", {}), "in place", "FinishingForCausalLM")
 
 
-def test_a_trainer_leaves_before_it_sends_a_tensor(server: Server) -> None:
-    """The rank receives on the scheduler's thread, and must not wait for the update's timeout."""
+def test_trainer_leaving_before_its_first_tensor_fails_the_update_at_once(server: Server) -> None:
+    """The scheduler's thread receives the tensors, so waiting for the timeout would stop all
+    requests.
+    """
     before = status(server)["weight_version"]
     running = start_running(server, 2, tokens=ENDLESS)
     with leaves_once_met() as handles:
@@ -83,8 +85,8 @@ def test_a_trainer_leaves_before_it_sends_a_tensor(server: Server) -> None:
         assert versions_of(output) == [before]
 
 
-def test_as_sglangs_clients_update_it(server: Server) -> None:
-    """In a pause, begin, pieces, end; a partial one, too."""
+def test_sglangs_own_call_sequence_updates_while_paused(server: Server) -> None:
+    """The sequence is pause, begin, pieces, end; then one partial update."""
     weights = marker.tensors(3)
     head = {"lm_head.weight": weights.pop("lm_head.weight")}
     pause(server, "retract")
@@ -99,8 +101,8 @@ def test_as_sglangs_clients_update_it(server: Server) -> None:
     says(server, 4)
 
 
-def test_a_session_amid_requests_that_waits_for_them(server: Server) -> None:
-    """They are held from its first piece on, so it waits for nothing then."""
+def test_blocking_session_ends_while_its_requests_are_held(server: Server) -> None:
+    """Requests are held from the first piece on, so the end has none to wait for."""
     running = start_running(server, 1, tokens=ENDLESS)
     succeed(server.post("/begin_weight_update", {}))
     succeed(server.post("/update_weights_from_tensor", tensor_body(marker.tensors(2))))
@@ -110,8 +112,8 @@ def test_a_session_amid_requests_that_waits_for_them(server: Server) -> None:
     assert versions_of(output)[-1] == "v2"
 
 
-def test_nothing_was_loaded(server: Server, folder: Path) -> None:
-    """Something else may have written the weights: they are finished, as a new version."""
+def test_empty_session_post_processes_the_weights_anew(server: Server, folder: Path) -> None:
+    """SGLang allows an empty session: another writer may have changed the weights."""
     ask(server, "POST", "/update_weights_from_disk", {"model_path": str(folder / "v1")})
     epoch = status(server)["epoch"]
     succeed(server.post("/begin_weight_update", {}))
@@ -120,8 +122,10 @@ def test_nothing_was_loaded(server: Server, folder: Path) -> None:
     says(server, 1)
 
 
-def test_noise_is_not_served(server: Server, folder: Path) -> None:
-    """What was written of a model that is finished cannot be counted: a whole update mends it."""
+def test_overwritten_weights_are_served_only_after_a_whole_update(
+    server: Server, folder: Path
+) -> None:
+    """Writes into post-processed weights cannot be counted, so a partial update is refused."""
     succeed(server.post("/weights_checker", {"action": "reset_tensors"}))
     described = status(server)
     assert "reset_tensors" in described["staging"]["dirty"]
@@ -136,7 +140,9 @@ def test_noise_is_not_served(server: Server, folder: Path) -> None:
     says(server, 3)
 
 
-def test_a_failure_half_way(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_failure_during_the_write_stops_generation_until_a_whole_update(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
     torn = misshapen(tmp_path / "torn", finishing.CONFIG)
     refuse(server.post("/update_weights_from_disk", {"model_path": str(torn)}), "model.norm.weight")
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}

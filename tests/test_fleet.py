@@ -1,4 +1,4 @@
-"""Two servers under load that change together or not at all."""
+"""Two servers under load that all commit an update, or all keep the old version."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.support.updates import (
 )
 
 SEAL, END = "/seal_weight_update", "/end_weight_update"
-# of a fleet one of whose servers hangs; more than one on busy cores takes for an answer
+# timeout of a fleet with a hanging server; longer than busy cores take to answer
 PATIENCE_S = 5.0
 
 
 @pytest.fixture(scope="module")
 def beside(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server besides the pool's."""
+    """A server beside the pool's."""
     log = tmp_path_factory.mktemp("fleet") / "second.log"
     with serve(checkpoints / "v0", "--weight-version", "v0", log=log) as server:
         yield server
@@ -50,7 +50,7 @@ def servers(server: Server, beside: Server, checkpoints: Path) -> Iterator[list[
 
 @pytest.fixture
 def way(servers: list[Server]) -> Iterator[Proxy]:
-    """The fleet's way to the second server."""
+    """A proxy between the fleet and the second server."""
     with Proxy(servers[1]).serving() as proxy:
         yield proxy
 
@@ -67,7 +67,7 @@ def dead_url() -> str:
 
 
 def expect_unchanged(servers: list[Server]) -> None:
-    """Version 0 is served and nothing is staged, nor does anyone wait for a turn."""
+    """Check that version 0 is served, nothing is staged, and no caller waits for a turn."""
     for server in servers:
         assert status(server)["ranks"][0]["staging"]["state"] == "empty"
         assert status(server)["weight_version"] == "v0"
@@ -77,7 +77,9 @@ def expect_unchanged(servers: list[Server]) -> None:
 # ---- updates -----------------------------------------------------------------------------
 
 
-def test_update(servers: list[Server], fleet: Fleet, checkpoints: Path) -> None:
+def test_update_goes_live_on_both_servers(
+    servers: list[Server], fleet: Fleet, checkpoints: Path
+) -> None:
     running = [(server, start_running(server, 2, tokens=ENDLESS)) for server in servers]
     report = fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
     assert not report.failures
@@ -87,7 +89,9 @@ def test_update(servers: list[Server], fleet: Fleet, checkpoints: Path) -> None:
         expect_to_run_on(server, generations, [0, 1])
 
 
-def test_session(servers: list[Server], way: Proxy, checkpoints: Path) -> None:
+def test_session_goes_live_on_both_servers(
+    servers: list[Server], way: Proxy, checkpoints: Path
+) -> None:
     weights = marker.tensors(1)
     head = {"lm_head.weight": weights.pop("lm_head.weight")}
 
@@ -105,7 +109,7 @@ def test_session(servers: list[Server], way: Proxy, checkpoints: Path) -> None:
         says(server, 1)
 
 
-def test_block_that_fails(servers: list[Server], fleet: Fleet) -> None:
+def test_failed_session_block_changes_no_server(servers: list[Server], fleet: Fleet) -> None:
     def send_and_fail() -> None:
         with fleet.session(weight_version="v1"):
             fleet.update("tensor", **tensor_body(marker.tensors(1)))
@@ -116,8 +120,10 @@ def test_block_that_fails(servers: list[Server], fleet: Fleet) -> None:
     expect_unchanged(servers)
 
 
-def test_sender(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
-    """One broadcast for the ranks of all servers; where one refuses, none has changed."""
+def test_sender_updates_all_servers_or_none(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
+    """One broadcast reaches the ranks of all servers."""
     running = [(server, start_running(server, 2, tokens=ENDLESS)) for server in servers]
     with Sender(fleet, bucket_bytes=64 << 10) as sender:
         wrong = marker.tensors(1) | {"model.norm.weight": marker.tensors(1)["lm_head.weight"]}
@@ -130,12 +136,14 @@ def test_sender(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
         expect_to_run_on(server, generations, [0, 1])
 
 
-def test_example(servers: list[Server], checkpoints: Path, dead_url: str, tmp_path: Path) -> None:
+def test_fleet_example_updates_and_rolls_back(
+    servers: list[Server], checkpoints: Path, dead_url: str, tmp_path: Path
+) -> None:
     urls = [server.url for server in servers]
     new = ("--model-path", str(checkpoints / "v1"), "--weight-version", "v1")
     lines = run(tmp_path, "fleet", "--url", urls[0], "--url", urls[1], *new, "--roll-back")
     expected = [f"{url}: {change}" for change in ("v0 -> v1", "v1 -> v0") for url in urls]
-    # whoever answers first is the first
+    # servers answer in any order
     assert sorted(line for line in lines if line.startswith("http")) == sorted(expected)
     lines = run(tmp_path, "fleet", "--url", urls[0], "--url", dead_url, *new, status=1)
     assert any(line.startswith("nothing has changed on any server") for line in lines), lines
@@ -145,10 +153,10 @@ def test_example(servers: list[Server], checkpoints: Path, dead_url: str, tmp_pa
 # ---- nobody commits ----------------------------------------------------------------------
 
 
-def test_one_is_elsewhere(
+def test_update_is_refused_when_one_server_has_another_version(
     servers: list[Server], fleet: Fleet, way: Proxy, checkpoints: Path
 ) -> None:
-    """It has been updated by somebody else, and the update is meant for the version before."""
+    """Another caller updated the second server, so ``expected_version`` fails there."""
     with Client(servers[1].url) as client:
         client.update_from_disk(str(checkpoints / "v2"), weight_version="v2")
     with pytest.raises(FleetRefused, match="'v2' is serving") as refused:
@@ -159,7 +167,9 @@ def test_one_is_elsewhere(
     says(servers[1], 2)
 
 
-def test_one_is_busy(servers: list[Server], fleet: Fleet, checkpoints: Path) -> None:
+def test_update_is_refused_when_one_server_is_busy(
+    servers: list[Server], fleet: Fleet, checkpoints: Path
+) -> None:
     with Client(servers[1].url) as client, client.session():
         with pytest.raises(FleetRefused, match="another weight update is going on"):
             fleet.update_from_disk(str(checkpoints / "v1"))
@@ -168,7 +178,9 @@ def test_one_is_busy(servers: list[Server], fleet: Fleet, checkpoints: Path) -> 
     expect_unchanged(servers[:1])
 
 
-def test_one_cannot_stage(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+def test_update_is_refused_when_one_server_cannot_stage(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
     lose = "/update_weights_from_tensor"
     way.before(lose, lambda: servers[1].post("/abort_weight_update", {}))
     with pytest.raises(FleetRefused, match="is not open") as refused:
@@ -177,9 +189,9 @@ def test_one_cannot_stage(servers: list[Server], fleet: Fleet, way: Proxy) -> No
     expect_unchanged(servers)
 
 
-def test_one_loses_its_session(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
-    """Between staging and sealing: all had staged."""
-
+def test_update_is_refused_when_one_server_loses_its_session_before_the_seal(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
     def stage_and_lose() -> None:
         with fleet.session(weight_version="v1"):
             fleet.update("tensor", **tensor_body(marker.tensors(1)))
@@ -193,8 +205,10 @@ def test_one_loses_its_session(servers: list[Server], fleet: Fleet, way: Proxy) 
     expect_unchanged(servers)
 
 
-def test_answer_to_seal_is_lost(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
-    """It is asked for again, because sealing twice is sealing once."""
+def test_seal_is_retried_when_its_answer_is_lost(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
+    """Sealing twice equals sealing once."""
     way.lose_answer(SEAL)
     fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
     assert way.arrivals.count(SEAL) == 2
@@ -205,8 +219,10 @@ def test_answer_to_seal_is_lost(servers: list[Server], fleet: Fleet, way: Proxy)
 # ---- some commit -------------------------------------------------------------------------
 
 
-def test_answer_to_commit_is_lost(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
-    """It is not asked for again, and the report does not claim to know."""
+def test_commit_without_an_answer_is_uncertain(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
+    """The fleet does not retry a commit."""
     way.lose_answer(END)
     with pytest.raises(FleetSplit) as split:
         fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
@@ -217,7 +233,9 @@ def test_answer_to_commit_is_lost(servers: list[Server], fleet: Fleet, way: Prox
     assert {a["weight_version"] for a in fleet.status().answers.values()} == {"v1"}
 
 
-def test_commit_does_not_arrive(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+def test_lost_commit_splits_the_fleet_until_a_rollback(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
     way.lose_request(END)
     with pytest.raises(FleetSplit, match="may have failed") as split:
         fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
@@ -227,8 +245,8 @@ def test_commit_does_not_arrive(servers: list[Server], fleet: Fleet, way: Proxy)
     expect_unchanged(servers)
 
 
-def test_one_hangs_at_the_commit(servers: list[Server], way: Proxy) -> None:
-    """It is given up, and the report does not claim to know what it will do when it goes on."""
+def test_server_hanging_at_the_commit_is_uncertain(servers: list[Server], way: Proxy) -> None:
+    """The server may still commit when it continues."""
     hanging = servers[1].process
     way.before(END, lambda: hanging.send_signal(signal.SIGSTOP))
     try:
@@ -246,8 +264,9 @@ def test_one_hangs_at_the_commit(servers: list[Server], way: Proxy) -> None:
     says(servers[1], int(status(servers[1])["weight_version"].removeprefix("v")))
 
 
-def test_one_hangs_at_the_pause(servers: list[Server], way: Proxy) -> None:
-    """Nobody waits for it for ever, the other one least of all."""
+def test_server_hanging_at_the_pause_leaves_the_other_running(
+    servers: list[Server], way: Proxy
+) -> None:
     running = [start_running(server, 2, tokens=ENDLESS) for server in servers]
     hanging = servers[1].process
     way.before("/pause_generation", lambda: hanging.send_signal(signal.SIGSTOP))
@@ -264,8 +283,8 @@ def test_one_hangs_at_the_pause(servers: list[Server], way: Proxy) -> None:
         expect_all_go_on(generations)
 
 
-def test_cancelled_while_it_commits(servers: list[Server], way: Proxy) -> None:
-    """Half a commit would split the fleet: it is finished first."""
+def test_cancelled_commit_is_finished_first(servers: list[Server], way: Proxy) -> None:
+    """Half a commit would split the fleet."""
 
     async def train() -> None:
         async with AsyncFleet([servers[0].url, way.url]) as fleet:
@@ -286,7 +305,7 @@ def test_cancelled_while_it_commits(servers: list[Server], way: Proxy) -> None:
 # ---- pauses ------------------------------------------------------------------------------
 
 
-def test_paused(servers: list[Server], fleet: Fleet) -> None:
+def test_paused_block_pauses_both_servers(servers: list[Server], fleet: Fleet) -> None:
     running = [start_running(server, 2, tokens=ENDLESS) for server in servers]
     with fleet.paused() as report:
         assert len(report.answers) == 2
@@ -295,7 +314,9 @@ def test_paused(servers: list[Server], fleet: Fleet) -> None:
         expect_all_go_on(generations)
 
 
-def test_paused_where_one_is_not_there(servers: list[Server], dead_url: str) -> None:
+def test_paused_block_pauses_no_server_when_one_is_unreachable(
+    servers: list[Server], dead_url: str
+) -> None:
     running = [start_running(server, 2, tokens=ENDLESS) for server in servers]
     with Fleet([*(server.url for server in servers), dead_url]) as fleet:
         with pytest.raises(FleetRefused, match=dead_url), fleet.paused():
@@ -306,7 +327,7 @@ def test_paused_where_one_is_not_there(servers: list[Server], dead_url: str) -> 
         expect_all_go_on(generations)
 
 
-def test_no_fleet() -> None:
+def test_fleet_refuses_no_server_and_duplicates() -> None:
     with pytest.raises(ValueError, match="needs a server"):
         Fleet([])
     with pytest.raises(ValueError, match="twice"):
@@ -316,7 +337,9 @@ def test_no_fleet() -> None:
 # ---- the last one, because it ends the second server -------------------------------------
 
 
-def test_one_dies_before_it_is_sealed(servers: list[Server], fleet: Fleet, way: Proxy) -> None:
+def test_update_is_refused_when_one_server_dies_before_the_seal(
+    servers: list[Server], fleet: Fleet, way: Proxy
+) -> None:
     generations = start_running(servers[0], 2, tokens=ENDLESS)
     before = serving(servers[0])
 

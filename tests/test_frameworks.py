@@ -1,4 +1,4 @@
-"""The calls of RL frameworks' own clients: as they are, and in flight without their knowing."""
+"""The calls of RL frameworks' own clients, with SGLang's pauses and in transparent mode."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def framework(request: pytest.FixtureRequest) -> Framework:
 
 
 def expect_epochs(output: Output) -> None:
-    """Each span is of one version's tokens, whether that version has a name or not."""
+    """Check that each span holds one version's tokens, with or without a version name."""
     spans = output.meta["weight_versions"]
     assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans)][:-1]
     assert spans[-1]["end"] == len(output.tokens)
@@ -52,7 +52,7 @@ def expect_epochs(output: Output) -> None:
 def expect_whole_update(
     server: Server, framework: Framework, running: list[Generation], retractions: int | None
 ) -> None:
-    """The requests lived through it, or ended with what they had, as the mode has it."""
+    """Check that requests survived the update, or were aborted, as the mode says."""
     old, new = marker.token(0), marker.token(1)
     for generation in running:
         if framework.mode != "abort":
@@ -68,7 +68,7 @@ def expect_whole_update(
     says(server, 1)
 
 
-def test_as_they_are(
+def test_framework_update_with_real_pauses(
     server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
 ) -> None:
     client = Client(server, framework, checkpoints, trainers)
@@ -84,14 +84,14 @@ def test_as_they_are(
         assert (answer["status_code"], answer["paused"]) == (200, False), answer
         retracts = framework.mode == "retract"
         expect_whole_update(server, framework, running, int(retracts))
-        # accepted in the pause, and started after it
+        # accepted during the pause, and started afterwards
         after = [] if framework.ends_what_waits else [marker.token(1)] * 3
         assert waiting.output().tokens == after
     named = "v1" if framework.names else "v0"
     assert server.get("/get_weight_version")["weight_version"] == named
 
 
-def test_in_flight(
+def test_framework_update_in_transparent_mode(
     transparent_server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
 ) -> None:
     server = transparent_server
@@ -105,7 +105,7 @@ def test_in_flight(
         more_tokens(running)
         client.begin()
         client.send(1, "v1")
-        # staged, and not served
+        # staged but not served
         more_tokens(running)
         says(server, 0)
         assert not any(generation.has_ended for generation in running)
@@ -120,10 +120,10 @@ def test_in_flight(
 
 
 @pytest.mark.parametrize("name", ["slime-tensor", "miles-tensor", "areal-distributed"])
-def test_a_piece_of_the_wrong_shape(
+def test_wrong_shape_refuses_all_further_pieces_and_the_end(
     transparent_server: Server, checkpoints: Path, trainers: Trainers, name: str
 ) -> None:
-    """It is refused, what comes after it too, and again at the end. Nothing has changed."""
+    """The server keeps the old weights."""
     server, framework = transparent_server, FRAMEWORKS[name]
     before = serving(server)
     client = Client(server, framework, checkpoints, trainers)
@@ -142,7 +142,7 @@ def test_a_piece_of_the_wrong_shape(
         refuse(answer, "nothing has changed", "model.norm.weight")
     more_tokens(running)
     assert serving(server) == before
-    # and the next one is like any other
+    # the next update works as usual
     if framework.source != "distributed":
         client.pause()
         client.begin()
@@ -151,8 +151,8 @@ def test_a_piece_of_the_wrong_shape(
         says(server, 1)
 
 
-def test_a_body_that_cannot_be_read(transparent_server: Server) -> None:
-    """The weights in it are missing, so what is left of the update does not go live."""
+def test_unreadable_body_drops_the_whole_update(transparent_server: Server) -> None:
+    """Its weights are missing, so the other pieces must not go live."""
     server = transparent_server
     before = serving(server)
     pause(server, "retract")
@@ -163,10 +163,10 @@ def test_a_body_that_cannot_be_read(transparent_server: Server) -> None:
     assert serving(server) == before
 
 
-def test_a_trainer_that_dies(
+def test_trainer_dying_between_pieces_drops_the_update(
     transparent_server: Server, checkpoints: Path, trainers: Trainers
 ) -> None:
-    """Between two pieces. The next one joins under the same name, and updates."""
+    """The next trainer joins under the same name and updates."""
     server, framework = transparent_server, FRAMEWORKS["slime-distributed"]
     before = serving(server)
     running = start_running(server, 2, tokens=ENDLESS)
@@ -188,8 +188,7 @@ def test_a_trainer_that_dies(
     says(server, 1)
 
 
-def test_a_trainer_that_begins_anew(transparent_server: Server) -> None:
-    """What the one before has staged is not mixed into the next one's update."""
+def test_second_pause_drops_the_pieces_of_a_dead_trainer(transparent_server: Server) -> None:
     server = transparent_server
     name = "model.norm.weight"
     pause(server, "retract")
@@ -200,8 +199,7 @@ def test_a_trainer_that_begins_anew(transparent_server: Server) -> None:
     assert resume(server)["receipt"] is None
 
 
-def test_a_pause_without_an_update(transparent_server: Server) -> None:
-    """It becomes a real one, and ends like one."""
+def test_transparent_pause_without_an_update_becomes_real(transparent_server: Server) -> None:
     running = start_running(transparent_server, 2, tokens=ENDLESS)
     pause(transparent_server, "in_place")
     more_tokens(running)
@@ -211,8 +209,10 @@ def test_a_pause_without_an_update(transparent_server: Server) -> None:
     more_tokens(running)
 
 
-def test_memory_is_released_in_a_real_pause(transparent_server: Server, checkpoints: Path) -> None:
-    """And weights that come in it go live at its end."""
+def test_memory_release_makes_the_transparent_pause_real(
+    transparent_server: Server, checkpoints: Path
+) -> None:
+    """Weights sent in that pause go live at its end."""
     server = transparent_server
     running = start_running(server, 2, tokens=ENDLESS)
     pause(server, "retract")
@@ -231,8 +231,7 @@ def test_memory_is_released_in_a_real_pause(transparent_server: Server, checkpoi
         until("new tokens", lambda g=generation: g.tokens[-2:] == [new] * 2)  # type: ignore[misc]
 
 
-def test_a_name_alone(transparent_server: Server) -> None:
-    """It relabels nothing that was made before it."""
+def test_version_name_alone_relabels_no_earlier_token(transparent_server: Server) -> None:
     server = transparent_server
     (running,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
@@ -248,8 +247,9 @@ def test_a_name_alone(transparent_server: Server) -> None:
     assert versions == ["v0", "other"]
 
 
-def test_pauses_of_those_who_know_us(transparent_server: Server) -> None:
-    """A lease or an id says that it is meant."""
+def test_transparent_mode_leaves_pauses_with_a_lease_or_an_id_real(
+    transparent_server: Server,
+) -> None:
     running = start_running(transparent_server, 2, tokens=ENDLESS)
     taken = pause(transparent_server, "in_place", lease_s=60)
     assert taken["paused"] is True

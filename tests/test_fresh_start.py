@@ -1,4 +1,4 @@
-"""What only a fresh start shows; most other servers of the tests are forked."""
+"""Behaviour of freshly started processes. Most other tests fork their servers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tests.support.plugins import with_plugin
 from tests.support.pool import ServerPool
 
 
-def test_sglang_serve(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
-    """Every process finds the plugin by its entry point; no two ranks hash alike."""
+def test_sglang_serve_loads_the_plugin_in_every_process(
+    checkpoints: Path, pool: ServerPool, tmp_path: Path
+) -> None:
+    """Each process finds the plugin by its entry point, and each rank has its own hash seed."""
     pool.discard()  # one server at a time
     log, flags = tmp_path / "log", ("--weight-version", "v0", "--tp-size", "2")
     with serve(checkpoints / "v0", *flags, log=log, fresh=True) as server:
@@ -29,7 +31,7 @@ def test_sglang_serve(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> No
             assert versions_of(output) == ["v0", "v1", "v2"]
 
 
-def test_a_server_never_starts_half_patched(checkpoints: Path, tmp_path: Path) -> None:
+def test_server_refuses_to_start_half_patched(checkpoints: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("wb") as output:
         process = start(
@@ -47,7 +49,7 @@ def test_a_server_never_starts_half_patched(checkpoints: Path, tmp_path: Path) -
     assert "Uvicorn" not in text
 
 
-def test_doctor() -> None:
+def test_doctor_reports_healthy() -> None:
     doctor = Path(sys.executable).with_name("sglang-inflight")
     told = subprocess.run(
         [sys.executable, doctor, "doctor", "--json"],

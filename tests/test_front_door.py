@@ -1,4 +1,4 @@
-"""Callers that wait for each other, leave, ask twice, or come at once: one server for all."""
+"""Callers that wait for each other, leave, retry, or call at once, all on one server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def no_session(server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def v2(checkpoints: Path) -> dict[str, Any]:
-    """The body of an update from disk in SGLang's own form, which blocks."""
+    """Body of a blocking update from disk in SGLang's own form."""
     return {"model_path": str(checkpoints / "v2"), "weight_version": "v2"}
 
 
@@ -62,7 +62,7 @@ def send_v1(server: Server, **fields: Any) -> dict[str, Any]:
 # ---- an update that blocks, and others -----------------------------------------------------
 
 
-def test_a_blocking_update_that_waits_for_its_turn_holds_nobody_up(
+def test_blocking_update_waiting_for_its_turn_blocks_no_other_call(
     server: Server, v2: dict[str, Any]
 ) -> None:
     named = begin(server)
@@ -71,13 +71,13 @@ def test_a_blocking_update_that_waits_for_its_turn_holds_nobody_up(
     says(server, 0)
     assert server.get("/health")["status_code"] == 200
     assert not blocking.is_answered
-    # what SGLang's clients call, which waits for running requests in its turn
+    # SGLang's clients send this end; in its turn it waits for running requests
     succeed(server.post(END, named))
     assert succeed(blocking.answer())["base_version"] == "v1"
     says(server, 2)
 
 
-def test_a_blocking_update_waits_for_its_turn_as_long_as_it_may(
+def test_blocking_update_stops_waiting_for_its_turn_at_the_timeout(
     server: Server, v2: dict[str, Any]
 ) -> None:
     named = begin(server)
@@ -88,7 +88,7 @@ def test_a_blocking_update_waits_for_its_turn_as_long_as_it_may(
     says(server, 1)
 
 
-def test_a_blocking_update_waits_for_requests_as_long_as_it_may(
+def test_blocking_update_stops_waiting_for_requests_at_the_timeout(
     server: Server, v2: dict[str, Any]
 ) -> None:
     before = serving(server)
@@ -101,7 +101,7 @@ def test_a_blocking_update_waits_for_requests_as_long_as_it_may(
     expect_to_run_on(server, running, [0])
 
 
-def test_requests_that_come_amid_a_blocking_update_run_after_it(
+def test_requests_queued_during_a_blocking_update_get_the_new_weights(
     server: Server, v2: dict[str, Any]
 ) -> None:
     (first,) = start_running(server, 1, tokens=ENDLESS)
@@ -118,9 +118,7 @@ def test_requests_that_come_amid_a_blocking_update_run_after_it(
     assert not status(server)["paused"]
 
 
-def test_a_blocking_update_that_is_replaced_lets_requests_in(
-    server: Server, v2: dict[str, Any]
-) -> None:
+def test_replaced_blocking_update_admits_requests_again(server: Server, v2: dict[str, Any]) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     blocking = Call(server, DISK, v2)
     until("it waits for requests", lambda: status(server)["holders"])
@@ -130,10 +128,10 @@ def test_a_blocking_update_that_is_replaced_lets_requests_in(
     expect_to_run_on(server, running, [0, 1])
 
 
-def test_a_lease_that_ran_out_is_no_pause_for_a_blocking_update(
+def test_blocking_update_ignores_a_pause_whose_lease_ended(
     server: Server, v2: dict[str, Any]
 ) -> None:
-    """It waits for running requests again."""
+    """The update waits for running requests as usual."""
     running = start_running(server, 1, tokens=ENDLESS)
     pause_id = pause(server, "in_place", lease_s=0.2)["pause_id"]
     ended = f"The lease of pause {pause_id} ran out"
@@ -147,7 +145,7 @@ def test_a_lease_that_ran_out_is_no_pause_for_a_blocking_update(
 
 
 def leave(server: Server, path: str, body: dict[str, Any]) -> None:
-    """Call, and close the connection before the answer."""
+    """Send a call and close the connection before its answer."""
     with pytest.raises(httpx.ReadTimeout):
         server.post(path, body, timeout=for_the_answer(SHORT_S))
 
@@ -156,7 +154,7 @@ def until_noticed(server: Server, path: str) -> None:
     until("the server has noticed", lambda: f"{path}: its caller has left" in server.log_text())
 
 
-def test_an_update_whose_caller_left_its_queue_is_not_done(
+def test_queued_update_is_dropped_when_its_caller_leaves(
     server: Server, v2: dict[str, Any]
 ) -> None:
     named = begin(server)
@@ -164,11 +162,11 @@ def test_an_update_whose_caller_left_its_queue_is_not_done(
     until_noticed(server, DISK)
     succeed(send_v1(server, **named))
     succeed(server.post(END, {**named, "non_blocking": True}))
-    # the turn is free: there is nobody before this one
+    # no other caller is ahead in the queue
     succeed(server.post(DISK, {**v2, **LIVE, "on_busy": "refuse", "expected_version": "v1"}))
 
 
-def test_a_rollback_whose_caller_left_its_queue_is_not_done(server: Server) -> None:
+def test_queued_rollback_is_dropped_when_its_caller_leaves(server: Server) -> None:
     succeed(send_v1(server))
     named = begin(server)
     leave(server, "/inflight/rollback", {})
@@ -177,7 +175,7 @@ def test_a_rollback_whose_caller_left_its_queue_is_not_done(server: Server) -> N
     says(server, 1)
 
 
-def test_a_pause_whose_caller_left_is_let_go(server: Server) -> None:
+def test_draining_pause_is_released_when_its_caller_leaves(server: Server) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     leave(server, "/pause_generation", {"mode": "wait"})
     until("nobody holds a pause", lambda: not status(server)["holders"])
@@ -185,7 +183,7 @@ def test_a_pause_whose_caller_left_is_let_go(server: Server) -> None:
     expect_to_run_on(server, running, [0])
 
 
-def test_a_blocking_update_whose_caller_left_lets_requests_in(
+def test_blocking_update_admits_requests_when_its_caller_leaves(
     server: Server, v2: dict[str, Any]
 ) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
@@ -199,7 +197,7 @@ def test_a_blocking_update_whose_caller_left_lets_requests_in(
 # ---- calls that are made twice ----------------------------------------------------------------
 
 
-def test_a_rollback_that_is_tried_again_is_done_once(server: Server) -> None:
+def test_retried_rollback_is_done_once(server: Server) -> None:
     succeed(send_v1(server))
     body = {"expected_version": "v1"}
     assert succeed(server.post("/inflight/rollback", body))["weight_version"] == "v0"
@@ -207,7 +205,7 @@ def test_a_rollback_that_is_tried_again_is_done_once(server: Server) -> None:
     says(server, 0)
 
 
-def test_five_ends_at_once_are_one(server: Server) -> None:
+def test_concurrent_ends_of_a_session_commit_once(server: Server) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     epoch = status(server)["epoch"]
     named = begin(server)
@@ -217,19 +215,19 @@ def test_five_ends_at_once_are_one(server: Server) -> None:
         answers = list(pool.map(lambda _: server.post(END, body), range(5)))
     ended = [answer for answer in answers if answer["status_code"] == 200]
     assert ended
-    # who came after it was over hears that there is none; nobody hears anything else
+    # an end after the commit finds no session; no other answer is possible
     for answer in answers:
         if answer not in ended:
             refuse(answer, "is not open", status_code=409)
     assert {answer["epoch"] for answer in ended} == {epoch + 1}
     assert status(server)["epoch"] == epoch + 1
-    # the turn was given away once: one that is taken keeps others out
+    # the turn was released once: the next holder still keeps others out
     begin(server)
     refuse(send_v1(server, on_busy="refuse"), "another weight update", status_code=409)
     expect_to_run_on(server, running, [0, 1])
 
 
-def test_a_pause_that_is_taken_again_is_one(server: Server) -> None:
+def test_retried_pause_has_one_holder(server: Server) -> None:
     body = {"mode": "in_place", "new_id": uuid.uuid4().hex, "lease_s": 300}
     for _ in range(2):
         answer = server.post("/pause_generation", body)
@@ -239,7 +237,7 @@ def test_a_pause_that_is_taken_again_is_one(server: Server) -> None:
     assert not status(server)["paused"]
 
 
-def test_a_session_that_is_begun_again_is_one(server: Server) -> None:
+def test_retried_begin_opens_one_session(server: Server) -> None:
     body = {"new_id": uuid.uuid4().hex}
     named = begin(server, **body)
     succeed(send_v1(server, **named))
@@ -248,7 +246,7 @@ def test_a_session_that_is_begun_again_is_one(server: Server) -> None:
     says(server, 1)
 
 
-def test_a_name_for_a_new_pause_and_of_an_old_one(server: Server) -> None:
+def test_pause_id_and_new_id_together_are_refused(server: Server) -> None:
     body = {"pause_id": "a", "new_id": "b", "mode": "in_place"}
     answer = server.post("/pause_generation", body)
     refuse(answer, "pause_id", "new_id")
@@ -257,11 +255,11 @@ def test_a_name_for_a_new_pause_and_of_an_old_one(server: Server) -> None:
 # ---- sessions ------------------------------------------------------------------------------------
 
 
-def test_a_session_may_rest_between_its_pieces(server: Server) -> None:
-    """``timeout_s`` bounds the call that has it, and nothing after it."""
+def test_session_outlives_the_timeouts_of_its_pieces(server: Server) -> None:
+    """``timeout_s`` bounds one call, not the session."""
     named = begin(server)
     items = list(marker.tensors(1).items())
-    # longer than a busy machine takes for a piece
+    # longer than a busy machine needs for a piece
     long_s = 8 * SHORT_S
     for part in (dict(items[:5]), dict(items[5:])):
         succeed(server.post(TENSOR, tensor_body(part, **V1, **named, timeout_s=long_s)))
@@ -270,8 +268,8 @@ def test_a_session_may_rest_between_its_pieces(server: Server) -> None:
     says(server, 1)
 
 
-def test_a_session_takes_only_pieces_that_name_it(server: Server, v2: dict[str, Any]) -> None:
-    """A session that was begun in flight: what does not name it is somebody else's."""
+def test_session_refuses_pieces_without_its_id(server: Server, v2: dict[str, Any]) -> None:
+    """A session begun with ``non_blocking`` takes in only calls that name it."""
     named = begin(server)
     whole = {**v2, **LIVE, "on_busy": "refuse"}
     refuse(server.post(DISK, whole), "another weight update is going on", status_code=409)
@@ -285,10 +283,10 @@ def test_a_session_takes_only_pieces_that_name_it(server: Server, v2: dict[str, 
     says(server, 1)
 
 
-def test_a_whole_update_that_says_what_to_do_is_no_piece(
+def test_whole_update_with_on_busy_replaces_an_open_session(
     server: Server, v2: dict[str, Any]
 ) -> None:
-    """Not of a session of SGLang's own form either, which takes what does not name it."""
+    """SGLang's own session would take in an unnamed call; ``on_busy`` marks a whole update."""
     succeed(server.post(BEGIN, {}))
     succeed(send_v1(server))
     until_staging(server, tensors=1)
@@ -302,7 +300,7 @@ def test_a_whole_update_that_says_what_to_do_is_no_piece(
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["live", "blocking"])
-def test_requests_are_aborted_at_the_commit_alone(
+def test_abort_all_requests_aborts_only_at_the_commit(
     server: Server, v2: dict[str, Any], checkpoints: Path, blocks: bool
 ) -> None:
     fields = {"abort_all_requests": True, **({} if blocks else LIVE)}

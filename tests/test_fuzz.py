@@ -1,8 +1,7 @@
 """Thousands of bodies to each of our routes, under running requests.
 
-Nothing may come of them but what the README says: no 5xx, no request that is lost, no token
-that the weights in place did not make. Valid bodies mean the weights that are there already,
-so a token of any other is wrong.
+The README allows no 5xx, no lost request, and no token by other weights than those in place. Valid
+bodies send the weights already served, so a token of other weights is an error.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ from tests.support.updates import by_value, serving
 
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20261121"))
 EXAMPLES = int(os.environ.get("INFLIGHT_TEST_FUZZ_EXAMPLES", "150"))
-# of which many bodies are sound
+# routes that accept many of the bodies
 ACCEPTED = (
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",
     "/begin_weight_update",
 )
-# only what is never to end a request, and what a caller does not wait for
+# times too short to matter to a request or to the sender
 SHORT_S = st.floats(0.001, 0.05)
 KINDS = ("kv_cache", "weights", "cuda_graph")
-# for an update that nobody has to be waited for, on busy cores too
+# timeout of an update without a waiting caller, on busy cores too
 AMPLE_S = 20.0
 
 FLAVOURS["fuzzed_server"] = Flavour(
@@ -70,7 +69,7 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-# JSON that no encoder of ours would write
+# JSON beyond the output of an encoder
 RAW = st.binary(min_size=1, max_size=60) | st.sampled_from(
     [
         b"[" * 100_000,
@@ -87,10 +86,10 @@ RAW = st.binary(min_size=1, max_size=60) | st.sampled_from(
 
 
 class Bodies:
-    """Strategies for the bodies of a route, from the JSON schema that it publishes.
+    """Strategies for a route's bodies, from the route's published JSON schema.
 
-    ``_meant`` overrides the schema where a sound value would end a request, or would keep
-    the caller waiting: for a trainer that does not come, or until running requests end.
+    ``_meant`` overrides the schema where a valid value would end a request or would block the
+    sender: waiting for an absent trainer, or for running requests to end.
     """
 
     def __init__(self, route: Route, checkpoint: Path) -> None:
@@ -118,15 +117,15 @@ class Bodies:
             "tags": st.none() | st.lists(st.sampled_from(KINDS), max_size=3),
             "group_name": st.sampled_from(["weight_update_group", "other", "\x00"]),
         }
-        # never left out where there is one: their defaults are those that are not meant
+        # always present: their defaults are among the overridden values
         always = {"mode", "non_blocking", "lease_s", "timeout_s", "abort_all_requests"}
         self._always = always & set(self._fields)
 
     def any(self) -> st.SearchStrategy[bytes]:
-        # a union of strategies would take their parts for as many choices
+        # a union of strategies would be flattened, which changes the odds
         kinds = [self._sound()] * 4 + [self._with_one_flaw()] * 3 + [self._beside_the_point()]
         objects = st.sampled_from(kinds).flatmap(lambda kind: kind)
-        # without a word a pause is an abort, and an update waits for what runs
+        # an empty body is a pause that aborts, or an update that waits for running requests
         encoded = objects.filter(lambda body: body != {}).map(_encode)
         return st.sampled_from([encoded] * 7 + [RAW]).flatmap(lambda kind: kind)
 
@@ -143,7 +142,7 @@ class Bodies:
         return st.builds(self._flaw, self._sound(), names, JSON)
 
     def _beside_the_point(self) -> st.SearchStrategy[Any]:
-        """Anything. What is an object has sound fields besides: others may be ignored."""
+        """Draw any JSON value. Objects get valid fields too: routes may ignore others."""
         return st.builds(
             lambda body, other: {**other, **body} if isinstance(other, dict) else other,
             self._sound(),
@@ -151,7 +150,7 @@ class Bodies:
         )
 
     def _flaw(self, body: dict[str, Any], name: str, flaw: Any) -> dict[str, Any]:
-        # none of these may come to mean what was overridden
+        # no flaw may be one of the overridden values
         if name in self._always and (flaw in (None, False) or name == "abort_all_requests"):
             flaw = "flaw"
         return {**body, name: flaw}
@@ -191,7 +190,7 @@ def fuzzed_server(pool: ServerPool, checkpoints: Path) -> Any:
 
 
 class Load:
-    """Requests that run all the time. None of them may be ended by anything but its length."""
+    """Requests running throughout. Only their length may end them."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -225,7 +224,7 @@ def expect_answer(body: bytes, answer: httpx.Response) -> None:
 
 
 def send_bodies(client: httpx.Client, route: Route, checkpoint: Path) -> Counter[int]:
-    """How often the route answered with which status."""
+    """Send drawn bodies to the route, and count the answers by status."""
     statuses: Counter[int] = Counter()
 
     @seed(SEED)
@@ -242,14 +241,14 @@ def send_bodies(client: httpx.Client, route: Route, checkpoint: Path) -> Counter
         expect_answer(body, answer)
         statuses[answer.status_code] += 1
         if route.path == "/begin_weight_update":
-            # what it opened must not keep the next one waiting
+            # a session left open would keep the next one waiting
             client.post("/abort_weight_update", content=b"{}")
 
     send()
     return statuses
 
 
-# What proxies, scripts and mistakes put around a body.
+# what proxies, scripts and mistakes put around a body
 METHODS = ["POST"] * 8 + ["GET", "HEAD", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "MOVE"]
 HEADERS = st.dictionaries(
     st.sampled_from(
@@ -281,7 +280,7 @@ QUERIES = st.sampled_from(
 
 
 def send_around(client: httpx.Client, route: Route, checkpoint: Path) -> Counter[int]:
-    """As ``send_bodies``, by odd requests."""
+    """Send drawn bodies like ``send_bodies``, with odd methods, headers and queries."""
     statuses: Counter[int] = Counter()
 
     @seed(SEED)
@@ -317,7 +316,9 @@ def send_around(client: httpx.Client, route: Route, checkpoint: Path) -> Counter
 
 
 @pytest.mark.timeout(280)
-def test_what_is_around_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
+def test_odd_methods_headers_and_queries_get_no_5xx(
+    fuzzed_server: Server, checkpoints: Path
+) -> None:
     server = fuzzed_server
     load = Load(server)
     answered: Counter[int] = Counter()
@@ -340,7 +341,7 @@ def test_what_is_around_bodies(fuzzed_server: Server, checkpoints: Path) -> None
 
 
 def malformed(path: str) -> list[bytes]:
-    """Requests that end too early, or are none; a body that arrives whole pauses for a moment."""
+    """Return truncated and malformed requests. A whole body pauses for a moment."""
     target, body = path.encode(), b'{"mode": "in_place", "lease_s": 0.01, "timeout_s": 0.01}'
     head = b"POST " + target + b" HTTP/1.1\r\nHost: here\r\n"
     whole = head + b"Content-Length: %d\r\n\r\n" % len(body) + body
@@ -372,10 +373,10 @@ def malformed(path: str) -> list[bytes]:
 
 
 def send_raw(server: Server, content: bytes) -> bytes:
-    """The beginning of the answer, if there is one, to ``content`` and a connection's end."""
+    """Send ``content``, close the sending side, and return the start of the answer, if any."""
     where = urlsplit(server.url)
     connection = socket.create_connection((where.hostname or "", where.port or 0), timeout=30)
-    # a server that has heard enough may be gone by then
+    # the server may close the connection before it has read everything
     with connection as sender, suppress(ConnectionError):
         sender.sendall(content)
         sender.shutdown(socket.SHUT_WR)
@@ -383,7 +384,7 @@ def send_raw(server: Server, content: bytes) -> bytes:
     return b""
 
 
-def test_what_goes_wrong_around_a_request(fuzzed_server: Server) -> None:
+def test_malformed_http_gets_no_5xx(fuzzed_server: Server) -> None:
     server = fuzzed_server
     load = Load(server)
     before = serving(server)
@@ -403,7 +404,9 @@ def test_what_goes_wrong_around_a_request(fuzzed_server: Server) -> None:
 
 
 @pytest.mark.timeout(280)
-def test_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
+def test_drawn_bodies_get_no_5xx_and_change_no_token(
+    fuzzed_server: Server, checkpoints: Path
+) -> None:
     server = fuzzed_server
     load = Load(server)
     answered: dict[str, Counter[int]] = {}
@@ -414,7 +417,7 @@ def test_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
 
             answered[route.path] = send_bodies(client, route, checkpoints / "v0")
             client.post("/abort_weight_update", content=b"{}")
-            # released where no request ran for a moment
+            # released by a call at a moment without a running request
             for kind in KINDS:
                 client.post("/resume_memory_occupation", json={"tags": [kind]})
             resume(server)
@@ -422,7 +425,7 @@ def test_bodies(fuzzed_server: Server, checkpoints: Path) -> None:
             assert server.is_alive()
     load.end()
     print(answered)
-    # fuzzing that nothing comes of is of no use
+    # a fuzzer whose bodies are all refused tests nothing
     for path in ACCEPTED:
         assert answered[path][200] > 0, answered[path]
     assert sum(map(Counter.total, answered.values())) >= EXAMPLES * len(answered)

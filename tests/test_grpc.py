@@ -1,4 +1,4 @@
-"""SGLang's native gRPC server is a second way to the same engine, with the same pauses."""
+"""SGLang's native gRPC server reaches the same engine, with the same pauses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.pool import GRPC_PORT
 from tests.support.updates import says
 
 SERVICE = "/sglang.runtime.v1.SglangService/"
-# a message whose first field is a bool, and that is true
+# a message with ``true`` in its first field
 YES = b"\x08\x01"
 
 Call = Callable[..., bytes]
 
 
 def field(number: int, text: str) -> bytes:
-    """A short text in a message's field, as it is written on the wire."""
+    """Encode a short text field of a message."""
     return bytes([number << 3 | 2, len(text)]) + text.encode()
 
 
@@ -42,7 +42,7 @@ def call(server: Server) -> Iterator[Call]:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "wait", "abort"])
-def test_healthy_while_paused(server: Server, call: Call, mode: str) -> None:
+def test_health_check_passes_while_paused(server: Server, call: Call, mode: str) -> None:
     assert call("HealthCheck") == YES
     pause(server, mode)
     assert server.get("/health_generate")["status_code"] == 200
@@ -50,7 +50,7 @@ def test_healthy_while_paused(server: Server, call: Call, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause(server: Server, call: Call, mode: str) -> None:
+def test_pause_and_continue_over_grpc(server: Server, call: Call, mode: str) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     assert mode.encode() in call("PauseGeneration", field(1, mode))
     assert status(server)["mode"] == mode
@@ -59,7 +59,7 @@ def test_pause(server: Server, call: Call, mode: str) -> None:
     expect_all_go_on(running)
 
 
-def test_unknown_mode(server: Server, call: Call) -> None:
+def test_unknown_pause_mode_is_refused(server: Server, call: Call) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     with pytest.raises(grpc.RpcError, match="moon"):
         call("PauseGeneration", field(1, "moon"))
@@ -67,7 +67,7 @@ def test_unknown_mode(server: Server, call: Call) -> None:
     expect_all_go_on(running)
 
 
-def test_update(server: Server, call: Call, checkpoints: Path) -> None:
+def test_update_from_disk_over_grpc(server: Server, call: Call, checkpoints: Path) -> None:
     assert call("UpdateWeightsFromDisk", field(1, str(checkpoints / "v1"))).startswith(YES)
     says(server, 1)
     refused = call("UpdateWeightsFromDisk", field(1, "/nowhere"))

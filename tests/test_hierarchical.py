@@ -1,4 +1,4 @@
-"""A hierarchical cache: prefixes that are on the host keep their version, and their place."""
+"""A hierarchical cache: prefixes on the host keep their version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest_plugins = ["tests.support.fixtures"]
 SLOTS = 2048
 HIERARCHICAL = (
     "--enable-hierarchical-cache", "--max-total-tokens", str(SLOTS), "--hicache-ratio", "4",
-    # what the reference platform has
+    # the reference platform supports only these
     "--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first",
     "--weight-version", "v0",
 )  # fmt: skip
@@ -35,7 +35,7 @@ def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def prompt() -> list[int]:
-    """One that no other begins like."""
+    """Return a prompt without a prefix in common with any other."""
     return [next(_serial), *[7] * (LENGTH - 1)]
 
 
@@ -45,13 +45,13 @@ def ask(server: Server, input_ids: list[int]) -> dict[str, Any]:
 
 
 def spill(server: Server) -> None:
-    """Whatever is cached on the device goes to the host: others take all of its room."""
+    """Fill the device's cache, so that earlier prefixes move to the host."""
     for _ in range(SLOTS // LENGTH + 1):
         ask(server, prompt())
 
 
 def on_host(server: Server, input_ids: list[int]) -> dict[str, Any]:
-    """Of a request whose prefix was on the host alone."""
+    """Ask for a prompt whose prefix is on the host only."""
     meta = ask(server, input_ids)
     assert meta["cached_tokens_details"]["host"] == len(input_ids) - 1, meta
     assert meta["cached_tokens_details"]["device"] == 0, meta
@@ -59,7 +59,7 @@ def on_host(server: Server, input_ids: list[int]) -> dict[str, Any]:
 
 
 def update(server: Server, checkpoints: Path, kv_cache: str) -> str:
-    """To the next of three."""
+    """Update to the next of three versions."""
     name = f"v{next(_version) % 3}"
     receipt = server.post(
         "/update_weights_from_disk",
@@ -78,18 +78,20 @@ def versions(spans: list[dict[str, Any]]) -> list[tuple[str, int]]:
     return [(span["version"], span["end"] - span["start"]) for span in spans]
 
 
-def test_a_version_goes_to_the_host_and_back(server: Server, checkpoints: Path) -> None:
-    """ReservedStorage KV is said to be of the weights that computed it, in whichever slot it is."""
+def test_kv_version_survives_the_trip_to_the_host_and_back(
+    server: Server, checkpoints: Path
+) -> None:
+    """KV keeps the version of the weights that computed it, in any slot."""
     ids = prompt()
     (first,) = versions(ask(server, ids)["kv_versions"])
     old = first[0]
     spill(server)
     new = update(server, checkpoints, "keep")
-    # the slots that it is loaded to were written by the new weights
+    # the loaded prefix gets slots written by the new weights
     spill(server)
     meta = on_host(server, ids)
     assert versions(meta["kv_versions"]) == [(old, LENGTH - 1), (new, 1 + 3)]
-    # from a slot that holds what was loaded, to the host again
+    # from the slots of the loaded prefix, to the host again
     newest = update(server, checkpoints, "keep")
     spill(server)
     meta = on_host(server, ids)
@@ -97,10 +99,10 @@ def test_a_version_goes_to_the_host_and_back(server: Server, checkpoints: Path) 
 
 
 @pytest.mark.parametrize("kv_cache", ["fence", "recompute"])
-def test_what_is_on_the_host_is_not_reused(
+def test_fence_and_recompute_stop_reuse_of_prefixes_on_the_host(
     server: Server, checkpoints: Path, kv_cache: str
 ) -> None:
-    """Under requests that run, and whose own KV is kept or computed anew."""
+    """Running requests keep their KV, or get new KV."""
     on_the_host, on_the_device = prompt(), prompt()
     ask(server, on_the_host)
     spill(server)
@@ -118,14 +120,14 @@ def test_what_is_on_the_host_is_not_reused(
         assert [span["version"] for span in spans] == [before, name]
         kv = [version for version, _ in versions(output.meta["kv_versions"])]
         assert kv == ([name] if kv_cache == "recompute" else [before, name])
-    # what the new weights computed goes to the host, and comes back
+    # KV by the new weights moves to the host and back
     spill(server)
     meta = on_host(server, on_the_host)
     assert versions(meta["kv_versions"]) == [(name, LENGTH + 3)]
 
 
-def test_a_flush_while_copies_are_under_way(server: Server, checkpoints: Path) -> None:
-    """Recomputed at once after what was loaded, and what was written through."""
+def test_flush_during_copies_between_host_and_device(server: Server, checkpoints: Path) -> None:
+    """The flush comes right after a load from the host and a write to the host."""
     for _ in range(3):
         ids = prompt()
         ask(server, ids)

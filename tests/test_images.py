@@ -1,7 +1,7 @@
-"""What older weights made of an image is not taken for the newer ones' behind a fence.
+"""Behind a fence, no request uses an image embedding by older weights.
 
-The updates here change the vision tower alone, so an answer differs only where the image was
-encoded anew. Prompts differ in their first word where no prefix is to be reused.
+Updates here change the vision tower alone, so only a newly encoded image changes the answer.
+Prompts without a shared prefix differ in their first word.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _serial = itertools.count(200)
 
 
 class Tower:
-    """The vision tower's weights, each update's further from the first."""
+    """The vision tower's weights. Each update moves them further from the first."""
 
     def __init__(self, server: Server, checkpoint: Path) -> None:
         self._server = server
@@ -40,7 +40,7 @@ class Tower:
         self.send(kv_cache)
 
     def send(self, kv_cache: str) -> None:
-        """The weights as they are, so that ``recompute`` forgets and changes nothing else."""
+        """Send the weights unchanged, so that ``recompute`` only clears caches."""
         scaled = {name: self._scale_up(tensor) for name, tensor in self._first.items()}
         body = tensor_body(scaled, non_blocking=True, kv_cache=kv_cache)
         ask(self._server, "POST", "/update_weights_from_tensor", body)
@@ -77,7 +77,7 @@ def fresh_word() -> str:
 
 
 def describe(server: Server, image: str, word: str) -> tuple[list[float], Any]:
-    """Log-probabilities of what is said of an image, and the answer's ``meta_info``."""
+    """Return the answer's log-probabilities for an image, and its ``meta_info``."""
     body = {
         "text": f"{word} {vision.IMAGE} t30 t31",
         "image_data": image,
@@ -92,8 +92,8 @@ def said(server: Server, image: str, word: str) -> list[float]:
     return describe(server, image, word)[0]
 
 
-def test_the_image_matters(server: Server, tower: Tower) -> None:
-    """Else the other tests would prove nothing."""
+def test_answers_depend_on_the_image_and_on_the_tower(server: Server, tower: Tower) -> None:
+    """Otherwise the other tests would prove nothing."""
     word = fresh_word()
     red = said(server, RED, word)
     assert said(server, BLUE, word) != red
@@ -101,7 +101,7 @@ def test_the_image_matters(server: Server, tower: Tower) -> None:
     assert said(server, RED, word) != red
 
 
-def test_fence(server: Server, tower: Tower) -> None:
+def test_fence_stops_reuse_of_old_image_embeddings(server: Server, tower: Tower) -> None:
     word = fresh_word()
     before = said(server, RED, word)
     tower.change("fence")
@@ -111,8 +111,8 @@ def test_fence(server: Server, tower: Tower) -> None:
     assert after == said(server, RED, word) != before
 
 
-def test_keep_keeps_embeddings_too(server: Server, tower: Tower) -> None:
-    """A new prompt with an old image mixes versions; whoever asks for ``keep`` asks for it."""
+def test_keep_reuses_old_image_embeddings(server: Server, tower: Tower) -> None:
+    """A new prompt then mixes versions, as ``keep`` permits."""
     said(server, RED, fresh_word())
     tower.change("keep")
     word = fresh_word()
@@ -122,8 +122,7 @@ def test_keep_keeps_embeddings_too(server: Server, tower: Tower) -> None:
     assert said(server, RED, word) != mixed
 
 
-def test_reset_encoder_cache(server: Server, tower: Tower) -> None:
-    """vLLM's call for what ``keep`` leaves behind."""
+def test_reset_encoder_cache_clears_old_image_embeddings(server: Server, tower: Tower) -> None:
     said(server, RED, fresh_word())
     tower.change("keep")
     assert server.post("/reset_encoder_cache")["status_code"] == 200

@@ -1,4 +1,4 @@
-"""Each cached position names the weights that computed its KV."""
+"""``kv_versions`` names the weights behind each cached position."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PIECE = SMALL_POOL // 10
 
 
 def kv_runs(output: Output) -> list[tuple[str, int]]:
-    """(version, positions), and the spans leave nothing out."""
+    """Return (version, number of positions) pairs, and check that the spans have no gap."""
     spans = output.meta["kv_versions"]
     ends = [0, *(span["end"] for span in spans)]
     assert [span["start"] for span in spans] == ends[:-1], f"gaps between spans: {spans}"
@@ -42,10 +42,10 @@ def runs(labels: list[str]) -> list[tuple[str, int]]:
 
 
 def made_as_it_ran(output: Output, prompt_tokens: int) -> list[tuple[str, int]]:
-    """What the KV must be where none was reused or recomputed.
+    """Return the KV's versions for a request without reused or recomputed KV.
 
-    The forward that gives token i computes the KV of the one before it, and that of the
-    whole prompt gives the first. Nothing computes the last token's.
+    The forward of token i computes the KV of token i-1, and the prompt's forward gives token 0.
+    Nothing computes the KV of the last token.
     """
     versions = [f"v{made - FIRST}" for made in output.tokens]
     return runs([versions[0]] * prompt_tokens + versions[1:])
@@ -53,7 +53,7 @@ def made_as_it_ran(output: Output, prompt_tokens: int) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_kv_of_running_requests(
+def test_kv_versions_of_a_running_request(
     any_server: Server, checkpoints: Path, kv: str, stream: bool
 ) -> None:
     (asked,) = start(any_server, 1, tokens=ENDLESS, input_ids=prompt(40), stream=stream)
@@ -72,8 +72,8 @@ def test_kv_of_running_requests(
     expect_aborted(beside)
 
 
-def test_kv_of_a_paused_update(any_server: Server, checkpoints: Path) -> None:
-    """Frozen requests keep their KV, and those sent back get new KV."""
+def test_kv_versions_of_an_update_while_paused(any_server: Server, checkpoints: Path) -> None:
+    """Frozen requests keep their KV; retracted requests get new KV."""
     generations = start_running(any_server, 2, tokens=ENDLESS)
     pause(any_server, "in_place")
     update(any_server, checkpoints, 1, flush_cache=False)
@@ -89,7 +89,7 @@ def test_kv_of_a_paused_update(any_server: Server, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
-def test_kv_of_a_reused_prefix(any_server: Server, checkpoints: Path, kv: str) -> None:
+def test_kv_versions_of_a_reused_prefix(any_server: Server, checkpoints: Path, kv: str) -> None:
     input_ids = prompt(64)
     (first,) = start(any_server, 1, tokens=4, input_ids=input_ids)
     assert kv_runs(expect_whole(first)) == [("v0", 67)]
@@ -98,8 +98,8 @@ def test_kv_of_a_reused_prefix(any_server: Server, checkpoints: Path, kv: str) -
     output = expect_whole(second)
     reused = output.meta["cached_tokens"]
     if kv == "keep":
-        # the prompt's last token is computed anew, and found in the cache all the same:
-        # the tokens after it attend to what the cache has
+        # the prompt's last token is computed anew, but its cached KV stays, and later tokens attend
+        # to the cached KV
         assert reused == 63
         assert kv_runs(output) == [("v0", 64), ("v1", 3)]
     else:
@@ -107,8 +107,8 @@ def test_kv_of_a_reused_prefix(any_server: Server, checkpoints: Path, kv: str) -
         assert kv_runs(output) == [("v1", 67)]
 
 
-def test_kv_of_a_prefix_of_three_versions(any_server: Server, checkpoints: Path) -> None:
-    """Each prompt is the one before it and more, so each leaves its part in the cache."""
+def test_kv_versions_of_a_prefix_with_three_versions(any_server: Server, checkpoints: Path) -> None:
+    """Each prompt extends the previous one, and so adds its part to the cache."""
     input_ids = prompt(192)
     expected: list[Any] = []
     for version, length in ((0, 64), (1, 128), (2, 192)):
@@ -125,7 +125,9 @@ def test_kv_of_a_prefix_of_three_versions(any_server: Server, checkpoints: Path)
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep"])
-def test_kv_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
+def test_kv_versions_of_a_commit_during_prefill(
+    any_server: Server, checkpoints: Path, kv: str
+) -> None:
     pause(any_server, "in_place")
     (prefilling,) = start(any_server, 1, tokens=2, input_ids=prompt(8 * CHUNK))
     until_waiting(any_server, 1)
@@ -141,11 +143,9 @@ def test_kv_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, kv: 
     assert before + after == 8 * CHUNK + 1
 
 
-def test_old_prefixes_are_the_first_to_go(off_server: Server, checkpoints: Path) -> None:
-    """Under pressure what nobody can reuse any more goes before what somebody can.
-
-    What ran across the commit and ends after it is used later than much that is new, and
-    has to go before it all the same. The pool holds what is new, and nothing besides.
+def test_prefixes_behind_a_fence_are_evicted_first(off_server: Server, checkpoints: Path) -> None:
+    """The prefix of a request across the commit is used later than some new prefixes, but must be
+    evicted earlier. The pool has room for the new prefixes only.
     """
     across = start_running(off_server, 1, tokens=ENDLESS, input_ids=prompt(2 * PIECE))
     for _ in range(2):

@@ -1,7 +1,7 @@
-"""The log-probability of each token is that under its own weights and its own KV.
+"""The log-probability of each token follows from its own weights and its own KV.
 
-The first layers of a real model in float32, sampled at temperature 1, beside transformers, which
-is given the same weights and the same mix of KV.
+The first layers of a real model run in float32 at temperature 1. The reference is transformers with
+the same weights and the same mix of KV.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tests.support.pool import ServerPool
 from tests.support.replay import Replay
 from tests.support.updates import by_reference
 
-# of the model's 30: as real as all of them, and a fifth of the work
+# of the model's 30 layers: equally real, at a fifth of the work
 LAYERS = 6
 PROMPT = list(range(1000, 1040))
 TOKENS = 32
-# of a request that its test ends
+# for a request ended by its test
 ENDLESS = 1000
 REUSED = 24
-# in nats, of float32 on both sides; the versions differ by thousands of times that
+# nats between two float32 computations; versions differ by thousands of times that
 CLOSE = 2e-3
 
 Versions = dict[str, Path]
@@ -40,7 +40,7 @@ Versions = dict[str, Path]
 
 @pytest.fixture(scope="module")
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
-    """The head of SmolLM2 in float32, and the same with a tenth of noise on each weight."""
+    """Build SmolLM2's head in float32, and a copy with a tenth of noise on each weight."""
     base = smollm2.build_base(default_cache())
     folder = tmp_path_factory.mktemp("smollm2")
     stored = load_file(base / "model.safetensors")
@@ -81,7 +81,7 @@ def real_server(
         "--max-total-tokens", "4096",
         "--enable-memory-saver",
     )  # fmt: skip
-    # unpaced, so that the update is through before the tokens are
+    # unpaced, so that the update ends before the request
     env = {"SGLANG_INFLIGHT_PACE_BYTES_PER_S": "0"}
     log = tmp_path_factory.mktemp("logs") / "real.log"
     with serve(versions["v0"], *flags, log=log, env=env) as server:
@@ -109,7 +109,7 @@ def generate(
 
 
 def generate_across(real: Server, versions: Versions, kv_cache: str) -> Any:
-    """An answer of which the first tokens are of v0 and the last ones of v1."""
+    """Generate across a commit: first tokens by v0, last tokens by v1."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor() as threads:
@@ -131,8 +131,8 @@ def expect_logprobs(answer: Any, replay: Replay, kv: list[str] | None = None) ->
         assert abs(ours - theirs) < CLOSE, f"token {index}: {ours}, expected {theirs}: {meta}"
 
 
-def test_a_tied_head_is_sent_too(real: Server, versions: Versions) -> None:
-    """A checkpoint has the embeddings alone, a trainer's ``state_dict()`` both names."""
+def test_update_accepts_a_tied_head_beside_the_embeddings(real: Server, versions: Versions) -> None:
+    """A checkpoint holds the embeddings only, a trainer's ``state_dict()`` both names."""
     embeddings = load_file(versions["v1"] / "model.safetensors")["model.embed_tokens.weight"]
     both = [("model.embed_tokens.weight", embeddings), ("lm_head.weight", embeddings)]
     body = {"serialized_named_tensors": [by_reference(both)], "non_blocking": True}
@@ -140,14 +140,14 @@ def test_a_tied_head_is_sent_too(real: Server, versions: Versions) -> None:
     assert (receipt["weight_version"], receipt["tensors"]) == ("v2", 2)
 
 
-def test_without_an_update(real: Server, replay: Replay) -> None:
+def test_logprobs_match_the_reference_without_an_update(real: Server, replay: Replay) -> None:
     answer = generate(real)
     assert set(labels_of(answer["meta_info"]["weight_versions"])) == {"v0"}
     expect_logprobs(answer, replay)
 
 
-def test_the_reference_tells_versions_apart(real: Server, replay: Replay) -> None:
-    """Else the other tests would prove nothing."""
+def test_reference_tells_versions_apart(real: Server, replay: Replay) -> None:
+    """Otherwise the other tests would prove nothing."""
     answer = generate(real)
     kv = labels_of(answer["meta_info"]["kv_versions"])
     with pytest.raises(AssertionError, match="token"):
@@ -155,7 +155,7 @@ def test_the_reference_tells_versions_apart(real: Server, replay: Replay) -> Non
 
 
 @pytest.mark.parametrize("kv_cache", ["fence", "keep"])
-def test_across_a_commit_that_keeps_the_kv(
+def test_logprobs_match_across_a_commit_with_old_kv(
     real: Server, versions: Versions, replay: Replay, kv_cache: str
 ) -> None:
     answer = generate_across(real, versions, kv_cache)
@@ -164,8 +164,10 @@ def test_across_a_commit_that_keeps_the_kv(
     expect_logprobs(answer, replay)
 
 
-def test_across_a_commit_that_recomputes(real: Server, versions: Versions, replay: Replay) -> None:
-    """A token that was there before the commit keeps the log-probability that it had."""
+def test_logprobs_match_across_a_commit_with_recomputed_kv(
+    real: Server, versions: Versions, replay: Replay
+) -> None:
+    """A token from before the commit keeps its log-probability."""
     answer = generate_across(real, versions, "recompute")
     meta = answer["meta_info"]
     made_by = labels_of(meta["weight_versions"])
@@ -180,7 +182,7 @@ def test_across_a_commit_that_recomputes(real: Server, versions: Versions, repla
             assert abs(returned[index] - expected[index]) < CLOSE, (index, meta)
 
 
-def test_of_a_prefix_that_older_weights_left(
+def test_logprobs_match_after_a_reused_old_prefix(
     real: Server, versions: Versions, replay: Replay
 ) -> None:
     generate(real, tokens=1, prompt=PROMPT[:REUSED])
@@ -192,7 +194,7 @@ def test_of_a_prefix_that_older_weights_left(
     expect_logprobs(answer, replay)
 
 
-def test_of_a_prefix_behind_the_fence(real: Server, versions: Versions, replay: Replay) -> None:
+def test_logprobs_match_behind_a_fence(real: Server, versions: Versions, replay: Replay) -> None:
     generate(real, tokens=1, prompt=PROMPT[:REUSED])
     update(real, versions, "v1", kv_cache="fence")
     answer = generate(real)
@@ -209,11 +211,12 @@ def test_of_a_prefix_behind_the_fence(real: Server, versions: Versions, replay: 
         ("retract", (), "awake", "v1"),
     ],
 )
-def test_over_a_sleep(
+def test_logprobs_match_across_a_memory_release(
     real: Server, versions: Versions, mode: str, goes: tuple[str, ...], keep: str, served: str
 ) -> None:
-    """Frozen requests have the tokens and log-probabilities of two servers that never slept, one
-    of each version, the second of which begins with what the first has made."""
+    """Expect a frozen request to equal two requests on unreleased memory: one by v0, and one by the
+    later version from the first one's tokens on.
+    """
     prompts = [PROMPT, PROMPT[::-1]]
     assert real.post("/flush_cache?timeout=60")["status_code"] == 200
     frozen = [Generation(real, tokens=ENDLESS, input_ids=p, return_logprob=True) for p in prompts]
@@ -250,7 +253,7 @@ def test_over_a_sleep(
 
 
 def most_likely(real: Server, prompt: list[int], tokens: int) -> list[tuple[int, float]]:
-    """What follows, each with its log-probability; from a cache that is empty."""
+    """Generate greedily from an empty cache, and return each token with its log-probability."""
     assert real.post("/flush_cache?timeout=60")["status_code"] == 200
     answer = generate(real, tokens, prompt, temperature=0.0)
     logprobs = [logprob for logprob, *_ in answer["meta_info"]["output_token_logprobs"]]

@@ -1,4 +1,4 @@
-"""Adapters that come, change and go under requests that use them."""
+"""LoRA adapters loaded, replaced and unloaded under requests that use them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ FLAVOURS |= {
         (*LORA, *LIMITED, "--tokenizer-worker-num", "2"),
         {
             "SGLANG_INFLIGHT_VLLM_ROUTES": "1",
-            # how long uvicorn may take to see that a worker has died
+            # seconds until uvicorn replaces a dead worker
             "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
         },
         model=lora.build_model,
@@ -81,7 +81,7 @@ def lora_server(request: pytest.FixtureRequest, pool: ServerPool) -> Server:
 
 @pytest.fixture
 def server(lora_server: Server) -> Iterator[Server]:
-    """It has no request and no adapter after the test."""
+    """A server left without requests and adapters after the test."""
     yield lora_server
     resume(lora_server)
     ask(lora_server, "POST", "/abort_request", {"abort_all": True})
@@ -91,20 +91,20 @@ def server(lora_server: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Adapters by their numbers."""
+    """Adapters by number."""
     root = tmp_path_factory.mktemp("adapters")
     return [lora.write(root / str(number), lora.tensors(number)) for number in range(3)]
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It adds nothing: what matters is who uses it."""
+    """An adapter that changes no token, for tests about requests' references to adapters."""
     return lora.write(tmp_path_factory.mktemp("adapter"), lora.uniform(0.0))
 
 
 @pytest.fixture(scope="module")
 def other_adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It turns the hidden state round, so that its token has the least logit of all."""
+    """An adapter that negates the hidden state, so that the usual token gets the least logit."""
     return lora.write(tmp_path_factory.mktemp("other"), lora.uniform(-10.0))
 
 
@@ -130,7 +130,7 @@ def unload(server: Server, name: str, **fields: Any) -> dict[str, Any]:
 
 
 def loaded(server: Server) -> set[str]:
-    """Names that requests find."""
+    """Return the adapter names known to the server."""
     return {m["id"] for m in ask(server, "GET", "/v1/models")["data"] if m.get("parent")}
 
 
@@ -140,7 +140,7 @@ def unloadings(server: Server) -> int:
 
 @on("overlap", "workers")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_an_adapter_of_paused_requests_stays(
+def test_unload_is_refused_while_paused_requests_use_the_adapter(
     server: Server, adapter: Path, name: str, mode: str
 ) -> None:
     running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
@@ -149,7 +149,7 @@ def test_an_adapter_of_paused_requests_stays(
     assert answer["status_code"] == 409, answer
     assert f"'{name}'" in answer["message"]
     assert "2 paused requests" in answer["message"]
-    # it keeps nobody else waiting, and nothing has become of the adapter
+    # the refused call delays no other, and the adapter stays loaded
     assert unload(server, load(server, adapter))["success"]
     running += start(server, 1, tokens=ENDLESS, lora_path=name)
     resume(server)
@@ -158,8 +158,8 @@ def test_an_adapter_of_paused_requests_stays(
 
 
 @on("overlap", "workers")
-def test_an_unloading_that_a_pause_overtakes(server: Server, adapter: Path, name: str) -> None:
-    """It waits for requests, as SGLang has it, and a pause ends the waiting."""
+def test_pause_ends_a_waiting_unload(server: Server, adapter: Path, name: str) -> None:
+    """SGLang's unload waits for the adapter's requests, which a pause keeps from ending."""
     running = start_running(server, 1, tokens=ENDLESS, lora_path=name)
     with ThreadPoolExecutor() as threads:
         unloading = threads.submit(unload, server, name)
@@ -178,8 +178,10 @@ def test_an_unloading_that_a_pause_overtakes(server: Server, adapter: Path, name
 
 
 @on("overlap", "normal", "workers")
-def test_a_name_is_taken_from_paused_requests(server: Server, name: str) -> None:
-    """Nobody waits for them, and the adapter goes with the last."""
+def test_non_blocking_unload_removes_the_name_before_paused_requests_end(
+    server: Server, name: str
+) -> None:
+    """The last request's end unloads the adapter."""
     running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
     before = unloadings(server)
     pause(server, "in_place")
@@ -195,7 +197,7 @@ def test_a_name_is_taken_from_paused_requests(server: Server, name: str) -> None
 
 
 @on("overlap")
-def test_an_adapter_that_nobody_uses_is_unloaded_in_a_pause(server: Server, name: str) -> None:
+def test_unused_adapter_can_be_unloaded_in_a_pause(server: Server, name: str) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     assert unload(server, name)["success"]
@@ -205,10 +207,10 @@ def test_an_adapter_that_nobody_uses_is_unloaded_in_a_pause(server: Server, name
 
 @on("overlap")
 @pytest.mark.parametrize("keep", ["host", "discard"])
-def test_while_memory_is_away(
+def test_adapters_and_profiles_work_while_memory_is_released(
     server: Server, folders: list[Path], name: str, tmp_path: Path, keep: str
 ) -> None:
-    """Adapters come, change and go, and a profile begins and ends: none of it needs weights."""
+    """None of these calls reads the weights."""
     policy, other = Policy(server, None), Policy(server, folders)
     policy.load(0)
     running = policy.start(2)
@@ -237,10 +239,10 @@ def test_while_memory_is_away(
 
 
 class Policy:
-    """A name, and the adapters that had it: their numbers, by version."""
+    """A name and its adapters over time: numbers to versions."""
 
     def __init__(self, server: Server, folders: list[Path] | None, *, ranks: int = 1) -> None:
-        """From ``folders``, or from tensors."""
+        """Take adapters from ``folders``, or send tensors if that is None."""
         self.name = new_name()
         self.versions: dict[int, str] = {}
         self._server = server
@@ -270,14 +272,14 @@ class Policy:
         return start_running(self._server, n, lora_path=self.name, **request)
 
     def expect(self, output: Output, *numbers: int) -> None:
-        """Its tokens are of these adapters, one after the other, and its spans say so."""
+        """Check that these adapters made the tokens, in order, and that the spans say so."""
         told = lora.spans_by_tokens(output.tokens, self.name, self.versions)
         assert output.meta["adapter_versions"] == told
         assert [span["version"] for span in told] == [self.versions[n] for n in numbers]
         assert labels_of(output.meta["weight_versions"]) == ["v0"] * len(output.tokens)
 
     def expect_all(self, generations: list[Generation], *numbers: int) -> list[Output]:
-        """They go on, and are aborted then."""
+        """Check that all requests continue, then abort them and check their spans."""
         more_tokens(generations)
         outputs = []
         for generation in generations:
@@ -291,7 +293,7 @@ class Policy:
 @pytest.mark.parametrize(
     ("source", "mode"), [("folders", None), ("folders", "retract"), ("tensors", "in_place")]
 )
-def test_running_requests_finish(
+def test_replace_lets_running_requests_finish_on_the_old_adapter(
     server: Server, folders: list[Path], source: str, mode: str | None
 ) -> None:
     policy = Policy(server, folders if source == "folders" else None)
@@ -313,8 +315,10 @@ def test_running_requests_finish(
 @on("overlap", "normal", "workers")
 @pytest.mark.parametrize("kv_cache", ["recompute", "fence"])
 @pytest.mark.parametrize("mode", [None, "in_place", "retract"])
-def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) -> None:
-    """While they run, the old adapter goes, and the new one is theirs."""
+def test_replace_with_move_switches_running_requests(
+    server: Server, kv_cache: str, mode: str | None
+) -> None:
+    """The old adapter is unloaded while they run."""
     policy = Policy(server, None)
     policy.load(0)
     shared = prompt()
@@ -332,7 +336,7 @@ def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) 
     assert answer["retracted"] == (5 if sent_back else 0)
     resume(server)
     until("the old one is unloaded", lambda: unloadings(server) == before + 1)
-    # and nobody takes the new one from them
+    # the moved requests are counted as users of the new adapter
     pause(server, "in_place")
     assert "4 paused requests" in unload(server, policy.name)["message"]
     resume(server)
@@ -344,7 +348,7 @@ def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) 
     ask(server, "POST", "/abort_request", {"abort_all": True})
     for output in twice.outputs():
         policy.expect(output, 0, 1)
-    # what two adapters have computed is nobody else's, and what one has is
+    # KV by two adapters is reused by no request; KV by one adapter is
     (again,) = policy.start(1, input_ids=shared, tokens=4)
     cached = again.output().meta["cached_tokens"]
     kept = kv_cache == "fence" and mode != "retract"
@@ -353,8 +357,8 @@ def test_running_requests_move(server: Server, kv_cache: str, mode: str | None) 
 
 
 @on("overlap", "workers")
-def test_a_waiting_request_moves(server: Server) -> None:
-    """An abort that finds it in the queue says who made the tokens that it had."""
+def test_replace_with_move_switches_waiting_requests(server: Server) -> None:
+    """An aborted request in the queue keeps the versions of its tokens."""
     policy = Policy(server, None)
     policy.load(0)
     (running,) = policy.start(1)
@@ -372,8 +376,8 @@ def test_a_waiting_request_moves(server: Server) -> None:
 
 
 @on("overlap", "workers")
-def test_requests_that_are_on_their_way_follow(server: Server) -> None:
-    """SGLang has looked their adapter up, and sends them when their prompt was computed."""
+def test_replace_with_move_switches_samples_not_yet_created(server: Server) -> None:
+    """SGLang has looked up their adapter, and creates them once their prompt is computed."""
     policy = Policy(server, None)
     policy.load(0)
     before = unloadings(server)
@@ -393,8 +397,8 @@ def test_requests_that_are_on_their_way_follow(server: Server) -> None:
 
 
 @on("overlap", "normal", "workers")
-def test_an_adapter_that_cannot_be_used(server: Server, name: str) -> None:
-    """It is refused when it comes, and not when a request needs it: that ends SGLang."""
+def test_unusable_adapter_is_refused_at_its_load(server: Server, name: str) -> None:
+    """Otherwise its first request would end SGLang."""
     running = start_running(server, 2, tokens=ENDLESS, lora_path=name)
     good = lora.tensors(0)
     down, up = good
@@ -417,8 +421,10 @@ def test_an_adapter_that_cannot_be_used(server: Server, name: str) -> None:
 
 
 @on("overlap", "normal", "workers")
-def test_without_replace(server: Server, name: str, folders: list[Path]) -> None:
-    """As SGLang has it, however the name came to its adapter; and what makes no sense."""
+def test_load_of_a_taken_name_without_replace_is_refused(
+    server: Server, name: str, folders: list[Path]
+) -> None:
+    """Contradictory fields are refused too."""
     policy = Policy(server, None)
     policy.load(0)
     for _ in range(2):
@@ -439,7 +445,7 @@ def test_without_replace(server: Server, name: str, folders: list[Path]) -> None
 
 
 @on("overlap")
-def test_versions_that_nobody_names(server: Server) -> None:
+def test_unnamed_adapter_versions_count_upwards(server: Server) -> None:
     policy = Policy(server, None)
     answers = [policy.try_to_load(n, replace=True) for n in (0, 1)]
     first, second = (int(answer["adapter_version"]) for answer in answers)
@@ -449,8 +455,10 @@ def test_versions_that_nobody_names(server: Server) -> None:
 
 
 @on("normal", "workers")
-def test_no_room_for_another(server: Server, folders: list[Path]) -> None:
-    """Nothing is unloaded for it, and old ones that requests use are counted."""
+def test_replace_is_refused_without_room_for_another_adapter(
+    server: Server, folders: list[Path]
+) -> None:
+    """Replaced adapters in use count as loaded, and none is unloaded to make room."""
     policies = [Policy(server, folders) for _ in range(MAX_LOADED - 1)]
     for policy in policies:
         policy.load(0)
@@ -469,8 +477,8 @@ def test_no_room_for_another(server: Server, folders: list[Path]) -> None:
 
 
 @on("normal", "workers")
-def test_no_room_in_a_pause(server: Server, folders: list[Path]) -> None:
-    """SGLang unloads one to make room, and waits for its requests, which cannot end."""
+def test_load_in_a_pause_is_refused_without_room(server: Server, folders: list[Path]) -> None:
+    """SGLang would unload an adapter and wait for its requests, which cannot end."""
     policies = [Policy(server, folders) for _ in range(MAX_LOADED)]
     running = []
     for policy in policies[:-1]:
@@ -488,10 +496,10 @@ def test_no_room_in_a_pause(server: Server, folders: list[Path]) -> None:
 
 
 @on("normal", "workers")
-def test_an_adapter_that_made_room_comes_back(server: Server, folders: list[Path]) -> None:
-    """SGLang loads it when a request asks for it, and it is the version that it was. What was
-    used least recently makes room.
-    """
+def test_evicted_adapter_keeps_its_version_when_reloaded(
+    server: Server, folders: list[Path]
+) -> None:
+    """SGLang evicts the least recently used adapter and reloads one on demand."""
     policies = [Policy(server, folders) for _ in range(MAX_LOADED + 1)]
     for policy in policies:
         policy.load(0)
@@ -506,7 +514,7 @@ def test_an_adapter_that_made_room_comes_back(server: Server, folders: list[Path
 
 
 @on("workers")
-def test_what_one_worker_loads_every_worker_finds(server: Server) -> None:
+def test_adapter_loaded_by_one_worker_is_known_to_all(server: Server) -> None:
     policy = Policy(server, None)
     with contextlib.ExitStack() as stack:
         one, other = doors = [stack.enter_context(door(server, each)) for each in workers(server)]
@@ -528,8 +536,8 @@ def test_what_one_worker_loads_every_worker_finds(server: Server) -> None:
 
 
 @on("workers")
-def test_more_adapters_than_fit_a_short_line(server: Server, adapter: Path) -> None:
-    """asyncio reads lines of 64 KiB, unless it is told otherwise."""
+def test_adapter_names_beyond_64_kib_reach_every_worker(server: Server, adapter: Path) -> None:
+    """asyncio reads lines of at most 64 KiB by default."""
     names = {f"{new_name()}-{'x' * 50_000}" for _ in range(2)}
     for name in names:
         body = {"lora_name": name, "lora_path": str(adapter)}
@@ -545,8 +553,9 @@ def test_more_adapters_than_fit_a_short_line(server: Server, adapter: Path) -> N
 
 
 @on("normal", "workers")
-def test_a_request_of_an_adapter_that_is_nowhere(server: Server, folders: list[Path]) -> None:
-    """SGLang loads what was unloaded again, and cannot where that came as tensors."""
+def test_request_of_an_unloaded_adapter_reloads_a_folder_and_refuses_tensors(
+    server: Server, folders: list[Path]
+) -> None:
     policy = Policy(server, None)
     policy.load(0)
     assert unload(server, policy.name)["success"]
@@ -560,8 +569,8 @@ def test_a_request_of_an_adapter_that_is_nowhere(server: Server, folders: list[P
 
 
 @on("workers")
-def test_a_load_whose_worker_died_is_known(server: Server) -> None:
-    """It is carried through, and nobody hears its answer."""
+def test_load_survives_the_death_of_its_worker(server: Server) -> None:
+    """The load is carried through without a caller."""
     policy = Policy(server, None)
     first, second = workers(server)
     (rank,) = schedulers(server.process.pid)
@@ -580,8 +589,8 @@ def test_a_load_whose_worker_died_is_known(server: Server) -> None:
 
 
 @on("workers")
-def test_requests_of_a_worker_that_died_keep_their_adapter(server: Server) -> None:
-    """They run on, and nobody but the ranks knows of them."""
+def test_requests_of_a_dead_worker_keep_their_adapter_loaded(server: Server) -> None:
+    """They run on, known to the ranks alone."""
     policy = Policy(server, None)
     policy.load(0)
     first, _ = workers(server)
@@ -610,7 +619,7 @@ def test_requests_of_a_worker_that_died_keep_their_adapter(server: Server) -> No
 
 @on("tp2")
 @pytest.mark.parametrize("kv_cache", ["recompute", "fence"])
-def test_both_ranks_move_a_request(server: Server, kv_cache: str) -> None:
+def test_replace_with_move_switches_requests_on_both_ranks(server: Server, kv_cache: str) -> None:
     policy = Policy(server, None, ranks=2)
     policy.load(0)
     running = policy.start(2)
@@ -619,8 +628,7 @@ def test_both_ranks_move_a_request(server: Server, kv_cache: str) -> None:
 
 
 @on("tp2")
-def test_a_shape_that_one_rank_sees(server: Server) -> None:
-    """The other's part is whole, and its adapter is not left behind."""
+def test_bad_shape_on_one_rank_unloads_the_adapter_on_the_other(server: Server) -> None:
     policy = Policy(server, None, ranks=2)
     policy.load(0)
     good = lora.tensors(1)
@@ -639,7 +647,7 @@ def test_a_shape_that_one_rank_sees(server: Server) -> None:
 # ---- Engine ------------------------------------------------------------------------------
 
 
-def test_an_engine(pool: ServerPool, tmp_path: Path) -> None:
+def test_engine_replaces_adapters_under_requests(pool: ServerPool, tmp_path: Path) -> None:
     pool.discard()
     model = lora.build_model(tmp_path / "model")
     answers = play("tests.support.lora_play", model, tmp_path)
@@ -656,7 +664,7 @@ def test_an_engine(pool: ServerPool, tmp_path: Path) -> None:
 # ---- vLLM's trainers load an adapter again by its name -----------------------------------
 
 OWN = marker.token(0)
-# the first of all that have the same logit
+# the first token among equal logits
 OTHERS = 0
 LOAD = ("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
 
@@ -675,10 +683,10 @@ def tokens_of(server: Server, name: str) -> list[int]:
 @on("overlap", "workers")
 @pytest.mark.parametrize("path", LOAD)
 @pytest.mark.parametrize("paused", [False, True], ids=["running", "paused"])
-def test_a_name_passes_to_another_adapter(
+def test_vllm_load_replaces_an_adapter_of_the_same_name(
     server: Server, adapter: Path, other_adapter: Path, path: str, paused: bool
 ) -> None:
-    """Requests that run end with the adapter they began with, and nobody waits for them."""
+    """Running requests keep their adapter, and the load does not wait for them."""
     name = f"policy-{next(_serial)}"
     ask(server, "POST", path, {"lora_name": name, "lora_path": str(adapter)})
     assert tokens_of(server, name) == [OWN] * 3
@@ -705,8 +713,9 @@ def test_a_name_passes_to_another_adapter(
 
 
 @on("overlap")
-def test_an_adapter_that_does_not_fit(server: Server, name: str, tmp_path: Path) -> None:
-    """The name stays with the one that it has."""
+def test_vllm_load_of_an_unfit_adapter_keeps_the_old_one(
+    server: Server, name: str, tmp_path: Path
+) -> None:
     large = lora.write(tmp_path / "large", lora.uniform(-10.0, rank=2 * RANK), r=2 * RANK)
     body = {"lora_name": name, "lora_path": str(large)}
     refused = server.post("/skyrl/v1/load_lora_adapter", body)
@@ -717,7 +726,7 @@ def test_an_adapter_that_does_not_fit(server: Server, name: str, tmp_path: Path)
 
 
 @on("overlap")
-def test_what_trl_reads_before_it_sends_adapters(server: Server) -> None:
+def test_server_info_tells_trl_the_lora_config(server: Server) -> None:
     config = server.get("/server_info?config_format=json")["vllm_config"]
     assert config["lora_config"] == {"max_lora_rank": RANK, "max_loras": 4, "max_cpu_loras": None}
 
@@ -742,10 +751,12 @@ def words_of(server: Server, path: str, **fields: Any) -> list[str]:
 
 @on("overlap", "workers")
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_model_that_is_an_adapter_is_served_by_it(
+def test_adapter_name_as_model_is_served_by_the_adapter(
     server: Server, folders: list[Path], path: str
 ) -> None:
-    """By its name alone, and by SGLang's form of a model's adapter; by no name of the model."""
+    """The plain name and SGLang's ``model:adapter`` form both work; the model's own names mean no
+    adapter.
+    """
     served = ask(server, "GET", "/v1/models")["data"][0]["id"]
     for number, folder in enumerate(folders[:2]):
         body = {"lora_name": f"policy-v{number}", "lora_path": str(folder)}
@@ -755,7 +766,7 @@ def test_a_model_that_is_an_adapter_is_served_by_it(
         for model in (name, f"{served}:{name}", f"default:{name}"):
             assert words_of(server, path, model=model) == said
         assert words_of(server, path, model=served, lora_path=name) == said
-        # bench_serving's, and vLLM's clients that were taught SGLang's field
+        # bench_serving sends both, as do vLLM clients with support for SGLang's field
         assert words_of(server, path, model=name, lora_path=name) == said
     for fields in ({}, {"model": served}, {"model": "default"}, {"model": ""}):
         assert words_of(server, path, **fields) == [f"t{OWN}"] * 3
@@ -767,8 +778,8 @@ def test_a_model_that_is_an_adapter_is_served_by_it(
 
 @on("overlap", "workers")
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_model_that_nobody_knows_is_an_error(server: Server, name: str, path: str) -> None:
-    """As OpenAI's clients know it, for each name that was an adapter's or a checkpoint's."""
+def test_unknown_model_name_answers_404(server: Server, name: str, path: str) -> None:
+    """The error has OpenAI's form, also for former adapters and checkpoints."""
     served = ask(server, "GET", "/v1/models")["data"][0]["id"]
     assert unload(server, name, non_blocking=True)["success"]
     for model in (name, f"{served}:{name}", "gpt-4", served + "x"):
@@ -784,10 +795,10 @@ def test_a_model_that_nobody_knows_is_an_error(server: Server, name: str, path: 
 
 
 @on("overlap")
-def test_an_adapter_that_has_the_name_of_the_served_model(
+def test_adapter_with_the_served_models_name_answers_for_it(
     server: Server, folders: list[Path]
 ) -> None:
-    """prime-rl loads its policy so, and asks for it so."""
+    """prime-rl names its policy so."""
     served = ask(server, "GET", "/v1/models")["data"][0]["id"]
     body = {"lora_name": served, "lora_path": str(folders[1])}
     ask(server, "POST", "/load_lora_adapter", body)
@@ -805,7 +816,7 @@ def test_an_adapter_that_has_the_name_of_the_served_model(
         ("/v1/score", {"query": "t5", "items": ["t6"], "label_token_ids": [5]}),
     ],
 )
-def test_a_route_without_adapters_refuses_their_names(
+def test_routes_without_adapter_support_refuse_adapter_names(
     server: Server, name: str, path: str, body: dict[str, Any]
 ) -> None:
     """SGLang would answer with the model's own weights."""
@@ -816,7 +827,7 @@ def test_a_route_without_adapters_refuses_their_names(
 
 @on("overlap")
 @pytest.mark.parametrize("stream", [False, True])
-def test_anthropics_route_finds_adapters(server: Server, folders: list[Path], stream: bool) -> None:
+def test_anthropic_route_serves_adapters(server: Server, folders: list[Path], stream: bool) -> None:
     load_as = {"lora_name": "claude", "lora_path": str(folders[0])}
     ask(server, "POST", "/load_lora_adapter", load_as)
     body = {"max_tokens": 3, "temperature": 0, "messages": [{"role": "user", "content": "t5"}]}
@@ -828,10 +839,8 @@ def test_anthropics_route_finds_adapters(server: Server, folders: list[Path], st
 
 
 @on("overlap")
-def test_trls_rollouts_are_of_the_adapter_that_it_loaded_last(
-    server: Server, folders: list[Path]
-) -> None:
-    """It loads each step's under a name of its own, and requests of the step before still run."""
+def test_trl_rollouts_use_the_adapter_they_name(server: Server, folders: list[Path]) -> None:
+    """TRL names each step's adapter differently, and requests of the previous step still run."""
     for step in range(2):
         name = f"trl-policy-v{step}"
         body = {"lora_name": name, "lora_path": str(folders[step]), "load_inplace": False}

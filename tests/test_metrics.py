@@ -1,4 +1,4 @@
-"""What Prometheus is told, at ``/metrics``."""
+"""Prometheus metrics at ``/metrics``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.updates import refuse, succeed
 DASHBOARD = Path(__file__).parents[1] / "dashboards" / "grafana.json"
 
 
-def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints: Path) -> None:
+def test_metrics_count_pauses_and_updates(normal_loop_server: Server, checkpoints: Path) -> None:
     server = normal_loop_server
     before = read(server)
 
@@ -55,12 +55,12 @@ def test_pauses_and_updates_are_counted(normal_loop_server: Server, checkpoints:
     refuse(server.post("/update_weights_from_disk", {"model_path": "/no/such/folder", **live}))
     assert (grown("updates_total:committed"), grown("updates_total:dropped")) == (1, 1)
     expect_all_go_on(generations)
-    # each saw the update and the rollback
+    # the update and the rollback, for each request
     assert (grown("version_lag_count"), grown("version_lag_sum")) == (2, 2 * 2)
 
 
 def load_seconds(server: Server) -> dict[str, float]:
-    """SGLang's own metric of updates, by where they came from."""
+    """Return SGLang's own metric of updates, by source."""
     text = httpx.get(f"{server.url}/metrics/", timeout=60, **PLAIN).text
     return {
         sample.labels["source"]: sample.value
@@ -70,10 +70,11 @@ def load_seconds(server: Server) -> dict[str, float]:
     }
 
 
-def test_dashboard_draws_every_metric(normal_loop_server: Server, checkpoints: Path) -> None:
-    """And no other: each name in a panel is one that a server exposes."""
+def test_dashboard_draws_exactly_the_exposed_metrics(
+    normal_loop_server: Server, checkpoints: Path
+) -> None:
     server = normal_loop_server
-    # those that have a label of their own are there once there is a value for it
+    # a metric with labels is exposed once it has a value
     pause(server, "in_place")
     resume(server)
     update = {"model_path": str(checkpoints / "v1"), "non_blocking": True}
@@ -95,7 +96,7 @@ def test_dashboard_draws_every_metric(normal_loop_server: Server, checkpoints: P
     assert drawn - set().union(*exposed.values()) == set()
 
 
-def test_dashboard_is_whole() -> None:
+def test_dashboard_has_unique_ids_and_defined_variables() -> None:
     board: dict[str, Any] = json.loads(DASHBOARD.read_text())
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)

@@ -1,4 +1,4 @@
-"""Two nodes: what the ranks of both say is heard, and what becomes of a node that says nothing."""
+"""Two nodes: ranks of both answer each call, and a silent node is reported."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pair(
 
 @pytest.fixture
 def first(pair: Nodes, checkpoints: Path) -> Iterator[Server]:
-    """Serves v0."""
+    """The first node's server, which serves v0."""
     yield (first := pair.first)
     pair.let_second_go_on()
     until("all ranks answer", lambda: first.get("/inflight/status")["status_code"] == 200)
@@ -87,7 +87,7 @@ def expect_epochs_alike(first: Server, version: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "tensor_bucket", "distributed"])
-def test_requests_run_on_through_an_update(
+def test_update_reaches_running_requests_on_both_nodes(
     first: Server, sender: Sender, streams: list[Generation], source: str
 ) -> None:
     receipt = succeed(sender.send(first, source, 1, ranks=2, weight_version="v1", **LIVE))
@@ -99,7 +99,7 @@ def test_requests_run_on_through_an_update(
     expect_to_run_on(first, streams, [0, 1])
 
 
-def test_one_node_lacks_the_checkpoint(
+def test_update_is_refused_when_one_node_lacks_the_checkpoint(
     first: Server, checkpoints: Path, streams: list[Generation]
 ) -> None:
     before = serving(first)
@@ -112,7 +112,7 @@ def test_one_node_lacks_the_checkpoint(
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "abort", "wait"])
-def test_pause_is_acknowledged_by_both(first: Server, mode: str) -> None:
+def test_pause_is_acknowledged_by_both_nodes(first: Server, mode: str) -> None:
     tokens = 30 if mode == "wait" else ENDLESS
     streams = start_running(first, STREAMS, tokens=tokens)
     answer = pause(first, mode)
@@ -128,31 +128,31 @@ def test_pause_is_acknowledged_by_both(first: Server, mode: str) -> None:
         expect_to_run_on(first, streams, [0])
 
 
-def test_a_lease_ends_on_both(first: Server, streams: list[Generation]) -> None:
+def test_lease_ends_on_both_nodes(first: Server, streams: list[Generation]) -> None:
     pause(first, "in_place", lease_s=0.3)
     until("the lease runs out", lambda: not status(first)["paused"])
     assert [rank["state"] for rank in status(first)["ranks"]] == ["running", "running"]
     expect_to_run_on(first, streams, [0])
 
 
-def test_update_in_a_pause_a_blocking_one_and_a_rollback(
+def test_paused_update_rollback_and_blocking_update_reach_both_nodes(
     first: Server, checkpoints: Path, streams: list[Generation]
 ) -> None:
     pause(first, "in_place")
-    # in SGLang's own form, which acts at once in a pause
+    # SGLang's own form, applied at once in a pause
     update(first, checkpoints, 1, flush_cache=False)
     resume(first)
     until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
     succeed(first.post("/inflight/rollback", {}))
     expect_to_run_on(first, streams, [0, 1, 0])
-    # and this one waits until nothing runs
+    # without a pause, SGLang's form waits for running requests
     (running,) = start_running(first, 1, tokens=40)
     update(first, checkpoints, 2)
     assert versions_of(running.output()) == ["v0"]
     expect_epochs_alike(first, 2)
 
 
-def test_an_engine_on_the_second_node_says_whom_to_ask(pair: Nodes) -> None:
+def test_engine_on_the_second_node_names_the_first(pair: Nodes) -> None:
     file = pair.second_log.parent / "said.json"
     until("the engine has said it", file.is_file)
     said = json.loads(file.read_text())
@@ -161,7 +161,9 @@ def test_an_engine_on_the_second_node_says_whom_to_ask(pair: Nodes) -> None:
         assert (error, "node_rank=0" in sentence) == ("NotOffered", True)
 
 
-def test_a_stranger_changes_nothing(first: Server, checkpoints: Path) -> None:
+def test_foreign_messages_at_the_nodes_port_change_nothing(
+    first: Server, checkpoints: Path
+) -> None:
     before = serving(first)
     found = re.search(r"other nodes answer at tcp://([\d.]+):(\d+)", first.log_text())
     assert found is not None
@@ -179,17 +181,17 @@ def test_a_stranger_changes_nothing(first: Server, checkpoints: Path) -> None:
     expect_epochs_alike(first, 1)
 
 
-# ---- a node that stands still, and goes on later ---------------------------------------------
+# ---- a node that stops answering and later continues -----------------------------------------
 
 
-def test_a_node_falls_silent_before_the_commit(
+def test_node_silent_before_the_commit_drops_the_update(
     pair: Nodes, first: Server, checkpoints: Path, streams: list[Generation]
 ) -> None:
     before = serving(first)
     pair.stop_second()
     v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", **LIVE}
     refuse(first.post("/update_weights_from_disk", v1), SECOND, status_code=504)
-    # whoever asks is told, and so is who reads the log
+    # both the caller and the log are told
     asked = refuse(first.get("/inflight/status"), SECOND, status_code=504)
     assert (asked["error"]["type"], FIRST in asked["message"]) == ("RankSilent", False)
     assert f"Nothing was heard of {SECOND}" in first.log_text()
@@ -207,7 +209,7 @@ def test_sglangs_own_calls_do_not_wait_for_a_silent_node(
     pair: Nodes, first: Server, path: str, body: dict[str, Any]
 ) -> None:
     pair.stop_second()
-    # one that waits for it, and one that comes when that is known
+    # the first call discovers the silence, the second comes afterwards
     for _ in range(2):
         unknown = first.post(path, body)
         assert (unknown["status_code"], SECOND in str(unknown)) == (504, True), unknown
@@ -217,7 +219,7 @@ def test_sglangs_own_calls_do_not_wait_for_a_silent_node(
     expect_epochs_alike(first, 0)
 
 
-def test_a_node_falls_silent_after_the_vote(
+def test_node_silent_after_the_vote_commits_once_it_continues(
     pair: Nodes, first: Server, streams: list[Generation]
 ) -> None:
     begun = succeed(first.post("/begin_weight_update", {"non_blocking": True}))
@@ -230,13 +232,13 @@ def test_a_node_falls_silent_after_the_vote(
     assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
     assert SECOND in unknown["message"]
     pair.let_second_go_on()
-    # both carry it out when they come to it
+    # both ranks commit when they reach the message
     until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
     expect_epochs_alike(first, 1)
     expect_to_run_on(first, streams, [0, 1])
 
 
-def test_a_node_falls_silent_in_a_pause(
+def test_node_silent_in_a_pause_resumes_once_it_continues(
     pair: Nodes, first: Server, streams: list[Generation]
 ) -> None:
     pause(first, "in_place")

@@ -1,4 +1,4 @@
-"""Two nodes, started for one test each: one that dies, one that is not like the other."""
+"""Two nodes started for a single test: a dying node, and a node that differs from the other."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ FLAGS = ("--weight-version", "v0")
 
 
 @pytest.mark.parametrize("phase", ["sealed", "paused"])
-def test_a_node_dies(pool: ServerPool, checkpoints: Path, tmp_path: Path, phase: str) -> None:
-    """SGLang's own ranks cannot go on then; whoever waits for an answer has one soon."""
+def test_waiting_caller_gets_an_answer_when_a_node_dies(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path, phase: str
+) -> None:
+    """SGLang's remaining ranks cannot go on."""
     pool.discard()
     with serve_nodes(checkpoints / "v0", *FLAGS, folder=tmp_path, env=nodes_environment()) as nodes:
         server = nodes.first
@@ -44,13 +46,13 @@ def test_a_node_dies(pool: ServerPool, checkpoints: Path, tmp_path: Path, phase:
             pause(server, "in_place")
             path, last = "/continue_generation", {}
         nodes.kill_second()
-        # what the caller may hear is an error, or that the server has ended itself
+        # an error answer, or a connection closed by the server's exit
         with contextlib.suppress(httpx.HTTPError):
             answer = server.post(path, last)
             assert answer["status_code"] in (500, 503, 504), answer
 
 
-def test_a_node_without_the_package_is_named(
+def test_node_without_the_package_is_named_at_the_start(
     pool: ServerPool, checkpoints: Path, tmp_path: Path
 ) -> None:
     pool.discard()
@@ -66,7 +68,7 @@ def test_a_node_without_the_package_is_named(
 
 
 @pytest.mark.parametrize(("name", "value"), [("PD_MISMATCH", "abort"), ("REQUIRE_UPDATE", "1")])
-def test_a_node_with_other_settings_is_named(
+def test_node_with_other_settings_is_named_at_the_start(
     pool: ServerPool, checkpoints: Path, tmp_path: Path, name: str, value: str
 ) -> None:
     pool.discard()
@@ -82,8 +84,10 @@ def test_a_node_with_other_settings_is_named(
         pass
 
 
-def test_attention_dp(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> None:
-    """Ranks with requests of their own, one on each node."""
+def test_attention_dp_over_two_nodes_updates_and_pauses(
+    pool: ServerPool, checkpoints: Path, tmp_path: Path
+) -> None:
+    """Each node's rank has its own requests."""
     pool.discard()
     with serve_nodes(
         checkpoints / "v0",

@@ -1,4 +1,4 @@
-"""Updates without shadow weights: written in place, at a step boundary."""
+"""Updates without shadow weights, written in place at a step boundary."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def staging(server: Server) -> dict[str, Any]:
     return described
 
 
-def test_an_update_in_place(off_server: Server, checkpoints: Path) -> None:
+def test_update_in_place_keeps_running_requests(off_server: Server, checkpoints: Path) -> None:
     assert staging(off_server)["mode"] == "off"
     generations = start_running(off_server, 2, tokens=120)
     receipt = update(off_server, checkpoints / "v1", "v1")
@@ -55,8 +55,8 @@ def test_an_update_in_place(off_server: Server, checkpoints: Path) -> None:
     assert "written in place" in refusal["message"]
 
 
-def test_a_session_that_waits_for_requests(off_server: Server) -> None:
-    """They are held from its first piece on, so it waits for none of them."""
+def test_blocking_session_ends_while_its_requests_are_held(off_server: Server) -> None:
+    """Requests are held from the first piece on, so the end has none to wait for."""
     (running,) = start_running(off_server, 1, tokens=ENDLESS)
     succeed(off_server.post("/begin_weight_update", {}))
     succeed(off_server.post("/update_weights_from_tensor", tensor_body(marker.tensors(1))))
@@ -66,10 +66,8 @@ def test_a_session_that_waits_for_requests(off_server: Server) -> None:
     assert versions_of(output) == ["v0", "v1"]
 
 
-def test_a_session_that_takes_its_time(off_server: Server) -> None:
-    """From its first piece on no step is made: the watchdog takes that for no hang, and health
-    checks are answered.
-    """
+def test_slow_session_passes_the_watchdog_and_health_checks(off_server: Server) -> None:
+    """No step runs between the first piece and the end."""
     running = start_running(off_server, 2, tokens=ENDLESS)
     weights = marker.tensors(1)
     head = {"lm_head.weight": weights.pop("lm_head.weight")}
@@ -84,19 +82,16 @@ def test_a_session_that_takes_its_time(off_server: Server) -> None:
         assert versions_of(output) == ["v0", "v1"]
 
 
-def test_what_fails_before_the_first_write_changes_nothing(
-    off_server: Server, tmp_path: Path
-) -> None:
+def test_failure_before_the_first_write_changes_nothing(off_server: Server, tmp_path: Path) -> None:
     (running,) = start_running(off_server, 1, tokens=120)
     assert update(off_server, tmp_path / "nowhere", "v9")["status_code"] == 400
     assert staging(off_server)["dirty"] is None
     assert versions_of(expect_whole(running)) == ["v0"]
 
 
-def test_a_mixture_of_weights_generates_nothing(
+def test_partially_written_weights_answer_503_until_a_whole_update(
     off_server: Server, checkpoints: Path, tmp_path: Path
 ) -> None:
-    """A failure half way: 503 with the reason, until a whole update succeeds."""
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 10_000, "ignore_eos": True}}
     with ThreadPoolExecutor() as pool:
         running = pool.submit(off_server.post, "/generate", body)
@@ -110,7 +105,7 @@ def test_a_mixture_of_weights_generates_nothing(
     assert refusal["status_code"] == 503
     assert "partially written" in refusal["message"]
     assert update(off_server, checkpoints / "v2", "v2", partial=True)["status_code"] == 400
-    # nor does a session that brings nothing
+    # neither does an empty session
     succeed(off_server.post("/begin_weight_update", {"partial": False}))
     refuse(off_server.post("/end_weight_update", {}), "target", "partially written")
     assert staging(off_server)["dirty"]
@@ -120,10 +115,10 @@ def test_a_mixture_of_weights_generates_nothing(
     assert set(expect_whole(healed).tokens) == {marker.token(2)}
 
 
-def test_a_mixture_on_one_rank_stops_all(
+def test_partially_written_rank_stops_all_ranks(
     tp2_off_server: Server, faults: Faults, checkpoints: Path
 ) -> None:
-    """The other one, whose weights are whole, would step alone and wait for it for ever."""
+    """A rank with whole weights would step alone and wait for the other for ever."""
     server = tp2_off_server
     (running,) = start_running(server, 1, tokens=ENDLESS)
     faults.inject("first", "raise", rank=1)

@@ -1,4 +1,4 @@
-"""What a pause promises, mode by mode, on a real server."""
+"""The contract of each pause mode, on a real server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.support.pool import (
 )
 
 MODES = ("in_place", "retract", "abort", "wait")
-# for requests that run to their end
+# length of requests meant to finish
 TOKENS = 200
 COUNTS = ("running", "waiting", "retracted", "aborted")
 _grammars = itertools.count()
@@ -51,7 +51,7 @@ _grammars = itertools.count()
 
 @dataclass
 class Situation:
-    """What the scheduler holds when the pause comes."""
+    """The scheduler's requests when the pause comes."""
 
     running: list[Generation] = field(default_factory=list)
     prefilling: list[Generation] = field(default_factory=list)
@@ -82,7 +82,7 @@ def waiting(server: Server, tokens: int) -> Situation:
 
 
 def mid_prefill(server: Server, tokens: int) -> Situation:
-    """The prefill of a prompt has just begun, and has some steps to go."""
+    """Start a long prompt's prefill, with some steps to go."""
     there = Situation(running=start_running(server, 2, tokens=tokens))
     pause(server, "in_place")
     there.prefilling = start(server, 1, tokens=tokens, input_ids=prompt(8 * CHUNK))
@@ -93,7 +93,9 @@ def mid_prefill(server: Server, tokens: int) -> Situation:
 
 @pytest.mark.parametrize("situation", [nothing, running, waiting, mid_prefill])
 @pytest.mark.parametrize("mode", MODES)
-def test_contract(server: Server, mode: str, situation: Callable[[Server, int], Situation]) -> None:
+def test_pause_counts_and_freezes_requests_by_mode(
+    server: Server, mode: str, situation: Callable[[Server, int], Situation]
+) -> None:
     there = situation(server, TOKENS if mode == "wait" else ENDLESS)
     answer = pause(server, mode)
     (rank,) = answer.pop("ranks")
@@ -148,7 +150,7 @@ def test_contract(server: Server, mode: str, situation: Callable[[Server, int], 
     "mode", [pytest.param("in_place", marks=pytest.mark.guards_fix), "retract"]
 )
 def test_no_token_after_the_answer(server: Server, checkpoints: Path, mode: str) -> None:
-    """Every token of the old weights is out when the pause answers; none comes later."""
+    """Tokens by the old weights all arrive before the pause's answer."""
     generations = start_running(server, 4, tokens=ENDLESS)
     pause(server, mode)
     seen = settle(server, generations)
@@ -162,8 +164,7 @@ def test_no_token_after_the_answer(server: Server, checkpoints: Path, mode: str)
     ]
 
 
-def test_wait_is_bounded(server: Server) -> None:
-    """What still runs when ``timeout_s`` is over stays frozen, as by ``in_place``."""
+def test_wait_pause_freezes_remaining_requests_at_the_timeout(server: Server) -> None:
     short, long = start(server, 2, tokens=4), start_running(server, 2, tokens=ENDLESS)
     (rank,) = pause(server, "wait", timeout_s=0.3)["ranks"]
     assert rank["running"] == 2
@@ -176,13 +177,12 @@ def test_wait_is_bounded(server: Server) -> None:
 
 
 def under_a_new_grammar(server: Server, tokens: int) -> Generation:
-    """It waits until its grammar is ready, in a queue of its own."""
+    """Start a request that waits for its grammar, in a queue of its own."""
     regex = f"(t[0-9]+|x{next(_grammars)})*"
     return Generation(server, tokens=tokens, sampling={"regex": regex})
 
 
-def test_a_request_under_a_grammar_waits_as_others_do(any_server: Server) -> None:
-    """Whatever comes while a pause drains is held, by whichever queue it comes in."""
+def test_draining_pause_holds_a_request_waiting_for_its_grammar(any_server: Server) -> None:
     (running,) = start_running(any_server, 1, tokens=ENDLESS)
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(pause, any_server, "wait")
@@ -199,7 +199,7 @@ def test_a_request_under_a_grammar_waits_as_others_do(any_server: Server) -> Non
     assert held.output().finish_reason == "length"
 
 
-def test_a_request_that_waits_for_its_grammar_can_end_in_a_pause(any_server: Server) -> None:
+def test_request_waiting_for_its_grammar_can_be_aborted_in_a_pause(any_server: Server) -> None:
     pause(any_server, "in_place")
     ended, goes_on = (under_a_new_grammar(any_server, tokens=10) for _ in range(2))
     until_waiting(any_server, 2)
@@ -212,14 +212,14 @@ def test_a_request_that_waits_for_its_grammar_can_end_in_a_pause(any_server: Ser
 
 @dataclass
 class Queues:
-    """What pauses must have done to some requests, kept beside the scheduler's own books."""
+    """A second account of what pauses do to requests, independent of the scheduler's."""
 
     running: set[Generation]
     waiting: set[Generation] = field(default_factory=set)
     aborted: set[Generation] = field(default_factory=set)
 
     def pause(self, mode: str) -> tuple[int, int, int, int]:
-        """The counts that a rank must answer with."""
+        """Return the counts expected in a rank's answer."""
         retracted = aborted = 0
         if mode == "retract":
             retracted = len(self.running)
@@ -240,8 +240,8 @@ class Queues:
         for pair in itertools.product(MODES, MODES)
     ],
 )
-def test_any_mode_follows_any_mode(server: Server, first: str, second: str) -> None:
-    # those that a pause waits for must end
+def test_second_pause_of_any_mode_counts_correctly(server: Server, first: str, second: str) -> None:
+    # a pause of mode ``wait`` needs requests with an end
     tokens = TOKENS if "wait" in (first, second) else ENDLESS
     generations = start_running(server, 2, tokens=tokens)
     queues = Queues(running=set(generations))
@@ -268,7 +268,7 @@ def test_any_mode_follows_any_mode(server: Server, first: str, second: str) -> N
 
 
 def test_retract_after_in_place(any_server: Server) -> None:
-    """The result that ``in_place`` read is not waited for a second time."""
+    """The second pause does not wait for the result again."""
     generations = start_running(any_server, 4, tokens=TOKENS)
     pause(any_server, "in_place")
     frozen = settle(any_server, generations)
@@ -280,7 +280,7 @@ def test_retract_after_in_place(any_server: Server) -> None:
         assert expect_whole(generation).meta["num_retractions"] == 1
 
 
-def test_continue_when_not_paused(server: Server) -> None:
+def test_continue_without_a_pause_does_nothing(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     assert resume(server)["paused"] is False
     assert resume(server)["paused"] is False
@@ -301,7 +301,7 @@ def test_generation_resumes_with_the_last_holder(server: Server) -> None:
     expect_all_go_on([generation])
 
 
-def test_continue_without_a_name_lets_go_of_all(server: Server) -> None:
+def test_continue_without_an_id_releases_all_holders(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     for _ in range(3):
         pause(server, "in_place")
@@ -311,7 +311,7 @@ def test_continue_without_a_name_lets_go_of_all(server: Server) -> None:
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["not paused", "paused by another"])
-def test_a_stale_pause_id_is_refused(server: Server, held: bool) -> None:
+def test_stale_pause_id_is_refused(server: Server, held: bool) -> None:
     stale = pause(server, "in_place")["pause_id"]
     resume(server)
     if held:
@@ -324,7 +324,7 @@ def test_a_stale_pause_id_is_refused(server: Server, held: bool) -> None:
     assert server.get("/is_paused")["is_paused"] is held
 
 
-def test_a_lease_that_runs_out_continues_generation(server: Server) -> None:
+def test_expired_lease_resumes_generation(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause_id = pause(server, "in_place", lease_s=0.3)["pause_id"]
     expect_all_go_on([generation])
@@ -334,15 +334,15 @@ def test_a_lease_that_runs_out_continues_generation(server: Server) -> None:
     assert server.post("/continue_generation", {"pause_id": pause_id})["status_code"] == 409
 
 
-def test_a_server_is_ready_when_the_last_lease_ran_out(server: Server) -> None:
-    """Nobody has to ask for the state of its pauses first."""
+def test_server_is_ready_once_the_last_lease_expires(server: Server) -> None:
+    """No status call is needed first."""
     for lease_s in (0.2, 0.5):
         pause(server, "in_place", lease_s=lease_s)
     assert server.get("/ready")["status_code"] == 503
     until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
 
 
-def test_a_renewed_lease_holds(server: Server) -> None:
+def test_renewed_lease_is_extended(server: Server) -> None:
     pause_id = pause(server, "in_place", lease_s=30)["pause_id"]
     pause(server, "in_place", pause_id=pause_id, lease_s=500)
     (holder,) = status(server)["holders"]
@@ -352,8 +352,8 @@ def test_a_renewed_lease_holds(server: Server) -> None:
     assert status(server)["holders"][0]["lease_left_s"] is None
 
 
-def test_a_renewal_leaves_what_is_frozen(server: Server) -> None:
-    """Requests that outlasted a ``wait`` do not run on because its lease is renewed."""
+def test_renewal_keeps_requests_frozen(server: Server) -> None:
+    """Requests frozen at a ``wait`` pause's timeout must not continue."""
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause_id = pause(server, "wait", timeout_s=0.2)["pause_id"]
     seen = settle(server, [generation])
@@ -363,7 +363,7 @@ def test_a_renewal_leaves_what_is_frozen(server: Server) -> None:
     assert status(server)["holders"][0]["lease_left_s"] > 30
 
 
-def test_a_renewal_without_a_mode_keeps_the_mode(server: Server) -> None:
+def test_renewal_without_a_mode_keeps_the_mode(server: Server) -> None:
     (running,) = start_running(server, 1, tokens=TOKENS)
     pause_id = pause(server, "in_place", lease_s=60)["pause_id"]
     renewed = server.post("/pause_generation", {"pause_id": pause_id, "lease_s": 60})
@@ -372,7 +372,7 @@ def test_a_renewal_without_a_mode_keeps_the_mode(server: Server) -> None:
     expect_whole(running)
 
 
-def test_a_lease_that_runs_out_leaves_the_other_holders(server: Server) -> None:
+def test_expired_lease_leaves_the_other_holders(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place", lease_s=0.3)
     lasting = pause(server, "in_place")["pause_id"]
@@ -384,7 +384,7 @@ def test_a_lease_that_runs_out_leaves_the_other_holders(server: Server) -> None:
 
 
 class Waiter:
-    """Asks for a pause in a thread of its own, and is there when it drains."""
+    """Asks for a pause in its own thread, and returns once the server drains."""
 
     def __init__(self, server: Server, mode: str) -> None:
         self._server = server
@@ -406,8 +406,7 @@ class Waiter:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_refused_pause_holds_nothing(server: Server, mode: str) -> None:
-    """A pause that another one overtakes is answered, and leaves nothing behind."""
+def test_overtaken_pause_is_refused_and_holds_nothing(server: Server, mode: str) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     overtaken = Waiter(server, "wait")
     pause_id = pause(server, mode)["pause_id"]
@@ -435,8 +434,8 @@ def test_pauses_that_drain_together_are_granted_together(server: Server, mode: s
     assert resume(server, pause_id=second["pause_id"])["paused"] is False
 
 
-def test_a_timeout_ends_the_waiting_of_all(server: Server) -> None:
-    """Who wanted to wait longer is refused, and told why."""
+def test_timeout_of_one_pause_ends_the_drain_of_all(server: Server) -> None:
+    """A pause with a longer timeout is refused with the reason."""
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     patient = Waiter(server, "wait")
     hasty = pause(server, "wait", timeout_s=0.2)
@@ -449,8 +448,7 @@ def test_a_timeout_ends_the_waiting_of_all(server: Server) -> None:
     expect_all_go_on([generation])
 
 
-def test_a_pause_let_go_while_it_drains(server: Server) -> None:
-    """What was frozen for another holder freezes again."""
+def test_pause_released_while_draining_freezes_requests_of_the_other_holder(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     lasting = pause(server, "in_place")["pause_id"]
     draining = Waiter(server, "wait")
@@ -461,13 +459,13 @@ def test_a_pause_let_go_while_it_drains(server: Server) -> None:
     expect_all_go_on([generation])
 
 
-# ---- what happens meanwhile ------------------------------------------------------------
+# ---- requests and health during a pause ------------------------------------------------
 
 
 @pytest.mark.guards_fix
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_request_is_queued_while_paused(server: Server, stream: bool) -> None:
-    """It waits in the scheduler, where an abort finds it; the rest runs after continue."""
+    """The scheduler queues the request, so an abort can find it there."""
     pause(server, "in_place")
     kept, dropped = start(server, 2, tokens=8, stream=stream)
     abort = {"rid": dropped.rid}
@@ -491,8 +489,8 @@ def test_a_request_is_queued_while_paused(server: Server, stream: bool) -> None:
         pytest.param(False, id="whole", marks=pytest.mark.guards_fix),
     ],
 )
-def test_a_client_that_leaves_is_noticed(server: Server, stream: bool) -> None:
-    """Its request is ended while it waits: it never runs, and so leaves no prefix behind."""
+def test_client_disconnect_ends_its_waiting_request(server: Server, stream: bool) -> None:
+    """The request never runs, so it leaves no prefix in the cache."""
     pause(server, "in_place")
     input_ids = prompt()
     (leaving,) = start(server, 1, tokens=8, input_ids=input_ids, stream=stream)
@@ -508,7 +506,7 @@ def test_a_client_that_leaves_is_noticed(server: Server, stream: bool) -> None:
 
 @pytest.mark.guards_fix
 @pytest.mark.parametrize("path", ["/health", "/health_generate"])
-def test_health_is_well_while_paused(server: Server, path: str) -> None:
+def test_health_passes_while_paused(server: Server, path: str) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     settle(server, [generation])
@@ -520,20 +518,19 @@ def test_health_is_well_while_paused(server: Server, path: str) -> None:
 
 
 @pytest.mark.guards_fix
-def test_a_paused_scheduler_sleeps(server: Server) -> None:
+def test_paused_scheduler_sleeps(server: Server) -> None:
     (generation,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     settle(server, [generation])
     (scheduler,) = schedulers(server.process.pid)
-    # of the CPU, over two seconds in which nobody asks anything
+    # percent of the CPU, over two seconds without a call
     assert scheduler.cpu_percent(interval=2.0) < 10
     resume(server)
     expect_all_go_on([generation])
 
 
 @pytest.mark.guards_fix
-def test_a_long_pause_harms_nobody(normal_loop_server: Server) -> None:
-    """The watchdog takes a pause for no hang, and no request's time runs out in it."""
+def test_watchdog_and_request_timeouts_spare_a_long_pause(normal_loop_server: Server) -> None:
     server = normal_loop_server
     generations = start_running(server, MAX_RUNNING, tokens=ENDLESS)
     generations += start(server, 2, tokens=ENDLESS)
@@ -544,7 +541,7 @@ def test_a_long_pause_harms_nobody(normal_loop_server: Server) -> None:
 
 
 @pytest.mark.guards_fix
-def test_a_full_queue_drops_no_retracted_request(normal_loop_server: Server) -> None:
+def test_full_queue_drops_no_retracted_request(normal_loop_server: Server) -> None:
     server = normal_loop_server
     generations = start_running(server, MAX_RUNNING, tokens=ENDLESS)
     generations += start(server, MAX_QUEUED - 1, tokens=ENDLESS)
@@ -554,8 +551,7 @@ def test_a_full_queue_drops_no_retracted_request(normal_loop_server: Server) -> 
     expect_all_go_on(generations)
 
 
-def test_a_full_queue_refuses_new_requests(normal_loop_server: Server) -> None:
-    """The limit itself stays in force, in a pause as ever."""
+def test_full_queue_refuses_new_requests_while_paused(normal_loop_server: Server) -> None:
     server = normal_loop_server
     pause(server, "in_place")
     queued = start(server, MAX_QUEUED, tokens=4)

@@ -1,4 +1,4 @@
-"""A pipeline of two stages: a microbatch meets the same weights in both, and its tokens say so."""
+"""A pipeline of two stages: a microbatch's tokens show that both stages used the same weights."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from tests.test_kv_versions import kv_runs, made_as_it_ran
 
 VERSIONS = 4
 BLOCK = marker.HIDDEN // VERSIONS
-# the token of a forward whose stages had different weights
+# token of a forward with different weights in its stages
 TORN = marker.VOCAB - 1
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    """The first stage's embeddings mark a version, and the last stage's head looks for it."""
+    """Mark a version in the first stage's embeddings, and let the last stage's head look for it."""
     weights = marker.tensors(version)
     own = slice(version * BLOCK, (version + 1) * BLOCK)
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     embeddings.zero_()[:, own] = 1.0
-    # twice what another version's token has, which would be the first of two that are equal
+    # twice the logit of a matching version, so that TORN wins over all other tokens
     head[TORN] = 2.0
     head[TORN, own] = 0.0
     return weights
@@ -75,8 +75,8 @@ def pipeline(
         yield server
 
 
-def test_spans(pipeline: Server, folder: Path) -> None:
-    """Of requests that run, and of some that start while the weights change."""
+def test_spans_are_exact_in_both_stages(pipeline: Server, folder: Path) -> None:
+    """Some requests start while the weights change."""
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 5, tokens=ENDLESS)
     for version in range(1, VERSIONS):
@@ -98,8 +98,8 @@ def expect_exact(output: Output) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_nothing_moves_in_a_pause(pipeline: Server, folder: Path, mode: str) -> None:
-    """In either stage, of what runs in any microbatch; and all of it goes on."""
+def test_pause_freezes_both_stages(pipeline: Server, folder: Path, mode: str) -> None:
+    """Requests of all microbatches stop, then continue."""
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 5, tokens=ENDLESS)
     answer = pause(pipeline, mode)
@@ -107,9 +107,9 @@ def test_nothing_moves_in_a_pause(pipeline: Server, folder: Path, mode: str) -> 
     counted = [(rank["pp_rank"], rank["running"], rank["retracted"]) for rank in answer["ranks"]]
     count = (5, 0) if mode == "in_place" else (0, 5)
     assert sorted(counted) == [(0, *count), (1, *count)]
-    # the second stage has nobody's word but its own
+    # the status of the second stage comes from that stage itself
     assert {rank["state"] for rank in status(pipeline)["ranks"]} == {"frozen"}
-    # a blocking update has nothing to wait for
+    # a blocking update has no running request to wait for
     update(pipeline, folder, 1, flush_cache=False)
     (late,) = start(pipeline, 1, tokens=ENDLESS)
     until_waiting(pipeline, 1 if mode == "in_place" else 6)
@@ -128,7 +128,7 @@ def test_nothing_moves_in_a_pause(pipeline: Server, folder: Path, mode: str) -> 
             assert [version for version, _ in kv_runs(output)] == ["v1"]
 
 
-def test_pauses_that_drain(pipeline: Server, folder: Path) -> None:
+def test_draining_pauses_end_in_both_stages(pipeline: Server, folder: Path) -> None:
     update(pipeline, folder, 0)
     short = start_running(pipeline, 3, tokens=60)
     answer = pause(pipeline, "wait")
@@ -145,14 +145,15 @@ def test_pauses_that_drain(pipeline: Server, folder: Path) -> None:
     resume(pipeline)
 
 
-def test_the_stages_clocks_are_one(pipeline: Server, folder: Path) -> None:
-    """What runs out, a wait's time or a lease, does so in the same turn of both."""
+def test_wait_timeout_and_lease_end_in_the_same_turn_of_both_stages(
+    pipeline: Server, folder: Path
+) -> None:
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 4, tokens=ENDLESS)
     answer = pause(pipeline, "wait", timeout_s=0.2)
     assert [rank["running"] for rank in answer["ranks"]] == [4, 4]
     frozen = settle(pipeline, generations)
-    # some of it in the middle of its prefill
+    # a request frozen amid its prefill
     generations += start(pipeline, 1, tokens=ENDLESS, input_ids=prompt(8 * CHUNK))
     until_waiting(pipeline, 1)
     resume(pipeline)
@@ -166,12 +167,12 @@ def test_the_stages_clocks_are_one(pipeline: Server, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["recompute", "keep"])
-def test_a_commit_amid_the_turns(pipeline: Server, folder: Path, kv: str) -> None:
-    """What is recomputed waits until no microbatch is in flight, and the rest does not."""
+def test_commit_between_turns_keeps_tokens_exact(pipeline: Server, folder: Path, kv: str) -> None:
+    """A recomputing commit waits until no microbatch is in flight; other commits do not wait."""
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 5, tokens=ENDLESS)
     receipt = update(pipeline, folder, 2, non_blocking=True, kv_cache=kv)
-    # each stage counts those of its own part
+    # each stage counts the requests
     assert receipt["retracted"] == 2 * 5 * (kv == "recompute")
     for generation in generations:
         generation.wait_for_tokens(generation.count + 3)
@@ -183,8 +184,8 @@ def test_a_commit_amid_the_turns(pipeline: Server, folder: Path, kv: str) -> Non
             assert [version for version, _ in kv_runs(output)] == ["v0"]
 
 
-def test_a_payload_for_each_stage(pipeline: Server, folder: Path) -> None:
-    """A handle to shared memory on a CPU can be read once."""
+def test_update_takes_one_payload_per_stage(pipeline: Server, folder: Path) -> None:
+    """A handle to shared memory on a CPU can be read only once."""
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 4, tokens=ENDLESS)
     path = "/update_weights_from_tensor"
@@ -209,7 +210,7 @@ def test_a_payload_for_each_stage(pipeline: Server, folder: Path) -> None:
         assert versions_of(output) == ["v0", "v1", "v2"]
 
 
-def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:
+def test_pause_modes_follow_each_other(pipeline: Server, folder: Path) -> None:
     update(pipeline, folder, 0)
     generations = start_running(pipeline, 3, tokens=ENDLESS)
     for mode in ("in_place", "retract", "in_place"):
@@ -222,7 +223,7 @@ def test_modes_one_after_the_other(pipeline: Server, folder: Path) -> None:
         assert output.meta["num_retractions"] == 1
 
 
-def test_stages_of_two_ranks(folder: Path, tmp_path: Path) -> None:
+def test_pause_update_and_release_with_two_ranks_a_stage(folder: Path, tmp_path: Path) -> None:
     flags = ("--pp-size", "2", "--tp-size", "2", "--enable-memory-saver", "--weight-version", "v0")
     with serve(folder / "v0", *flags, log=tmp_path / "log") as server:
         generations = start_running(server, 4, tokens=ENDLESS)
@@ -234,7 +235,7 @@ def test_stages_of_two_ranks(folder: Path, tmp_path: Path) -> None:
         pause(server, "retract")
         discard = {"keep_weights": "discard"}
         refuse(server.post("/release_memory_occupation", discard), "pipeline", status_code=409)
-        # nothing is said, and a copy is kept all the same
+        # the default keeps a copy of the weights
         ask(server, "POST", "/release_memory_occupation", {})
         refuse(server.post("/continue_generation", {}), "released", status_code=409)
         ask(server, "POST", "/resume_memory_occupation", {})
@@ -244,8 +245,8 @@ def test_stages_of_two_ranks(folder: Path, tmp_path: Path) -> None:
             assert versions_of(output) == ["v0", "v1"]
 
 
-def test_written_in_place(folder: Path, tmp_path: Path) -> None:
-    """A stage that a piece is for would stand still, and the others would wait for it."""
+def test_in_place_update_is_refused_in_a_pipeline(folder: Path, tmp_path: Path) -> None:
+    """The stage being written would stop, and the other would wait for it."""
     flags = ("--pp-size", "2", "--weight-version", "v0")
     env = {"SGLANG_INFLIGHT_STAGING": "off"}
     with serve(folder / "v0", *flags, log=tmp_path / "log", env=env) as server:
@@ -257,8 +258,8 @@ def test_written_in_place(folder: Path, tmp_path: Path) -> None:
             assert versions_of(output) == ["v0"]
 
 
-def test_sglangs_own_pause(folder: Path, tmp_path: Path) -> None:
-    """Where the loop has no pause states, SGLang's own is what it is without us."""
+def test_unsupported_pipeline_keeps_sglangs_own_pause(folder: Path, tmp_path: Path) -> None:
+    """This configuration's loop has no pause states of ours."""
     flags = ["--pp-size", "2", "--tp-size", "2", "--attn-dp-size", "2", "--weight-version", "v0"]
     flags += ["--log-requests", "--log-requests-level", "0"]
     log = tmp_path / "log"
@@ -275,7 +276,7 @@ def test_sglangs_own_pause(folder: Path, tmp_path: Path) -> None:
             expect_aborted(generation)
         (held,) = start(server, 1, tokens=8)
         until("the request has come", lambda: held.rid in server.log_text())
-        # which looks at the ranks, and they know of no pause
+        # the status asks the ranks, and they have no pause
         assert (status(server)["paused"], status(server)["mode"]) == (True, "abort")
         assert ask(server, "GET", "/is_paused") == {"is_paused": True}
         update(server, folder, 1)

@@ -1,4 +1,4 @@
-"""Random schedules: what is reused, and whose KV it is, agrees with a model of the cache."""
+"""Random schedules whose reused prefixes and KV versions match a model of the cache."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ MAX_RUNNING = 3
 
 @dataclass
 class Runner:
-    """A stream that runs while other things happen."""
+    """A request running beside others."""
 
     generation: Generation
     input_ids: list[int]
     cached: int
-    # the versions in use for its first positions, where they are known
+    # versions of the KV's first positions, as far as known
     known: list[str]
-    # a fence was raised since it was admitted: its KV is nobody else's
+    # a fence has been raised since admission, so no other request reuses this KV
     is_barred: bool = False
 
 
 class Schedule:
-    """Operations drawn from a seed, on a server whose cache is empty and serves v0."""
+    """Operations drawn from a seed. The server starts with an empty cache and v0."""
 
     def __init__(self, server: Server, checkpoints: Path, seed: int) -> None:
         self._server = server
@@ -68,7 +68,7 @@ class Schedule:
             self.end()
 
     def ask(self) -> None:
-        """A request from start to end, while the runners run on."""
+        """Run one request to its end while the runners continue."""
         input_ids = self._choose_prompt()
         tokens = self._random.randrange(1, 6)
         reused = self._cache.reusable(input_ids)
@@ -106,7 +106,7 @@ class Schedule:
         if self._version == VERSIONS - 1:
             return
         kv_cache = self._random.choice(["fence", "keep", "recompute"])
-        # as it is told what runs at that moment, the commit happens in a pause
+        # a pause makes the set of running requests known at the commit
         frozen = pause(self._server, "in_place")["pause_id"]
         generations = [runner.generation for runner in self._runners]
         counts = settle(self._server, generations)
@@ -124,13 +124,13 @@ class Schedule:
             generation.wait_for_tokens(generation.count + 2)
 
     def send_back(self) -> None:
-        """A pause sends the runners back to the queue, and they prefill anew."""
+        """Retract the runners by a pause, so that they prefill anew."""
         if not self._runners:
             return
         frozen = pause(self._server, "retract")["pause_id"]
         generations = [runner.generation for runner in self._runners]
         counts = settle(self._server, generations)
-        # one prefill takes them all, so none can reuse what another one has just computed
+        # one prefill batch takes all runners, so none can reuse another's new KV
         matched = [
             self._cache.reusable([*r.input_ids, *r.generation.tokens]) for r in self._runners
         ]
@@ -141,7 +141,7 @@ class Schedule:
             self._note_recomputed(runner, count, reused)
 
     def _note_recomputed(self, runner: Runner, count: int, reused: list[str] | None = None) -> None:
-        """It prefills its prompt and its ``count`` tokens under the weights in place."""
+        """Note a prefill of the runner's prompt and ``count`` tokens by the current weights."""
         length = len(runner.input_ids) + count
         sequence = [*runner.input_ids, *runner.generation.tokens[:count]]
         runner.known = self._cache.insert(sequence, self._fill(reused or [], length))
@@ -156,5 +156,7 @@ class Schedule:
 
 
 @pytest.mark.parametrize("seed", range(SCHEDULES))
-def test_reuse_agrees_with_the_model(any_server: Server, checkpoints: Path, seed: int) -> None:
+def test_prefix_reuse_and_kv_versions_match_the_cache_model(
+    any_server: Server, checkpoints: Path, seed: int
+) -> None:
     Schedule(any_server, checkpoints, seed).run()

@@ -1,4 +1,4 @@
-"""Anything at any time: whatever callers do, each request is answered once and rightly."""
+"""Random operations at random times: each request is answered once, and correctly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from tests.support.pool import MAX_QUEUED
 SEED = int(os.environ.get("INFLIGHT_TEST_SEED", "20260915"))
 MODES = ("in_place", "retract", "abort", "wait")
 VERSIONS = 6
-# a pause that waits for running requests waits at most this long
+# longest drain of a ``wait`` pause
 WAIT_S = 0.2
 
 
 class Caller:
-    """Does one thing after another, as chance has it, and knows what must come of it."""
+    """Performs random operations and checks their results."""
 
     def __init__(self, server: Server, checkpoints: Path, choose: random.Random) -> None:
         self._server = server
@@ -38,7 +38,7 @@ class Caller:
         self._choose = choose
         self._shared_prompt = prompt(200)
         self.requests: list[Generation] = []
-        # those that an abort may have ended
+        # requests possibly ended by an abort
         self.may_be_aborted: set[Generation] = set()
         self.paused = False
         self.version = 0
@@ -62,7 +62,7 @@ class Caller:
         return [request for request in self.requests if not request.has_ended]
 
     def begin_request(self) -> None:
-        # a queue with a limit may refuse more than that
+        # a limited queue may refuse more requests
         if len(self.open_requests) >= MAX_QUEUED:
             return
         length = self._choose.choice([1, 16, 200])
@@ -107,7 +107,7 @@ class Caller:
         now = status(self._server)
         assert now["paused"] is self.paused
         assert now["weight_version"] == f"v{self.version}"
-        # one that has not ended for its client may have ended in the scheduler
+        # a request may have ended in the scheduler but not yet for its client
         assert now["running"] + now["waiting"] <= len(self.requests)
 
     def abort_one(self) -> None:
@@ -145,9 +145,11 @@ def act_at_random(server: Server, checkpoints: Path, operations: int) -> None:
     assert set(expect_whole(last).tokens) == {100 + caller.version}
 
 
-def test_random_operations(server: Server, checkpoints: Path) -> None:
+def test_random_operations_answer_each_request_once(server: Server, checkpoints: Path) -> None:
     act_at_random(server, checkpoints, 200)
 
 
-def test_random_operations_without_overlap(normal_loop_server: Server, checkpoints: Path) -> None:
+def test_random_operations_without_overlap_answer_each_request_once(
+    normal_loop_server: Server, checkpoints: Path
+) -> None:
     act_at_random(normal_loop_server, checkpoints, 60)

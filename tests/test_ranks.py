@@ -1,4 +1,4 @@
-"""Two ranks, of one replica or of two: all of them change, or none does."""
+"""Two ranks, of one replica or of two: both commit an update, or neither does."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ RANKS = 2
 STREAMS = 4
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
-# how long the ranks may take for an update that is to fail
-# longer than the other rank takes on a busy machine
+# timeout of an update meant to fail, longer than the other rank takes on a busy machine
 SHORT_S = 4.0
 NAMES = {
     "tp2_server": ["rank dp0 pp0 tp0", "rank dp0 pp0 tp1"],
@@ -65,7 +64,7 @@ def server(flavour: str, request: pytest.FixtureRequest) -> Server:
 
 @pytest.fixture
 def streams(server: Server) -> list[Generation]:
-    """Requests on every replica, which has to be so for the tests to mean anything."""
+    """Requests on every replica; the check makes sure of that."""
     streams = start_running(server, STREAMS, tokens=ENDLESS)
     ranks = status(server)["ranks"]
     assert all(rank["running"] for rank in ranks), ranks
@@ -79,7 +78,7 @@ def names_of(answer: dict[str, Any], flavour: str) -> list[str]:
 
 
 def expect_served(server: Server, version: int) -> None:
-    """Every rank serves this version; ranks that share the work have different digests."""
+    """Check that each rank serves the version. Ranks of one replica differ in their digests."""
     assert [served[2] for served in serving(server)] == [f"v{version}"] * RANKS
 
 
@@ -91,7 +90,7 @@ def test_pause_is_acknowledged_by_every_rank(
     names_of(answer, flavour)
     settle(server, streams)
     assert all(rank["state"] == "frozen" for rank in status(server)["ranks"])
-    # the ranks of one replica hold the same requests, those of two hold their own
+    # ranks of one replica hold the same requests; each replica has its own
     replicas = 1 if flavour == "tp2_server" else 2
     counted = {"in_place": "running", "retract": "retracted", "abort": "aborted"}[mode]
     assert sum(rank[counted] for rank in answer["ranks"]) == STREAMS * RANKS // replicas
@@ -115,7 +114,7 @@ def test_nothing_spins_in_a_pause(server: Server) -> None:
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "tensor_bucket", "distributed"])
-def test_requests_run_on_through_an_update(
+def test_update_reaches_running_requests_on_every_rank(
     server: Server, flavour: str, sender: Sender, streams: list[Generation], source: str
 ) -> None:
     epoch = status(server)["epoch"]
@@ -124,16 +123,16 @@ def test_requests_run_on_through_an_update(
     assert all(rank["success"] for rank in receipt["ranks"])
     assert receipt["epoch"] == epoch + 1
     first, second = (rank["digest"] for rank in receipt["ranks"])
-    # replicas hold the same weights, the ranks of one replica parts of them
+    # replicas hold the same weights, the ranks of one replica different parts
     assert (first == second) == (flavour == "dp2_server")
     expect_served(server, 1)
     expect_to_run_on(server, streams, [0, 1])
 
 
-def test_one_rank_fails_in_a_handler(
+def test_failing_handler_on_one_rank_answers_500(
     server: Server, flavour: str, faults: Faults, streams: list[Generation]
 ) -> None:
-    """Of SGLang's own: the caller hears of it, though the other rank said yes."""
+    """The other rank of SGLang's own handler succeeds."""
     faults.inject("handler", "raise", rank=1)
     failed = server.post("/slow_down", {"forward_sleep_time": 0})
     assert failed["status_code"] == 500
@@ -153,7 +152,7 @@ def test_one_rank_fails_in_a_handler(
         ("disk", "vote", "raise"),
     ],
 )
-def test_one_rank_fails(
+def test_failing_rank_drops_the_update_on_all_ranks(
     server: Server,
     flavour: str,
     sender: Sender,
@@ -178,10 +177,9 @@ def test_one_rank_fails(
     expect_to_run_on(server, streams, [0, 1])
 
 
-def test_one_rank_is_deaf(
+def test_hanging_staging_thread_delays_no_other_rank(
     server: Server, flavour: str, sender: Sender, faults: Faults, streams: list[Generation]
 ) -> None:
-    """A staging thread that hangs for good holds no other rank up, and no request."""
     before = serving(server)
     faults.inject("middle", "hang_deaf", rank=1)
     with sender.ready(server, "disk", 1) as send:
@@ -205,8 +203,10 @@ def expect_tokens_of(streams: list[Generation], version: int) -> None:
 
 
 @pytest.mark.guards_fix
-def test_one_rank_gets_garbage(server: Server, flavour: str) -> None:
-    """Only with upstream's fields: what one rank cannot read, no rank loads."""
+def test_unreadable_payload_of_one_rank_drops_the_update_on_all_ranks(
+    server: Server, flavour: str
+) -> None:
+    """Only upstream's fields are used."""
     payload = tensor_body(marker.tensors(1))["serialized_named_tensors"][0]
     succeed(server.post("/begin_weight_update", {}))
     body = {"serialized_named_tensors": [payload, base64.b64encode(b"garbage").decode()]}
@@ -216,7 +216,7 @@ def test_one_rank_gets_garbage(server: Server, flavour: str) -> None:
         says(server, 0)
 
 
-def test_session_and_rollback(
+def test_session_and_rollback_commit_on_every_rank(
     server: Server, flavour: str, sender: Sender, streams: list[Generation]
 ) -> None:
     succeed(server.post("/begin_weight_update", {"partial": False}))
@@ -230,9 +230,11 @@ def test_session_and_rollback(
     expect_to_run_on(server, streams, [0, 1, 0])
 
 
-def test_a_rollback_that_one_rank_cannot_make(tp2_server: Server) -> None:
-    """It had no tensor, so it has nothing to return to. Prefixes are looked up by the epoch, and
-    ranks with epochs of their own would compute different lengths of the same prompt.
+def test_rollback_is_refused_on_all_ranks_when_one_has_no_previous_version(
+    tp2_server: Server,
+) -> None:
+    """That rank received no tensor. Ranks with different epochs would find different prefixes for
+    the same prompt.
     """
     server = tp2_server
     body = tensor_body(marker.tensors(1), ranks=RANKS)

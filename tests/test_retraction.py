@@ -1,8 +1,7 @@
-"""A request that is retracted has, at its end, what it would have had without.
+"""A retracted request ends with the same answer as an undisturbed request.
 
-That is so however it is retracted: by a pause, by an update that recomputes the KV of running
-requests, or because there is no memory left; and whether it runs to its end then, or is aborted
-while it waits.
+Requests are retracted by a pause, by an update with ``recompute``, or for lack of memory.
+Afterwards they run to their end, or are aborted in the queue.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from tests.support.load import (
 )
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 
-# slots, enough for all requests of a test at their full length
+# KV slots, enough for all requests of a test at their full length
 POOL = 16384
-# a prompt that leaves so many of them that the requests of a test drive each other out
+# a prompt long enough to leave too few slots for the requests of a test
 CROWDING = 13000
 _COMMON = (
     "--weight-version", "v0",
     "--max-total-tokens", str(POOL),
     "--max-running-requests", "32",
     "--schedule-conservativeness", "0",
-    # what is retracted is prefilled again in chunks, and what comes is not
+    # small enough to split the second prefill of a retracted request into chunks
     "--chunked-prefill-size", "256",
-    # embeddings have no tokens to be looked up by
+    # input embeddings have no tokens to look prefixes up by
     "--disable-radix-cache",
     "--enable-return-hidden-states",
     "--chat-template", "chatml",
@@ -50,9 +49,9 @@ FLAVOURS["retraction_increments"] = Flavour(
     (*_COMMON, "--incremental-streaming-output", "--disable-overlap-schedule")
 )
 
-# of a request that runs to its end, and of one that does not
+# tokens of a request with an end, and of one without
 LENGTH, ENDLESS = 450, 1400
-# of which SGLang tells a client that asked for no stream, when there are that many or twice
+# the scheduler reports a non-streaming request's tokens at multiples of this count
 UNTOLD = 50
 PROMPT = prompt(16)
 EMBEDDINGS = [[((7 * i + j) % 5 - 1.5) / 4 for j in range(HIDDEN)] for i in range(16)]
@@ -61,28 +60,28 @@ Requests = dict[str, tuple[str, dict[str, Any]]]
 
 
 def requests(flavour: str, tokens: int) -> Requests:
-    """Each way in which a client may ask."""
+    """Return a request for each form of answer, by name."""
     per_token = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [token(0), 7]}
     params = {"temperature": 0, "max_new_tokens": tokens}
     ids = {"input_ids": PROMPT, "sampling_params": params, **per_token}
     embeddings = {"input_embeds": EMBEDDINGS, "sampling_params": params, **per_token}
     by_sevens = {"sampling_params": params | {"stream_interval": 7}}
-    # each chunk has the hidden states of all tokens so far
+    # each chunk repeats the hidden states of all tokens so far
     seldom = {"sampling_params": params | {"stream_interval": 40}}
     openai = {"model": "default", "temperature": 0, "max_tokens": tokens}
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     completion = openai | {"prompt": " ".join(f"t{i}" for i in PROMPT), "logprobs": 1}
     chat = openai | {"messages": [{"role": "user", "content": "t5 t6"}], "logprobs": True}
     states = {"return_hidden_states": True}
-    # by and by every token of the marker's is driven out, and its end may not come
+    # penalties suppress every token of the marker in time, and the end token may never come
     driven = params | {"frequency_penalty": 2.0, "presence_penalty": 1.0, "min_new_tokens": tokens}
     penalized = {"stream": False, **ids, "sampling_params": driven}
-    # under overlap it is a matter of chance from which token on SGLang counts them
+    # with overlap, SGLang counts tokens for penalties from an arbitrary token on
     is_exact = flavour == "retraction_increments"
     return {
         **({"whole with penalties": (GENERATE, penalized)} if is_exact else {}),
         "whole": (GENERATE, {"stream": False, **ids, **states}),
-        # the decoder of SGLang's own route takes no "last"
+        # the decoder of SGLang's own route accepts no "last"
         "last state": (
             COMPLETIONS,
             {"stream": False, **completion, "return_hidden_states": "last"},
@@ -112,7 +111,7 @@ def server(flavour: str, pool: ServerPool) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def undisturbed(pool: ServerPool) -> Callable[[str], dict[str, Answer]]:
-    """The answers to ``requests(flavour, LENGTH)``."""
+    """Answers to ``requests(flavour, LENGTH)`` without a retraction."""
     answers: dict[str, dict[str, Answer]] = {}
 
     def of(flavour: str) -> dict[str, Answer]:
@@ -132,12 +131,12 @@ def begin(server: Server, flavour: str, path: str, body: dict[str, Any]) -> Aske
 
 
 def begin_all(server: Server, flavour: str, tokens: int) -> dict[str, Asked]:
-    """All run: those that are no streams as long as those that are, or longer."""
+    """Start all requests, first the ones without a stream, and wait until all run."""
     wanted = requests(flavour, tokens)
     asked: dict[str, Asked] = {}
     for is_stream in (False, True):
-        # SGLang lets in together what it has memory for at its full length, and nothing afterwards
-        # until a request has ended if that is not all
+        # SGLang admits a batch together if memory suffices for its full length, and otherwise
+        # admits the rest only after a request has ended
         pause(server, "in_place")
         running = len(asked)
         asked |= {
@@ -156,14 +155,14 @@ def until_all_run(server: Server) -> None:
 
 
 def crowd(server: Server, flavour: str) -> None:
-    """Leave little memory: SGLang lets too many in, because it expects them to end early."""
+    """Fill the memory. SGLang admits too many requests because it expects early ends."""
     params = {"temperature": 0, "max_new_tokens": ENDLESS}
     body = {"stream": True, "input_ids": prompt(CROWDING), "sampling_params": params}
     begin(server, flavour, GENERATE, body).wait_for_tokens(1)
 
 
 def retract(server: Server, checkpoints: Path, how: str) -> None:
-    """Leaves the retracted requests waiting, and the server paused, whose weights are the same."""
+    """Retract the requests and leave them waiting, with the server paused on the same weights."""
     if how == "pause":
         pause(server, "retract")
     elif how == "update":
@@ -181,7 +180,7 @@ HOW = ("pause", "update", "memory")
 def begin_and_retract(
     server: Server, checkpoints: Path, flavour: str, how: str, length: int, *, after: int
 ) -> dict[str, Asked]:
-    """Requests of every kind that were retracted once ``after`` tokens had been streamed."""
+    """Start requests of every kind, and retract them after ``after`` streamed tokens."""
     if how == "memory":
         crowd(server, flavour)
     asked = begin_all(server, flavour, length)
@@ -191,7 +190,7 @@ def begin_and_retract(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_a_retracted_request_has_at_its_end(
+def test_retracted_request_ends_like_an_undisturbed_one(
     server: Server,
     checkpoints: Path,
     flavour: str,
@@ -202,7 +201,7 @@ def test_what_a_retracted_request_has_at_its_end(
     asked = begin_and_retract(server, checkpoints, flavour, how, LENGTH, after=20)
     resume(server)
     answers = {name: each.answer() for name, each in asked.items()}
-    # memory drives out some, whose answers may be of OpenAI's routes
+    # memory retracts only some, and answers of OpenAI's routes do not count retractions
     retractions = [a.meta["num_retractions"] for a in answers.values() if a.meta]
     assert how == "memory" or all(retractions)
     for name, answer in answers.items():
@@ -214,7 +213,7 @@ def expect_same(name: str, answer: Answer, expected: Answer) -> None:
         assert getattr(answer, what) == getattr(expected, what), f"{name}: {what}"
     assert answer.logprobs == pytest.approx(expected.logprobs), name
     assert shape_of(answer.hidden_states) == shape_of(expected.hidden_states), name
-    # not compared by pytest, which would print each number
+    # pytest's comparison would print each number
     are_same = numbers(answer.hidden_states) == numbers(expected.hidden_states)
     assert are_same, f"{name}: hidden states"
 
@@ -226,7 +225,7 @@ def numbers(states: Any) -> list[float]:
 
 
 def shape_of(states: Any) -> Any:
-    """Lengths of the lists, where all in a list are of one; else those of each."""
+    """Return (length, inner shape) for lists of one shape, otherwise each element's shape."""
     if not isinstance(states, list):
         return None
     inner = [shape_of(state) for state in states]
@@ -234,7 +233,7 @@ def shape_of(states: Any) -> Any:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_what_a_retracted_request_has_when_it_is_aborted(
+def test_retracted_request_keeps_all_it_had_when_aborted(
     server: Server,
     checkpoints: Path,
     flavour: str,
@@ -249,7 +248,7 @@ def test_what_a_retracted_request_has_when_it_is_aborted(
     resume(server)
     answers = {name: each.answer() for name, each in asked.items()}
     aborted = {name: answer for name, answer in answers.items() if answer.finish == "abort"}
-    # memory lets some end before it drives out others
+    # under memory pressure some requests end before others are retracted
     assert aborted if how == "memory" else len(aborted) == len(answers)
     for name, answer in aborted.items():
         expected = whole[name]
@@ -257,7 +256,7 @@ def test_what_a_retracted_request_has_when_it_is_aborted(
         assert answer.usage["prompt_tokens"] == expected.usage["prompt_tokens"], name
         common = min(n, LENGTH)
         words, expected_words = answer.text.split(), expected.text.split()
-        # some that penalties bring are special tokens, of which there is no text
+        # penalties produce special tokens, which have no text
         if len(expected_words) == LENGTH:
             assert len(words) == n, name
             assert words[:common] == expected_words[:common], name
@@ -275,7 +274,7 @@ def test_what_a_retracted_request_has_when_it_is_aborted(
 
 
 @pytest.mark.parametrize("how", ["pause", "update"])
-def test_a_beam_search_that_is_retracted(
+def test_retracted_beam_search_finds_the_same_beams(
     server: Server, checkpoints: Path, flavour: str, how: str
 ) -> None:
     params = {"temperature": 0, "max_new_tokens": LENGTH, "beam_width": 2}
@@ -283,13 +282,13 @@ def test_a_beam_search_that_is_retracted(
     expected = ask(server, "POST", GENERATE, body)
     searching = begin(server, flavour, GENERATE, body)
     until("it runs", lambda: status(server)["running"])
-    # it has tokens, of which nobody is told before its end
+    # beam search has made tokens, but reports none before its end
     pass_boundaries(server)
     retract(server, checkpoints, how)
     resume(server)
     found = searching.answer()
     assert found.meta["num_retractions"] == 1
     assert found.tokens == expected["output_ids"]
-    # an idle scheduler ends where not all slots are accounted for
+    # an idle scheduler ends if KV slots are unaccounted for
     pass_boundaries(server)
     assert server.is_alive()

@@ -1,4 +1,4 @@
-"""Pauses of SGLang's own scripted runtime, which looks for SGLang's messages on their way."""
+"""Pauses under SGLang's own scripted runtime, an interceptor of SGLang's messages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.pool import ServerPool
 def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer]:
     pool.discard()
     with pytest.MonkeyPatch.context() as patch, forked_children():
-        # what it looks into: the other core is not in SGLang's wheel as it would have it
+        # the runtime inspects this backend; SGLang's wheel lacks the other in the expected form
         core = {"SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python"}
         for name, value in {**ENV, **core}.items():
             patch.setenv(name, value)
@@ -27,22 +27,24 @@ def scripted(pool: ServerPool, checkpoints: Path) -> Iterator[ScriptedHttpServer
             model_path=str(checkpoints / "v0"),
             max_total_tokens=4096,
             max_running_requests=4,
-            # its own checks of every forward need kernels
+            # its checks of each forward need GPU kernels
             kv_canary="none",
             kv_canary_real_data="none",
             kv_canary_sweep_interval=0,
         )
     yield server
     with pytest.MonkeyPatch.context() as patch:
-        # its scheduler ends by itself, and leaves the others of the server waiting
+        # its scheduler exits by itself, and the server's other processes would wait
         patch.setattr(http_server, "SHUTDOWN_JOIN_TIMEOUT_S", 1.0)
         server.shutdown()
 
 
-# of the fixture too, because the runtime waits for its server without end
+# the limit covers the fixture too, as the runtime waits for its server without end
 @pytest.mark.timeout(300, func_only=False)
 @pytest.mark.parametrize(
     "script", [pause_scripts.freezes_in_place, pause_scripts.parks_in_the_waiting_queue]
 )
-def test_pause(scripted: ScriptedHttpServer, script: Callable[[Any], Any]) -> None:
+def test_sglangs_pause_script_succeeds(
+    scripted: ScriptedHttpServer, script: Callable[[Any], Any]
+) -> None:
     scripted.execute_script(script)

@@ -1,4 +1,4 @@
-"""A trainer's ``Sender``, against a server whose requests run."""
+"""A trainer's ``Sender``, against a server with running requests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tests.support.updates import (
 Named = list[tuple[str, torch.Tensor]]
 ToServer = Sender[Session]
 
-# a dozen tensors and more
+# a dozen tensors or more per bucket
 BUCKET_BYTES = 64 << 10
-# more than the buffers between two processes hold: it is sent only if it is received
+# more than the socket buffers hold, so sending needs a receiver
 LARGE_BYTES = 64 << 20
 
 
@@ -51,8 +51,10 @@ def weights(version: int) -> Named:
     return list(marker.tensors(version).items())
 
 
-def test_versions_go_live_whole(server: Server, sender: ToServer) -> None:
-    """Half of a version changes no token, and each is a span of every request."""
+def test_sender_changes_no_token_before_the_version_is_whole(
+    server: Server, sender: ToServer
+) -> None:
+    """Each version is one span of each request."""
     generations = start_running(server, 2, tokens=ENDLESS)
 
     def watched(version: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -71,8 +73,9 @@ def test_versions_go_live_whole(server: Server, sender: ToServer) -> None:
     expect_to_run_on(server, generations, [0, 1, 2])
 
 
-def test_a_wrong_shape_in_the_middle(server: Server, sender: ToServer) -> None:
-    """It is named, nothing has changed, and the next version is sent as if nothing had been."""
+def test_wrong_shape_is_named_and_the_next_version_goes_live(
+    server: Server, sender: ToServer
+) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     wrong = [
@@ -87,7 +90,7 @@ def test_a_wrong_shape_in_the_middle(server: Server, sender: ToServer) -> None:
     expect_to_run_on(server, generations, [0, 1])
 
 
-def test_a_tensor_that_is_missing(server: Server, sender: ToServer) -> None:
+def test_missing_tensor_is_named(server: Server, sender: ToServer) -> None:
     sender.send(weights(0), weight_version="v0")
     before = serving(server)
     with pytest.raises(Refused, match=r"model\.norm"):
@@ -98,8 +101,9 @@ def test_a_tensor_that_is_missing(server: Server, sender: ToServer) -> None:
     says(server, 1)
 
 
-def test_a_trainer_that_fails(server: Server, sender: ToServer) -> None:
-    """Between two buckets: the session is dropped, and the group is what it was."""
+def test_failing_trainer_drops_the_session_and_keeps_the_group(
+    server: Server, sender: ToServer
+) -> None:
     before = serving(server)
 
     def failing() -> Iterator[tuple[str, torch.Tensor]]:
@@ -116,14 +120,14 @@ def test_a_trainer_that_fails(server: Server, sender: ToServer) -> None:
     says(server, 1)
 
 
-def test_what_is_no_whole_tensor(server: Server, sender: ToServer) -> None:
+def test_value_without_a_tensor_is_refused(server: Server, sender: ToServer) -> None:
     with pytest.raises(TypeError, match="'b' is a list"):
         sender.send([("a", torch.ones(1)), ("b", [1.0])])  # type: ignore[list-item]
     assert staging(server)[0]["state"] == "empty"
 
 
-def test_a_session_that_is_replaced(server: Server, sender: ToServer) -> None:
-    """The bucket's call is refused while it is broadcast, and nobody will receive it."""
+def test_replaced_session_leaves_no_broadcast_behind(server: Server, sender: ToServer) -> None:
+    """The call is refused during the broadcast, so no rank will receive it."""
 
     def replaced() -> Iterator[tuple[str, torch.Tensor]]:
         yield from weights(1)[:12]
@@ -138,17 +142,19 @@ def test_a_session_that_is_replaced(server: Server, sender: ToServer) -> None:
     says(server, 1)
 
 
-def test_a_name_that_is_taken(server: Server, client: Client, sender: ToServer) -> None:
-    """By a trainer that is there: the second one hears it at once, and the first goes on."""
+def test_second_sender_of_the_same_name_is_refused(
+    server: Server, client: Client, sender: ToServer
+) -> None:
+    """The first sender goes on."""
     with Client(server.url) as other, pytest.raises(Refused, match="is taken"):
         Sender(other).join()
-    # what the second left was never joined
+    # the refused sender never joined, so leaving changes nothing
     sender.send(weights(1), weight_version="v1")
     says(server, 1)
 
 
-def test_a_sender_that_is_killed_between_two_pieces(server: Server, client: Client) -> None:
-    """Its session ends with the lease, and its group gives way."""
+def test_killed_sender_loses_its_session_and_its_group(server: Server, client: Client) -> None:
+    """The session ends with its lease, and the next sender replaces the group."""
     generations = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     command = ["-m", "tests.support.halting_sender", server.url]
@@ -160,7 +166,7 @@ def test_a_sender_that_is_killed_between_two_pieces(server: Server, client: Clie
         end(process)
     until_idle(server)
     assert serving(server) == before
-    # in step or not: that depends on the moment
+    # whether the group is in step depends on the moment of the kill
     assert list(staging(server)[0]["groups"]) == [GROUP_NAME]
     with Sender(client) as sender:
         sender.send(weights(1), weight_version="v1")

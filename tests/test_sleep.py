@@ -1,7 +1,7 @@
-"""Memory that is given back while requests wait, and taken again.
+"""Memory released while requests wait, and resumed later.
 
-On the reference platform pages that are away are protected: whoever touches them ends the
-server, as on CUDA. So a server that lives to the end of this file has touched none.
+The reference platform protects released pages: an access ends the server, as on CUDA. So a server
+alive at the end of this file has touched none of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.support.updates import refuse, says, serving, tensor_body
 pytest_plugins = ["tests.support.fixtures"]
 
 KV, WEIGHTS = "kv_cache", "weights"
-# tokens of a request that a test ends itself; the cache has room for two of them
+# tokens of a request ended by its test; the cache has room for two
 ENDLESS = 5000
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
@@ -65,7 +65,7 @@ def one_server(
     versions: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Server]:
-    """It lives through all of it."""
+    """A server that must survive all tests."""
     pool.discard()  # one server at a time
     log = tmp_path_factory.mktemp("logs") / "sleep.log"
     flags = (*away.FLAVOUR.flags, "--tp-size", str(request.param))
@@ -76,7 +76,7 @@ def one_server(
 
 @pytest.fixture
 def server(one_server: Server, versions: Path, faults: Faults) -> Iterator[Server]:
-    """Awake, idle, serving version 0."""
+    """The server with all memory present, idle, serving version 0."""
     yield one_server
     faults.clear()
     one_server.post("/abort_weight_update", {})
@@ -90,7 +90,7 @@ def server(one_server: Server, versions: Path, faults: Faults) -> Iterator[Serve
 
 
 def memory(server: Server) -> dict[str, str]:
-    """Where each kind is, on all ranks."""
+    """Return the state of each kind of memory, alike on all ranks."""
     ranks = [dict(rank["memory"]) for rank in status(server)["ranks"]]
     assert all(rank == ranks[0] for rank in ranks), ranks
     del ranks[0]["hollow"]
@@ -98,13 +98,13 @@ def memory(server: Server) -> dict[str, str]:
 
 
 def message_of(answer: dict[str, Any]) -> str:
-    """Wherever a route of SGLang's or of ours has it."""
+    """Return the message of an answer, in SGLang's form or in ours."""
     said: str = answer.get("message") or answer["error"]["message"]
     return said
 
 
 def fill_cache(server: Server) -> int:
-    """Touch KV, which is not resident before; the bytes of it."""
+    """Touch KV pages, not resident before, and return their bytes."""
     length = 3000
     generations = [Generation(server, tokens=2, input_ids=prompt(length)) for _ in range(3)]
     for generation in generations:
@@ -124,10 +124,10 @@ ORDERS = [
 
 @pytest.mark.parametrize("keep", ["host", "discard"])
 @pytest.mark.parametrize(("leave", "come"), ORDERS, ids="-".join)
-def test_all_ways_out_and_in(
+def test_release_and_resume_in_every_order_keep_a_frozen_request(
     server: Server, versions: Path, keep: str, leave: tuple[str, ...], come: tuple[str, ...]
 ) -> None:
-    """A request that was frozen ends whole, on the version that is served then."""
+    """The request ends on the version served by then."""
     (frozen,) = start_running(server, 1, tokens=40)
     pause(server, "retract")
     is_lost = keep == "discard" and leave != (KV,)
@@ -148,8 +148,8 @@ def test_all_ways_out_and_in(
 
 
 @pytest.mark.parametrize("keep", ["host", "discard"])
-def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) -> None:
-    # a shadow too
+def test_released_memory_is_returned_and_resumed(server: Server, versions: Path, keep: str) -> None:
+    # makes a shadow resident, too
     update(server, versions, 0, non_blocking=True, kv_cache="recompute")
     kv = fill_cache(server)
     served = serving(server)
@@ -169,7 +169,7 @@ def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) 
     take_back(server, WEIGHTS, KV)
     if keep == "discard":
         assert status(server)["digest"] is None
-        # it has no shadow
+        # no shadow to write to
         update(server, versions, 0, **LIVE)
     says(server, 0)
     assert resident(server) - asleep > 0.9 * away.MODEL.weights_bytes
@@ -177,8 +177,8 @@ def test_memory_falls_and_comes_back(server: Server, versions: Path, keep: str) 
         assert serving(server) == served
 
 
-def test_an_update_in_a_sleep(server: Server, versions: Path) -> None:
-    """As trainers that share the device do it: weights first, then the update, then the cache."""
+def test_update_between_resumed_weights_and_resumed_cache(server: Server, versions: Path) -> None:
+    """Trainers sharing the device resume the weights, update, then resume the cache."""
     frozen = start_running(server, 2, tokens=100)
     pause(server, "retract")
     release(server, keep_weights="discard")
@@ -195,7 +195,7 @@ def test_an_update_in_a_sleep(server: Server, versions: Path) -> None:
     assert versions_of(expect_whole(late)) == ["v1"]
 
 
-def test_weights_go_under_requests_that_keep_their_cache(server: Server) -> None:
+def test_weights_are_released_under_requests_that_keep_their_cache(server: Server) -> None:
     frozen = start_running(server, 2, tokens=100)
     pause(server, "in_place")
     for tags in ([KV], [], [KV, WEIGHTS]):
@@ -203,7 +203,7 @@ def test_weights_go_under_requests_that_keep_their_cache(server: Server) -> None
         refuse(answer, "2 requests run", "retract", status_code=409)
     assert set(memory(server).values()) == {"present"}
     release(server, WEIGHTS, keep_weights="host")
-    # what would end them by a step has to wait, and what would need one is not begun
+    # released weights freeze even a pause of mode wait
     assert pause(server, "wait")["ranks"][0]["running"] == 2
     take_back(server, WEIGHTS)
     resume(server)
@@ -211,8 +211,9 @@ def test_weights_go_under_requests_that_keep_their_cache(server: Server) -> None
         assert versions_of(expect_whole(generation)) == ["v0"]
 
 
-def test_calls_while_memory_is_away(server: Server, versions: Path) -> None:
-    """Each is right, or a 409 with a sentence, and none touches what is away."""
+def test_calls_while_memory_is_released_answer_correctly_or_409(
+    server: Server, versions: Path
+) -> None:
     (frozen,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "retract")
     release(server, KV, WEIGHTS, keep_weights="discard")
@@ -253,7 +254,7 @@ def test_calls_while_memory_is_away(server: Server, versions: Path) -> None:
     assert adapter["status_code"] >= 400
     holders = {holder["pause_id"] for holder in status(server)["holders"]}
     assert len(holders) == 4
-    # the pauses that were taken since are let go of; its own and the first one stay
+    # later pauses are released; the memory's own pause and the first one remain
     answer = resume(server)
     assert answer["paused"] is True
     assert not frozen.has_ended
@@ -262,7 +263,7 @@ def test_calls_while_memory_is_away(server: Server, versions: Path) -> None:
     take_back(server, KV, WEIGHTS)
 
 
-def test_a_lease_that_runs_out_wakes_nobody(server: Server) -> None:
+def test_expired_lease_does_not_resume_memory(server: Server) -> None:
     (frozen,) = start_running(server, 1, tokens=ENDLESS)
     pause(server, "retract", lease_s=3)
     release(server, KV)
@@ -270,12 +271,12 @@ def test_a_lease_that_runs_out_wakes_nobody(server: Server) -> None:
     [holder] = status(server)["holders"]
     assert (holder["pause_id"], holder["lease_left_s"]) == ("memory", None)
     settle(server, [frozen])
-    # nobody holds a pause any more
+    # no pause has a holder left
     assert take_back(server, KV)["paused"] is False
     expect_all_go_on([frozen])
 
 
-def test_an_idle_server_sleeps_and_queues(server: Server) -> None:
+def test_idle_server_releases_memory_and_queues_requests(server: Server) -> None:
     with Client(server.url) as client:
         released = client.release_memory(keep_weights="host")
         assert released.ranks[0].bytes.keys() == {"shadow", KV, WEIGHTS, "cuda_graph"}
@@ -288,7 +289,7 @@ def test_an_idle_server_sleeps_and_queues(server: Server) -> None:
     assert versions_of(expect_whole(queued)) == ["v0"]
 
 
-def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Path) -> None:
+def test_discarded_weights_are_not_served_before_an_update(server: Server, versions: Path) -> None:
     release(server, WEIGHTS, keep_weights="discard")
     assert memory(server)[WEIGHTS] == "lost"
     moved = take_back(server, WEIGHTS)
@@ -299,10 +300,10 @@ def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Pat
     answer = server.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}})
     assert answer["status_code"] == 503
     assert "hollow" in message_of(answer)
-    # and again, without having been whole in between
+    # released once more while hollow
     release(server, WEIGHTS, keep_weights="host")
     assert take_back(server, WEIGHTS)["hollow"] is not None
-    # an update that fails half way makes nothing whole
+    # a failing update repairs nothing
     weights = away.MODEL.tensors(1)
     ranks = len(status(server)["ranks"])
     name = "model.norm.weight"
@@ -310,7 +311,7 @@ def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Pat
     body = {"weight_version": "v1", "non_blocking": True, "partial": False}
     answer = server.post("/update_weights_from_tensor", tensor_body(bad, ranks=ranks, **body))
     assert answer["status_code"] == 400, answer
-    # neither do parts of one, until the last of them
+    # partial updates repair the weights only with the last part
     names = sorted(weights)
     for part in (names[:5], names[5:-1], names[-1:]):
         assert memory(server)[WEIGHTS] == "hollow"
@@ -326,7 +327,7 @@ def test_weights_that_were_not_kept_are_not_served(server: Server, versions: Pat
     assert status(server)["staging"]["can_roll_back"] is True
 
 
-def test_a_rank_that_refuses_leaves_all_awake(server: Server, faults: Faults) -> None:
+def test_failing_rank_keeps_memory_present_on_all_ranks(server: Server, faults: Faults) -> None:
     ranks = len(status(server)["ranks"])
     running = start_running(server, 2, tokens=ENDLESS)
     served = serving(server)
@@ -338,7 +339,7 @@ def test_a_rank_that_refuses_leaves_all_awake(server: Server, faults: Faults) ->
     assert set(memory(server).values()) == {"present"}
     assert [holder["pause_id"] != "memory" for holder in status(server)["holders"]] == [True]
     assert serving(server) == served
-    # one that fails later than that: what the others gave back is taken again
+    # a later failure: the other ranks resume the released memory
     faults.inject("saver", "raise", rank=ranks - 1)
     answer = server.post(
         "/release_memory_occupation", {"tags": [KV, WEIGHTS], "keep_weights": "host"}
@@ -351,8 +352,10 @@ def test_a_rank_that_refuses_leaves_all_awake(server: Server, faults: Faults) ->
     expect_all_go_on(running)
 
 
-def test_a_trainer_that_dies_while_the_server_sleeps(server: Server, versions: Path) -> None:
-    """Its session's lease and its pause's end; the server sleeps on, for the next one."""
+def test_dead_trainer_loses_its_session_and_pause_while_memory_stays_released(
+    server: Server, versions: Path
+) -> None:
+    """Its leases end."""
     (frozen,) = start_running(server, 1, tokens=100)
     pause(server, "retract", lease_s=5)
     release(server, KV, WEIGHTS, keep_weights="discard")
@@ -363,14 +366,14 @@ def test_a_trainer_that_dies_while_the_server_sleeps(server: Server, versions: P
     until("its pause is over", lambda: len(status(server)["holders"]) == 1)
     assert memory(server) == {"kv_cache": "away", "weights": "hollow", "cuda_graph": "present"}
     settle(server, [frozen])
-    # the next one finds it as it was left
+    # the next trainer finds the memory unchanged
     update(server, versions, 2, **LIVE)
     assert take_back(server, KV)["paused"] is False
     assert versions_of(expect_whole(frozen)) == ["v0", "v2"]
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_vllms_sleep(server: Server, versions: Path, level: int) -> None:
+def test_vllm_sleep_and_wake_up(server: Server, versions: Path, level: int) -> None:
     frozen = start_running(server, 2, tokens=100)
     slept = server.post(f"/sleep?level={level}&mode=keep")
     assert (slept["status_code"], slept["status"], slept["level"]) == (200, "sleeping", level)
@@ -378,7 +381,7 @@ def test_vllms_sleep(server: Server, versions: Path, level: int) -> None:
     assert memory(server)[WEIGHTS] == ("away" if level == 1 else "lost")
     assert server.get("/is_sleeping")["is_sleeping"] is True
     settle(server, frozen)
-    # once more is no more than once, whatever the mode would do
+    # a second sleep changes nothing, whatever its mode
     assert server.post("/sleep?level=1&mode=abort")["status"] == "sleeping"
     if level == 1:
         assert server.post("/wake_up")["status"] == "awake"
@@ -392,8 +395,10 @@ def test_vllms_sleep(server: Server, versions: Path, level: int) -> None:
         assert versions_of(expect_whole(generation)) == expected
 
 
-def test_vllms_wake_before_the_weights(server: Server, versions: Path) -> None:
-    """Requests wait for them, and go on by themselves."""
+def test_vllm_wake_up_before_the_weights_keeps_requests_waiting(
+    server: Server, versions: Path
+) -> None:
+    """The update resumes them by itself."""
     (frozen,) = start_running(server, 1, tokens=100)
     assert server.post("/sleep?level=2&mode=keep")["status_code"] == 200
     woken = server.post("/wake_up")
@@ -408,7 +413,7 @@ def test_vllms_wake_before_the_weights(server: Server, versions: Path) -> None:
     until("it is ready", lambda: server.get("/ready")["status_code"] == 200)
 
 
-def test_a_start_without_weights(
+def test_server_started_without_weights_waits_for_an_update(
     pool: ServerPool, versions: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pool.discard()
@@ -426,7 +431,7 @@ def test_a_start_without_weights(
         answer = server.post("/generate", body)
         assert answer["status_code"] == 503
         assert "REQUIRE_UPDATE" in message_of(answer)
-        # nor is one refused any later that would wait for its grammar first
+        # a request waiting for its grammar is refused just as early
         body["sampling_params"] = {"max_new_tokens": 2, "regex": "(t1 )*"}
         answer = server.post("/generate", body)
         assert answer["status_code"] == 503
@@ -436,13 +441,13 @@ def test_a_start_without_weights(
         update(server, versions, 1, **LIVE)
         assert server.get("/ready")["status_code"] == 200
         says(server, 1)
-        # with --enable-weights-cpu-backup they come back, though nobody asks for it
+        # --enable-weights-cpu-backup makes keeping a copy the default
         served = serving(server)
         release(server, KV, WEIGHTS)
         assert take_back(server, WEIGHTS, KV)["hollow"] is None
         assert serving(server) == served
         says(server, 1)
-        # told to go, it takes memory again, so that what waits for it can end
+        # at SIGTERM the server resumes its memory, so that queued requests can end
         release(server, KV, WEIGHTS, keep_weights="host")
         queued = Generation(server, tokens=3)
         until("it waits", lambda: status(server)["waiting"] == 1)
@@ -451,20 +456,21 @@ def test_a_start_without_weights(
         until("it has gone", lambda: not server.is_alive())
 
 
-def test_a_colocated_trainer(pool: ServerPool, tmp_path: Path) -> None:
-    """Five rounds in which a trainer has the server's memory, and the server its own again.
+def test_colocated_trainer_and_server_take_turns_with_memory(
+    pool: ServerPool, tmp_path: Path
+) -> None:
+    """Five rounds of a trainer using the server's memory and giving it back.
 
-    What is summed is the memory of the server's rank and of the trainer, each above that of a
-    process which has imported all that they have and done nothing (``Resident``). At one time it
-    is hardly more than the larger of the two: what the rank had before the trainer came, and what
-    the trainer needs to train.
+    Memory is summed over the server's rank and the trainer. An idle process with the same imports
+    counts as zero (``Resident``). The sum at any time is hardly more than the larger part: the rank
+    before the trainer came, or the trainer while training.
     """
     pool.discard()
     versions = [f"v{version}" for version in range(1 + len(ROUNDS))]
     flags = (
         "--enable-memory-saver",
         "--max-total-tokens", "4096",
-        # what a longer prefill computes with would be more than what is released
+        # the temporary memory of a longer prefill would exceed the released memory
         "--chunked-prefill-size", "128",
         "--weight-version", "v0",
     )  # fmt: skip
@@ -489,11 +495,11 @@ def test_a_colocated_trainer(pool: ServerPool, tmp_path: Path) -> None:
             assert versions_of(output) == versions
     larger = max(rank_alone, memory.peak("trainer"))
     assert memory.together < 1.25 * larger
-    # were nothing given back it would be as much as both
+    # without a release, memory would reach the sum of both
     assert rank_alone + memory.peak("trainer") > 1.5 * larger
 
 
 def fill(server: Server) -> None:
-    """Many short requests, which leave their KV in the prefix cache."""
+    """Leave KV of many short requests in the prefix cache."""
     body = {"input_ids": [prompt(128) for _ in range(20)], "sampling_params": {"max_new_tokens": 1}}
     ask(server, "POST", "/generate", body)

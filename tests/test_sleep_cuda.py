@@ -1,7 +1,7 @@
-"""What only CUDA shows of memory that goes and comes back while requests wait.
+"""Memory released and resumed under waiting requests, on CUDA.
 
-torch_memory_saver takes the pages from behind addresses that captured graphs hold. A graph that
-is replayed after the return, and makes the right tokens, has found them where they were.
+torch_memory_saver takes the pages from behind addresses used by captured graphs. Correct tokens
+from a replayed graph prove that the pages returned to these addresses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU with CUDA"),
 ]
 
-# a GiB of KV, beside which what a server's processes need of the card by themselves is small
+# a GiB of KV, large beside the other memory of a server's processes on the card
 TOKENS = (1 << 30) // away.MODEL.token_bytes
 KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
@@ -56,21 +56,21 @@ def server(
         "--enable-memory-saver",
         "--max-total-tokens", str(TOKENS),
         "--cuda-graph-max-bs-decode", "4",
-        # SGLang's graphs of a prefill cannot be released
+        # SGLang cannot release the graphs of a prefill
         "--disable-prefill-cuda-graph",
-        # each step says whether a graph made it
+        # the log says of each step whether a graph ran
         "--decode-log-interval", "1",
         "--weight-version", "v0",
     )  # fmt: skip
     log = tmp_path_factory.mktemp("logs") / "cuda.log"
-    # without it graphs keep their memory, whatever is released
+    # otherwise the memory saver leaves out the graphs' memory
     env = {"SGLANG_MEMORY_SAVER_CUDA_GRAPH": "1"}
     with serve(versions / "v0", *flags, log=log, env=env) as server:
         yield server
 
 
 def in_use() -> int:
-    """Bytes of the card, by whomever."""
+    """Return the card's bytes in use by all processes."""
     free, total = torch.cuda.mem_get_info(0)
     return total - free
 
@@ -80,7 +80,7 @@ def in_use() -> int:
     [("host", None), ("discard", LIVE), ("discard", {})],
     ids=["kept", "sent", "sent by a blocking update"],
 )
-def test_over_a_sleep(
+def test_requests_and_graphs_survive_a_memory_release(
     server: Server, versions: Path, keep: str, how: dict[str, Any] | None
 ) -> None:
     update(server, versions, 0, non_blocking=True, partial=False, kv_cache="recompute")
@@ -100,7 +100,7 @@ def test_over_a_sleep(
     assert refused["status_code"] == 409, refused
     take_back(server, WEIGHTS)
     if how is not None:
-        # hollow, and written in place, while the cache is away
+        # hollow weights, written in place without a cache
         update(server, versions, 1, **how)
     take_back(server, KV, GRAPHS)
     assert in_use() - asleep > 0.9 * (kv + weights)

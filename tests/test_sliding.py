@@ -1,4 +1,4 @@
-"""A model some of whose layers attend to the last tokens only, and have a pool of their own."""
+"""A model with sliding-window layers, and a smaller KV pool for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_more_slots_than_the_smaller_pool_has(versions: Path, tmp_path: Path) -> None:
+def test_kv_versions_with_more_slots_than_the_smaller_pool(versions: Path, tmp_path: Path) -> None:
     flags = (
         "--max-total-tokens", str(SLOTS), "--swa-full-tokens-ratio", str(OF_WINDOWS / SLOTS),
         "--chunked-prefill-size", "256", "--weight-version", "v0",

@@ -1,4 +1,4 @@
-"""Everything at once, for some minutes. See ``tests/support/soak.py``."""
+"""Random operations and faults under load. See ``tests/support/soak.py``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ MINUTES = float(os.environ.get("INFLIGHT_TEST_SOAK_MINUTES", "0.5"))
 
 
 @pytest.mark.timeout(60 * MINUTES + 240)
-def test_soak(server: Server, checkpoints: Path, sender: Sender, trainers: Trainers) -> None:
+def test_soak_loses_no_request_and_no_token(
+    server: Server, checkpoints: Path, sender: Sender, trainers: Trainers
+) -> None:
     expect_no_loss(Soak(server, checkpoints, sender, trainers, SEED), MINUTES)
 
 
 @pytest.mark.timeout(60 * MINUTES + 240)
-def test_soak_with_transparent_windows(
+def test_soak_with_transparent_windows_loses_no_request_and_no_token(
     transparent_server: Server, checkpoints: Path, sender: Sender, trainers: Trainers
 ) -> None:
     soak = Soak(transparent_server, checkpoints, sender, trainers, SEED, transparent=True)

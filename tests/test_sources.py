@@ -1,4 +1,4 @@
-"""Where weights come from may be slow, gone, or changing: updates go on all the same."""
+"""Sources of weights that are slow, gone or changing do not disturb later updates."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ pytest_plugins = ["tests.support.fixtures"]
 
 V1: dict[str, Any] = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
-# for an update that nobody will ever complete
+# timeout of an update without an end
 SHORT_S = 1.0
 
 
 @pytest.fixture
 def folder(checkpoints: Path, tmp_path: Path) -> Path:
-    """The checkpoint v1, by a name that is also a pattern."""
+    """Checkpoint v1, in a folder whose name is also a glob pattern."""
     return Path(shutil.copytree(checkpoints / "v1", tmp_path / "run[1]*"))
 
 
@@ -65,7 +65,7 @@ def pickle_weights(folder: Path, file: str, **how: Any) -> None:
         ("pt", "model.pt", {}),
     ],
 )
-def test_formats_of_checkpoints(
+def test_update_reads_each_checkpoint_format(
     server: Server, folder: Path, load_format: str | None, file: str | None, how: dict[str, Any]
 ) -> None:
     if file is not None and file.endswith("safetensors"):
@@ -79,8 +79,8 @@ def test_formats_of_checkpoints(
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_files_that_the_index_leaves_out(server: Server, tmp_path: Path) -> None:
-    """Beside the parts lies the whole, of another version, as some publish their models."""
+def test_update_ignores_files_missing_from_the_index(server: Server, tmp_path: Path) -> None:
+    """Some published models hold the shards and the whole; here the whole is another version."""
     folder = marker.build(tmp_path / "v1", 1, shards=3)
     shutil.copy(
         marker.build(tmp_path / "v2", 2) / "model.safetensors", folder / "whole.safetensors"
@@ -89,8 +89,10 @@ def test_files_that_the_index_leaves_out(server: Server, tmp_path: Path) -> None
     says(server, 1)
 
 
-def test_a_mount_that_stalls(server: Server, tmp_path: Path, checkpoints: Path) -> None:
-    """It costs its update the time that this has, and neither a token nor the next update."""
+def test_stalled_mount_fails_its_update_at_the_timeout(
+    server: Server, tmp_path: Path, checkpoints: Path
+) -> None:
+    """Neither tokens nor the next update wait for the mount."""
     running = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     with stalled_mount(tmp_path):
@@ -103,7 +105,7 @@ def test_a_mount_that_stalls(server: Server, tmp_path: Path, checkpoints: Path) 
         expect_to_run_on(server, running, [0, 1])
 
 
-def test_a_sender_that_was_stopped(server: Server, sender: Sender) -> None:
+def test_stopped_sender_fails_its_update_at_the_timeout(server: Server, sender: Sender) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     with stopped_sender() as payload:
@@ -121,12 +123,12 @@ def cut(file: Path) -> None:
 
 
 def write_another(file: Path) -> None:
-    """Over it, as a trainer does that keeps its latest step by one name."""
+    """Overwrite the file, like a trainer with one name for its latest step."""
     shutil.copyfile(marker.build(file.parent / "next", 2) / file.name, file)
 
 
 @pytest.mark.parametrize("change", [cut, write_another, Path.unlink])
-def test_a_checkpoint_that_changes_while_it_is_staged(
+def test_checkpoint_changed_during_staging_is_refused(
     faulty_server: Server, faults: Faults, folder: Path, change: Callable[[Path], None]
 ) -> None:
     server = faulty_server
@@ -134,18 +136,18 @@ def test_a_checkpoint_that_changes_while_it_is_staged(
     before = serving(server)
     faults.inject("middle", "hang")
     call = Call(server, DISK, {**V1, "model_path": str(folder)})
-    # the file is open, and some of its tensors are staged
+    # by then the file is open and some tensors are staged
     until_staging(server, tensors=5)
     change(folder / "model.safetensors")
     faults.clear()
     refuse(call.answer(), str(folder), "model.safetensors")
     assert serving(server) == before
-    # all of them, as the marker says
+    # a whole version, as the marker's tokens show
     succeed(server.post(TENSOR, {**V1, **tensor_body(marker.tensors(1))}))
     expect_to_run_on(server, running, [0, 1])
 
 
-def test_a_custom_loader_meets_no_step(normal_loop_server: Server) -> None:
+def test_custom_loader_runs_between_steps(normal_loop_server: Server) -> None:
     server = normal_loop_server
     running = start_running(server, 2, tokens=ENDLESS)
     body = {**V1, **tensor_body(marker.tensors(1)), "load_format": CUSTOM_LOADER}
@@ -154,7 +156,7 @@ def test_a_custom_loader_meets_no_step(normal_loop_server: Server) -> None:
 
 
 def send_when_it_answers() -> dict[str, Any]:
-    """As checkpoint-engine does to a server that is not up before it has weights."""
+    """Send the first weights once the server answers, as checkpoint-engine does."""
 
     def answers() -> bool:
         try:
@@ -170,7 +172,7 @@ def send_when_it_answers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_server_that_waits_for_its_first_weights(
+def test_server_waiting_for_its_first_weights_becomes_ready(
     checkpoints: Path, pool: ServerPool, tmp_path: Path, workers: int
 ) -> None:
     pool.discard()
@@ -186,7 +188,7 @@ def test_a_server_that_waits_for_its_first_weights(
 
 
 def on_the_hub(cache: Path, name: str, checkpoint: Path) -> None:
-    """``checkpoint``, as the Hub's client keeps what it has fetched."""
+    """Store ``checkpoint`` in the layout of the Hub client's cache."""
     commit = "0" * 40
     model = cache / f"models--{name.replace('/', '--')}"
     shutil.copytree(checkpoint, model / "snapshots" / commit)
@@ -194,7 +196,7 @@ def on_the_hub(cache: Path, name: str, checkpoint: Path) -> None:
     (model / "refs" / "main").write_text(commit)
 
 
-def test_a_name_on_the_hub(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
+def test_update_from_a_hub_name(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
     pool.discard()
     on_the_hub(tmp_path / "hub", "someone/trained", checkpoints / "v1")
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}

@@ -1,4 +1,4 @@
-"""Each token names the weights that made it, wherever the weights change."""
+"""``weight_versions`` names the weights behind each token, wherever the weights change."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.load import (
 )
 from tests.support.pool import CHUNK
 
-# how the KV of older weights may be dealt with at a commit
+# fields that decide about old KV at a commit
 KV_FIELDS: dict[str, dict[str, Any]] = {
     "flush": {"flush_cache": True},
     "no flush": {"flush_cache": False},
@@ -49,20 +49,20 @@ RECOMPUTES = {"flush", "recompute"}
 
 
 def word(version: int) -> str:
-    """What the tokenizer says for the token that ``version`` makes."""
+    """Return the text of the token made by ``version``."""
     return f"t{FIRST + version}"
 
 
 @dataclass
 class Load:
-    """Streams, a whole answer, and two outputs of one prompt: five outputs that run."""
+    """Five running outputs: streams, a whole answer, and two outputs of one prompt."""
 
     streams: list[Generation]
     twins: Generation
     whole: Generation
 
     def end(self, server: Server) -> list[Output]:
-        """The outputs, once each stream has got more tokens than it has now."""
+        """Return the outputs, after some more tokens on each stream."""
         for generation in (*self.streams, self.twins):
             generation.wait_for_tokens(generation.count + 3)
         ask(server, "POST", "/abort_request", {"abort_all": True})
@@ -85,7 +85,7 @@ def mixed_load(server: Server) -> Load:
 
 @pytest.mark.guards_fix
 def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> None:
-    """Under overlap the last token before the pause is of the old weights, and says so."""
+    """With overlap, the last token before the pause belongs to the old weights."""
     generations = start_running(server, 4, tokens=ENDLESS)
     for version in (1, 2):
         pause(server, "in_place")
@@ -133,8 +133,8 @@ def test_spans_of_an_update_in_flight(any_server: Server, checkpoints: Path, kv:
 
 
 @pytest.mark.parametrize("kv", ["fence", "recompute"])
-def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
-    """A prompt that is half computed under the old weights gives tokens of the new ones."""
+def test_spans_of_a_commit_during_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
+    """A prompt half computed by the old weights yields tokens of the new ones."""
     running = start_running(any_server, 2, tokens=ENDLESS)
     pause(any_server, "in_place")
     (prefilling,) = start(any_server, 1, tokens=ENDLESS, input_ids=prompt(8 * CHUNK))
@@ -150,8 +150,9 @@ def test_spans_of_a_commit_amid_prefill(any_server: Server, checkpoints: Path, k
         assert versions_of(output) == ["v0", "v1"]
 
 
-def test_spans_of_updates_without_a_name(any_server: Server, checkpoints: Path) -> None:
-    """The name stays, and the weights are told apart all the same."""
+def test_spans_of_updates_without_a_name_differ_by_epoch(
+    any_server: Server, checkpoints: Path
+) -> None:
     streams = start_running(any_server, 2, tokens=ENDLESS)
     (whole,) = start(any_server, 1, tokens=ENDLESS, stream=False)
     until("all of them run", lambda: status(any_server)["running"] == 3)
@@ -177,8 +178,7 @@ def test_spans_of_updates_without_a_name(any_server: Server, checkpoints: Path) 
         expect_spans_in_chunks(output)
 
 
-def test_spans_of_a_new_name(server: Server) -> None:
-    """It is the same weights', so it begins no epoch."""
+def test_renaming_the_version_starts_a_span_but_no_epoch(server: Server) -> None:
     (stream,) = start_running(server, 1, tokens=ENDLESS)
     epoch = status(server)["epoch"]
     for name in ("a name", "another"):
@@ -192,8 +192,8 @@ def test_spans_of_a_new_name(server: Server) -> None:
     ]  # fmt: skip
 
 
-def test_spans_of_a_stop_string(any_server: Server, checkpoints: Path) -> None:
-    """The new weights say what ends the request, and the text is cut before it."""
+def test_spans_of_a_stop_string_from_the_new_weights(any_server: Server, checkpoints: Path) -> None:
+    """The stop string itself is cut from the text."""
     sampling = {"stop": [word(1)]}
     streams = start_running(any_server, 2, tokens=ENDLESS, sampling=sampling)
     (whole,) = start(any_server, 1, tokens=ENDLESS, sampling=sampling, stream=False)
@@ -207,7 +207,7 @@ def test_spans_of_a_stop_string(any_server: Server, checkpoints: Path) -> None:
 
 
 def test_spans_under_a_grammar(any_server: Server, checkpoints: Path) -> None:
-    """Each step's choice is masked by what the tokens before it allow."""
+    """The grammar masks each step by the earlier tokens."""
     words = "|".join(word(version) for version in range(6))
     sampling = {"regex": f"({words})*"}
     streams = start_running(any_server, 2, tokens=ENDLESS, sampling=sampling)
@@ -236,7 +236,7 @@ def test_spans_of_openai_completions(any_server: Server, checkpoints: Path) -> N
 
 
 def test_spans_of_a_hundred_updates_under_load(any_server: Server, checkpoints: Path) -> None:
-    """Back to back, with every policy for the KV, while requests come and go."""
+    """Updates follow each other at once, with every KV policy, while requests come and go."""
     policies = itertools.cycle(["fence", "keep", "recompute"])
     lasting, passing = start_running(any_server, 4, tokens=ENDLESS), []
     for turn, kv_cache in zip(range(1, 101), policies, strict=False):
@@ -249,7 +249,7 @@ def test_spans_of_a_hundred_updates_under_load(any_server: Server, checkpoints: 
         expect_whole(generation)
 
 
-# ---- what old weights leave in the prefix cache ------------------------------------------
+# ---- prefixes in the cache after an update ----------------------------------------------
 
 
 def cached_tokens(server: Server, input_ids: list[int]) -> int:
@@ -259,8 +259,10 @@ def cached_tokens(server: Server, input_ids: list[int]) -> int:
 
 
 @pytest.mark.guards_fix
-def test_no_prefix_of_older_weights_after_a_pause(server: Server, checkpoints: Path) -> None:
-    """A frozen request keeps the cache from being flushed, and still nobody reuses it."""
+def test_no_prefix_of_older_weights_is_reused_after_a_pause(
+    server: Server, checkpoints: Path
+) -> None:
+    """A frozen request prevents a flush of the cache."""
     input_ids = prompt(64)
     (running,) = start_running(server, 1, tokens=ENDLESS, input_ids=input_ids)
     assert cached_tokens(server, input_ids) > 0
@@ -271,13 +273,15 @@ def test_no_prefix_of_older_weights_after_a_pause(server: Server, checkpoints: P
     assert cached_tokens(server, input_ids) > 0
     (output,) = expect_all_go_on([running])
     assert count_of(output, 1) > 0
-    # the running request held KV of both versions, and has left none of it behind
+    # the running request's KV of both versions must not stay in the cache
     update(server, checkpoints, 2, flush_cache=False)
     assert cached_tokens(server, input_ids) == 0
 
 
 @pytest.mark.parametrize("kv", KV_FIELDS)
-def test_prefixes_after_a_commit(any_server: Server, checkpoints: Path, kv: str) -> None:
+def test_prefixes_of_older_weights_are_reused_only_with_keep(
+    any_server: Server, checkpoints: Path, kv: str
+) -> None:
     input_ids = prompt(64)
     assert cached_tokens(any_server, input_ids) == 0
     assert cached_tokens(any_server, input_ids) > 0

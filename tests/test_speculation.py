@@ -1,4 +1,4 @@
-"""Speculative decoding: a step brings several tokens, and all of them are of its weights."""
+"""Speculative decoding: all tokens of a step belong to the step's weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
-def test_updates_in_flight(server: Server, checkpoints: Path, kv: str) -> None:
+def test_spans_and_kv_versions_of_updates_in_flight(
+    server: Server, checkpoints: Path, kv: str
+) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     for version in (1, 2, 3):
         for generation in running:
@@ -69,8 +71,8 @@ def expect_kv(output: Output, kv: str) -> None:
         assert kv_runs(output) == made_as_it_ran(output, 16)
 
 
-def test_kv_of_a_reused_prefix(server: Server, checkpoints: Path) -> None:
-    """What a request leaves in the cache is that of the tokens it took, step by step."""
+def test_kv_versions_of_a_reused_prefix(server: Server, checkpoints: Path) -> None:
+    """The cache holds the KV of accepted tokens only."""
     input_ids = prompt(16)
     (first,) = start_running(server, 1, tokens=ENDLESS, input_ids=input_ids)
     update(server, checkpoints, 1, non_blocking=True, kv_cache="keep")
@@ -89,7 +91,7 @@ def test_kv_of_a_reused_prefix(server: Server, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_updates_while_paused(server: Server, checkpoints: Path, mode: str) -> None:
+def test_spans_of_updates_while_paused(server: Server, checkpoints: Path, mode: str) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     for version in (1, 2):
         pause(server, mode)
@@ -102,7 +104,7 @@ def test_updates_while_paused(server: Server, checkpoints: Path, mode: str) -> N
         assert versions_of(output) == ["v0", "v1", "v2"]
 
 
-def test_draining(server: Server) -> None:
+def test_draining_pauses_let_requests_end_or_abort_them(server: Server) -> None:
     ending = start_running(server, 2, tokens=100)
     pause(server, "wait")
     for generation in ending:

@@ -1,4 +1,4 @@
-"""A request whose first token falls too many commits behind ends with what it has."""
+"""A request ends with its tokens when its first token is too many commits old."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def limited(most: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
-def test_a_request_ends_when_it_falls_behind(
+def test_request_past_max_version_lag_is_aborted(
     any_server: Server, checkpoints: Path, kv: str
 ) -> None:
     free = start_running(any_server, 1, tokens=ENDLESS)
@@ -46,8 +46,8 @@ def test_a_request_ends_when_it_falls_behind(
     expect_all_go_on(free)
 
 
-def test_no_token_of_the_weights_that_end_it(server: Server, checkpoints: Path) -> None:
-    """Under overlap the result that ends it is one of the old weights."""
+def test_aborting_commit_adds_no_token(server: Server, checkpoints: Path) -> None:
+    """With overlap, the next result still belongs to the old weights."""
     bound = start_running(server, 4, tokens=ENDLESS, sampling=limited(0))
     update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
     for generation in bound:
@@ -55,10 +55,10 @@ def test_no_token_of_the_weights_that_end_it(server: Server, checkpoints: Path) 
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_it_ends_before_it_is_recomputed(
+def test_retracted_request_is_aborted_before_it_is_recomputed(
     any_server: Server, checkpoints: Path, stream: bool
 ) -> None:
-    """What a pause sent back ends while the pause lasts, with all of its tokens."""
+    """The abort comes during the pause, with all tokens."""
     (beside,) = start_running(any_server, 1, tokens=ENDLESS)
     (bound,) = start(any_server, 1, tokens=ENDLESS, stream=stream, sampling=limited(0))
     beside.wait_for_tokens(beside.count + 10)
@@ -72,8 +72,7 @@ def test_it_ends_before_it_is_recomputed(
     expect_all_go_on([beside])
 
 
-def test_what_waits_does_not_age(any_server: Server, checkpoints: Path) -> None:
-    """The lag is that of the tokens, and a request in the queue has none."""
+def test_waiting_request_without_tokens_does_not_age(any_server: Server, checkpoints: Path) -> None:
     pause(any_server, "in_place")
     waiting = start(any_server, 2, tokens=4, sampling=limited(0))
     for version in (1, 2, 3):
@@ -83,7 +82,7 @@ def test_what_waits_does_not_age(any_server: Server, checkpoints: Path) -> None:
         assert versions_of(expect_whole(generation)) == ["v3"]
 
 
-def test_the_servers_own_limit(off_server: Server, checkpoints: Path) -> None:
+def test_servers_max_version_lag_applies_by_default(off_server: Server, checkpoints: Path) -> None:
     bound = start_running(off_server, 1, tokens=ENDLESS)
     wider = start_running(off_server, 1, tokens=ENDLESS, sampling=limited(MAX_VERSION_LAG + 5))
     for version in range(1, MAX_VERSION_LAG + 2):
@@ -95,7 +94,7 @@ def test_the_servers_own_limit(off_server: Server, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [-1, 1.5, "two", True, [1]])
-def test_a_limit_that_is_no_count(any_server: Server, most: object) -> None:
+def test_max_version_lag_that_is_no_count_is_refused(any_server: Server, most: object) -> None:
     body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2, **limited(most)}}
     answer = any_server.post("/generate", body)
     assert answer["status_code"] == 400

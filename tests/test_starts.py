@@ -1,4 +1,4 @@
-"""Processes that tests fork are what started ones would be, but for the imports."""
+"""Forked processes of the tests equal started ones, except for their imports."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 print([plugins._plugins_loaded, len(HookRegistry._hooks)])
 """
 
-# as a server starts its ranks
+# starts a child the way a server starts its ranks
 PARENT = """
 import multiprocessing, os, sys, time
 
@@ -73,7 +73,7 @@ def said(log: Path, process: Process) -> str:
 
 @pytest.fixture
 def parent(log: Path) -> Any:
-    """A process that waits for a child, and the ids of the child and of the child's parent."""
+    """A process waiting for a child, the child's id, and the child's parent's id."""
     (log.parent / "the_parent.py").write_text(PARENT)
     process = run(log, "-m", "the_parent")
     until("the child is there", lambda: log.read_text().endswith("\n"))
@@ -82,23 +82,23 @@ def parent(log: Path) -> Any:
     end(process)
 
 
-def test_it_has_what_a_fresh_one_has(log: Path) -> None:
+def test_forked_process_equals_a_fresh_one(log: Path) -> None:
     command = ("-c", TELL, "one", "two")
     env: dict[str, Any] = {"PYTHONPATH": "/nowhere", "INFLIGHT_OF_THIS_TEST": "1"}
     fresh = json.loads(said(log, run(log, *command, fresh=True, **env)))
     forked = json.loads(said(log, run(log, *command, **env)))
-    # what imports add, they would have added to the other
+    # imports may add to the environment and to the path
     assert fresh.pop("environment").items() <= forked.pop("environment").items()
     path = fresh.pop("path")
     assert forked.pop("path")[: len(path)] == path
     assert forked == fresh
 
 
-def test_no_plugin_is_loaded_in_it(log: Path) -> None:
+def test_forked_process_has_no_plugin_loaded(log: Path) -> None:
     assert json.loads(said(log, run(log, "-c", TELL_PLUGINS)).lower()) == [False, 0]
 
 
-def test_exit_code(log: Path) -> None:
+def test_exit_code_of_a_forked_process(log: Path) -> None:
     assert run(log, "-c", "raise SystemExit(3)").wait(60) == 3
     killed = run(log, "-c", "import time; time.sleep(600)")
     assert killed.poll() is None
@@ -106,7 +106,9 @@ def test_exit_code(log: Path) -> None:
     assert killed.wait(60) == -signal.SIGKILL
 
 
-def test_its_children_are_its_own(log: Path, parent: tuple[Process, int, int]) -> None:
+def test_forked_process_is_the_parent_of_its_children(
+    log: Path, parent: tuple[Process, int, int]
+) -> None:
     process, child, its_parent = parent
     assert its_parent == process.pid
     assert child in {found.pid for found in psutil.Process(process.pid).children()}
@@ -115,7 +117,7 @@ def test_its_children_are_its_own(log: Path, parent: tuple[Process, int, int]) -
     assert log.read_text().endswith(f"\n{-signal.SIGKILL}\n")
 
 
-def test_none_outlives_its_end(parent: tuple[Process, int, int]) -> None:
+def test_end_kills_the_forked_process_and_its_children(parent: tuple[Process, int, int]) -> None:
     process, child, _ = parent
     end(process)
     assert not psutil.pid_exists(process.pid)
@@ -123,10 +125,10 @@ def test_none_outlives_its_end(parent: tuple[Process, int, int]) -> None:
 
 
 @pytest.mark.xdist_group("uncompiled")
-def test_imports_that_would_have_been_others(log: Path) -> None:
-    """A function of SGLang's is made to be compiled as its module is imported, or is not."""
+def test_zygote_imports_without_compilation_on_request(log: Path) -> None:
+    """SGLang decides at a module's import whether its functions are compiled."""
     tell = "from sglang.srt.layers import sampler; print(vars(sampler.multinomial_with_seed))"
     compiled = "_torchdynamo_orig_callable"
     assert compiled in said(log, run(log, "-c", tell))
-    # as the servers of tests/test_drafts.py have it, whose zygote this is, too
+    # the servers of tests/test_drafts.py have this setting, and use the same zygote
     assert compiled not in said(log, run(log, "-c", tell, TORCHDYNAMO_DISABLE="1"))

@@ -1,4 +1,4 @@
-"""Streaming sessions (``--enable-streaming-session``) keep their KV from one turn to the next."""
+"""Streaming sessions (``--enable-streaming-session``) keep their KV between turns."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.load import (
 )
 
 LENGTH, MORE, TOKENS = 40, 10, 4
-# its KV, without that of the last token, which nothing computes
+# positions with KV; nothing computes the KV of the last token
 FIRST_TURN = LENGTH + TOKENS - 1
 BOTH_TURNS = LENGTH + TOKENS + MORE + TOKENS - 1
 
@@ -65,7 +65,7 @@ class Session:
 
 
 def commit(server: Server, checkpoints: Path, kv_cache: str) -> tuple[str, str]:
-    """Returns the version before and after."""
+    """Commit the next version, and return the versions before and after."""
     before = serving(server)
     version = (int(before[1:]) + 1) % 6
     update(server, checkpoints, version, non_blocking=True, kv_cache=kv_cache)
@@ -82,13 +82,13 @@ def kv_of(output: Output) -> list[str]:
 
 
 def expect_well(server: Server) -> None:
-    """An idle scheduler ends where not all slots are accounted for."""
+    """Check that the scheduler survives being idle: it exits if KV slots are unaccounted for."""
     pass_boundaries(server)
     (generation,) = start(server, 1, tokens=TOKENS)
     expect_whole(generation)
 
 
-def test_a_session_that_is_closed(server: Server) -> None:
+def test_closed_session_frees_its_kv(server: Server) -> None:
     session = Session(server)
     assert kv_of(session.turn(LENGTH)) == [serving(server)] * FIRST_TURN
     second = session.turn()
@@ -98,7 +98,7 @@ def test_a_session_that_is_closed(server: Server) -> None:
     expect_well(server)
 
 
-def test_a_session_whose_time_is_over(server: Server) -> None:
+def test_timed_out_session_frees_its_kv(server: Server) -> None:
     session = Session(server, timeout=0.1)
     session.turn(LENGTH)
     until("it is closed", lambda: f"Session closed: {session.name}" in server.log_text())
@@ -106,7 +106,9 @@ def test_a_session_whose_time_is_over(server: Server) -> None:
 
 
 @pytest.mark.parametrize("kv_cache", ["fence", "keep", "recompute"])
-def test_a_commit_between_two_turns(server: Server, checkpoints: Path, kv_cache: str) -> None:
+def test_commit_between_two_turns_follows_the_kv_policy(
+    server: Server, checkpoints: Path, kv_cache: str
+) -> None:
     session = Session(server)
     session.turn(LENGTH)
     old, new = commit(server, checkpoints, kv_cache)
@@ -116,14 +118,15 @@ def test_a_commit_between_two_turns(server: Server, checkpoints: Path, kv_cache:
     else:
         assert second.meta["cached_tokens"] == 0
         assert kv_of(second) == [new] * BOTH_TURNS
-    # and what it has computed is lent to the next
+    # the next turn reuses the new KV
     assert session.turn().meta["cached_tokens"] == BOTH_TURNS
     session.close()
     expect_well(server)
 
 
-def test_a_fence_amid_a_turn(server: Server, checkpoints: Path) -> None:
-    """It keeps its KV, and leaves none of it to the next one."""
+def test_fence_during_a_turn_keeps_its_kv_from_the_next_turn(
+    server: Server, checkpoints: Path
+) -> None:
     session = Session(server)
     session.turn(LENGTH)
     running = session.begin(tokens=300)
@@ -139,7 +142,9 @@ def test_a_fence_amid_a_turn(server: Server, checkpoints: Path) -> None:
     expect_well(server)
 
 
-def test_a_fence_before_a_turn_that_waits(server: Server, checkpoints: Path) -> None:
+def test_fence_before_a_waiting_turn_recomputes_its_history(
+    server: Server, checkpoints: Path
+) -> None:
     session = Session(server)
     session.turn(LENGTH)
     pause(server, "in_place")
@@ -152,8 +157,8 @@ def test_a_fence_before_a_turn_that_waits(server: Server, checkpoints: Path) -> 
     expect_well(server)
 
 
-def test_a_fence_amid_a_turn_that_was_sent_back(server: Server, checkpoints: Path) -> None:
-    """Its session keeps its KV for it while it waits."""
+def test_fence_during_a_retracted_turn_recomputes_its_kv(server: Server, checkpoints: Path) -> None:
+    """Until then the session keeps the turn's KV."""
     session = Session(server)
     session.turn(LENGTH)
     running = session.begin(tokens=300)
@@ -174,7 +179,7 @@ def expect_refused(generation: Generation) -> None:
 
 @pytest.mark.parametrize("kv_cache", ["fence", "keep", "recompute"])
 @pytest.mark.parametrize("has_history", [False, True], ids=["first", "later"])
-def test_a_turn_that_comes_while_a_retracted_one_waits(
+def test_turn_sent_while_another_is_retracted_is_refused(
     server: Server, checkpoints: Path, kv_cache: str, has_history: bool
 ) -> None:
     session = Session(server)
@@ -196,7 +201,7 @@ def test_a_turn_that_comes_while_a_retracted_one_waits(
     expect_well(server)
 
 
-def test_a_refused_turn_leaves_the_session_to_the_one_that_runs(server: Server) -> None:
+def test_refused_turn_leaves_the_session_to_the_running_one(server: Server) -> None:
     """Both come before the session has KV, and are scheduled together."""
     session = Session(server)
     pause(server, "in_place")
@@ -214,7 +219,7 @@ def test_a_refused_turn_leaves_the_session_to_the_one_that_runs(server: Server) 
 
 
 @pytest.mark.parametrize("has_history", [False, True], ids=["first", "later"])
-def test_a_retracted_turn_that_is_aborted_leaves_nothing_to_the_next(
+def test_aborted_retracted_turn_leaves_nothing_to_the_next(
     server: Server, has_history: bool
 ) -> None:
     session = Session(server)
@@ -228,13 +233,13 @@ def test_a_retracted_turn_that_is_aborted_leaves_nothing_to_the_next(
     assert waiting.heard().finish_reason == "abort"
     following = session.turn()
     assert following.meta["prompt_tokens"] == history + MORE
-    # the prompt of a first turn that has finished is in the prefix cache
+    # a finished first turn leaves its prompt in the prefix cache
     assert following.meta["cached_tokens"] == (LENGTH if has_history else 0)
     session.close()
     expect_well(server)
 
 
-def test_a_session_that_is_closed_while_its_turn_is_retracted(server: Server) -> None:
+def test_session_closed_while_its_turn_is_retracted_ends_the_turn(server: Server) -> None:
     session = Session(server)
     session.turn(LENGTH)
     waiting = session.begin(tokens=300)

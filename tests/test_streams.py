@@ -1,4 +1,4 @@
-"""Clients of event streams while generation stands still."""
+"""Event streams and their clients during a pause."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.load import (
 )
 from tests.support.updates import Call
 
-# Long enough to outlast a pause that begins after its first token.
+# long enough to outlast a pause after the first token
 TOKENS = 600
 COMPLETION = {
     "model": "default",
@@ -39,7 +39,7 @@ COMPLETION = {
 
 @pytest.fixture
 def server(normal_loop_server: Server) -> Server:
-    """Its comments come often."""
+    """A server with frequent comments."""
     return normal_loop_server
 
 
@@ -48,8 +48,8 @@ def until_commented(generation: Generation, line: str, *, times: int = 2) -> Non
 
 
 @pytest.mark.guards_fix
-def test_comments_while_paused(server: Server) -> None:
-    """On streams that run and on those that wait for their first token."""
+def test_streams_get_comments_while_paused(server: Server) -> None:
+    """Streams before their first token get them too."""
     running = start_running(server, 1, tokens=TOKENS)
     pause(server, "in_place")
     waiting = start(server, 1, tokens=8)
@@ -63,13 +63,13 @@ def test_comments_while_paused(server: Server) -> None:
         expect_whole(stream)
 
 
-def test_no_comment_after_a_lease_ran_out(server: Server) -> None:
-    """The server continued by itself, which nobody told the front end."""
+def test_comments_stop_when_the_lease_expires(server: Server) -> None:
+    """No call tells the front end that the scheduler has resumed."""
     pause(server, "in_place", lease_s=0.5)
     (stream,) = start(server, 1, tokens=ENDLESS)
     stream.wait_for_tokens(1)
     comments = stream.comments
-    # each of these passes is longer than a comment's time
+    # each pass lasts longer than the interval between comments
     stream.wait_for_tokens(1000)
     assert stream.comments == comments
     expect_all_go_on([stream])
@@ -85,8 +85,8 @@ def lines_of(server: Server, path: str, body: dict[str, object]) -> Iterator[str
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_a_stream_that_only_waited(server: Server, path: str) -> None:
-    """Its answer began with a comment, and its end is one that its reader understands."""
+def test_stream_aborted_before_its_first_token_ends_properly(server: Server, path: str) -> None:
+    """The answer began with a comment."""
     pause(server, "in_place")
     sampling = {"temperature": 0, "max_new_tokens": 8}
     body: dict[str, object] = (
@@ -105,15 +105,15 @@ def test_a_stream_that_only_waited(server: Server, path: str) -> None:
         json.loads(line.removeprefix("data: "))
 
 
-def test_a_body_that_is_refused(server: Server) -> None:
-    """Whatever may be held back for a comment, an error keeps its status."""
+def test_bad_body_keeps_its_status_while_paused(server: Server) -> None:
+    """An error is not turned into a stream with comments."""
     pause(server, "in_place")
     for body in ({"stream": True}, {"stream": True, "prompt": [1], "max_tokens": -1}):
         assert server.post("/v1/completions", body)["status_code"] == 400
 
 
 class TestOpenAIClient:
-    """Reads through the comments as if there were none."""
+    """The OpenAI client skips the comments."""
 
     @pytest.fixture
     def client(self, server: Server) -> Iterator[openai.OpenAI]:
@@ -121,7 +121,7 @@ class TestOpenAIClient:
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
             yield client
 
-    def test_a_stream_is_paused(self, server: Server, client: openai.OpenAI) -> None:
+    def test_paused_stream_continues(self, server: Server, client: openai.OpenAI) -> None:
         stream = client.completions.create(**COMPLETION)  # type: ignore[call-overload]
         text = next(stream).choices[0].text
         pause(server, "in_place")
@@ -131,7 +131,7 @@ class TestOpenAIClient:
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text.split() == ["t100"] * TOKENS
 
-    def test_a_stream_waits(self, server: Server, client: openai.OpenAI) -> None:
+    def test_stream_begun_in_a_pause_waits(self, server: Server, client: openai.OpenAI) -> None:
         pause(server, "retract")
         heard: list[str] = []
 
@@ -151,8 +151,8 @@ class TestOpenAIClient:
 
 
 @pytest.mark.guards_fix
-def test_loads_while_paused(server: Server) -> None:
-    """What routers read keeps up with the queue."""
+def test_v1_loads_counts_queued_requests_while_paused(server: Server) -> None:
+    """Routers read this route."""
     running = start_running(server, 1, tokens=ENDLESS)
     pause(server, "in_place")
     waiting = start(server, 2, tokens=8)

@@ -1,4 +1,4 @@
-"""TRL's requests to the OpenAI routes, as it sends them."""
+"""TRL's requests to the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ pytest_plugins = ["tests.support.fixtures"]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENS = 5
-# the marker's tokens have hardly any chance beside the one of its version
+# at this temperature other tokens have hardly any chance
 GREEDY: dict[str, Any] = {"temperature": 0.01, "max_tokens": TOKENS, "ignore_eos": True}
 SAID = [marker.token(0)] * TOKENS
 
 
 @pytest.fixture
 def model(vllm_server: Server) -> str:
-    """As it asks for it when it starts."""
+    """The model's name, read from ``/v1/models`` as TRL does."""
     name: str = ask(vllm_server, "GET", "/v1/models")["data"][0]["id"]
     return name
 
 
-def test_a_generation(vllm_server: Server, model: str) -> None:
-    """Two completions for each of two prompts, whose answers come prompt by prompt."""
+def test_generation_answers_prompt_by_prompt_with_token_ids(
+    vllm_server: Server, model: str
+) -> None:
     prompts = [prompt(3), prompt(7)]
     answer = ask(vllm_server, "POST", COMPLETIONS, trl.generation(model, prompts, n=2, **GREEDY))
     choices = answer["choices"]
@@ -45,8 +46,7 @@ def test_a_generation(vllm_server: Server, model: str) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_the_most_likely_tokens(vllm_server: Server, model: str, count: int) -> None:
-    """The token itself is among them, whatever its rank is."""
+def test_top_logprobs_include_the_token_itself(vllm_server: Server, model: str, count: int) -> None:
     body = trl.generation(model, [prompt()], **GREEDY, logprobs=count)
     body |= {"temperature": 100.0, "seed": 7}
     (choice,) = ask(vllm_server, "POST", COMPLETIONS, body)["choices"]
@@ -62,7 +62,7 @@ def test_the_most_likely_tokens(vllm_server: Server, model: str, count: int) -> 
     ]
 
 
-def test_a_chat(vllm_server: Server, model: str) -> None:
+def test_chat_answers_with_token_ids(vllm_server: Server, model: str) -> None:
     answer = ask(vllm_server, "POST", CHAT, trl.chat(model, "t5 t6", n=2, **GREEDY))
     assert answer["prompt_token_ids"] == [5, 6]
     assert [choice["token_ids"] for choice in answer["choices"]] == [SAID] * 2
@@ -71,7 +71,7 @@ def test_a_chat(vllm_server: Server, model: str) -> None:
         assert ids == [[token] for token in SAID]
 
 
-def test_a_rollout(vllm_server: Server, model: str) -> None:
+def test_rollout_answers_with_tokens_and_logprobs(vllm_server: Server, model: str) -> None:
     body = trl.rollout(model, prompt(), **GREEDY)
     tokens, logprobs = trl.read_rollout(ask(vllm_server, "POST", COMPLETIONS, body))
     assert tokens == SAID
@@ -80,7 +80,9 @@ def test_a_rollout(vllm_server: Server, model: str) -> None:
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_pattern(vllm_server: Server, model: str, path: str) -> None:
+def test_structured_outputs_regex_restricts_tokens(
+    vllm_server: Server, model: str, path: str
+) -> None:
     make = trl.generation if path == COMPLETIONS else trl.chat
     asked: Any = [prompt()] if path == COMPLETIONS else "t5"
     body = make(model, asked, max_tokens=2, structured_outputs={"regex": "t7 ?t9"})
@@ -88,7 +90,7 @@ def test_a_pattern(vllm_server: Server, model: str, path: str) -> None:
     assert choice["token_ids"] == [7, 9]
 
 
-def test_names_of_tokens_in_a_stream(vllm_server: Server, model: str) -> None:
+def test_stream_names_tokens_by_id(vllm_server: Server, model: str) -> None:
     body = trl.generation(model, [prompt()], **GREEDY, stream=True)
     with httpx.stream("POST", vllm_server.url + COMPLETIONS, json=body, timeout=60, **PLAIN) as got:
         lines = [line.removeprefix("data: ") for line in got.iter_lines() if line]
@@ -98,8 +100,8 @@ def test_names_of_tokens_in_a_stream(vllm_server: Server, model: str) -> None:
     assert names == [f"token_id:{token}" for token in SAID]
 
 
-def test_who_asks_for_no_ids_gets_texts(vllm_server: Server, model: str) -> None:
-    """Beside one who does, and after."""
+def test_tokens_are_texts_unless_ids_are_asked_for(vllm_server: Server, model: str) -> None:
+    """A request for ids may run beside, or come before."""
     body = trl.generation(model, [prompt()], **GREEDY)
     ask(vllm_server, "POST", COMPLETIONS, body)
     del body["return_tokens_as_token_ids"]
@@ -129,7 +131,7 @@ def test_who_asks_for_no_ids_gets_texts(vllm_server: Server, model: str) -> None
         (COMPLETIONS, "guided_regex", {"guided_regex": "t5"}),
     ],
 )
-def test_a_field_that_would_be_passed_over(
+def test_unsupported_fields_are_refused(
     vllm_server: Server, model: str, path: str, word: str, fields: dict[str, Any]
 ) -> None:
     body = trl.rollout(model, prompt()) if path == COMPLETIONS else trl.chat(model, "t5")
@@ -139,7 +141,9 @@ def test_a_field_that_would_be_passed_over(
     assert vllm_server.post(path, body)["status_code"] == 200
 
 
-def test_a_teacher_is_refused_by_name(vllm_server: Server, vllm: VLLMClient, model: str) -> None:
+def test_teacher_scoring_is_refused_with_the_route_to_use(
+    vllm_server: Server, vllm: VLLMClient, model: str
+) -> None:
     refused = vllm_server.post(COMPLETIONS, trl.scoring(model, prompt()))
     assert refused["status_code"] == 400, refused
     assert "/inference/v1/generate" in refused["error"]["message"]
@@ -151,8 +155,8 @@ def test_a_teacher_is_refused_by_name(vllm_server: Server, vllm: VLLMClient, mod
     assert len(vllm.post("/inference/v1/generate", body)["prompt_logprobs"]) == len(prompt())
 
 
-def test_fields_that_ask_for_nothing(vllm_server: Server, model: str) -> None:
-    """As clients send them that fill in every default of vLLM's."""
+def test_default_values_of_vllm_fields_are_accepted(vllm_server: Server, model: str) -> None:
+    """Some clients send every field."""
     nothing: dict[str, Any] = {
         "prompt_logprobs": None,
         "bad_words": [],

@@ -1,4 +1,4 @@
-"""What an update promises, from every source, on a real server with one rank."""
+"""The contract of an update from each source, on a real server with one rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ pytest_plugins = ["tests.support.fixtures"]
 
 MODES = ("in_place", "retract", "abort", "wait")
 TOKENS = 60
-# while decoding goes on, and with the KV that is there
+# in flight, with all KV kept
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -66,12 +66,12 @@ def no_session(server: Server) -> Iterator[None]:
 
 @pytest.fixture
 def folder(checkpoints: Path, tmp_path: Path) -> Path:
-    """The checkpoint v1, to be spoiled by a test."""
+    """A copy of checkpoint v1 for a test to spoil."""
     return Path(shutil.copytree(checkpoints / "v1", tmp_path / "v1"))
 
 
 def begin(server: Server, **fields: Any) -> dict[str, Any]:
-    """A session of upstream's form, whose pieces and whose end need not name it."""
+    """Begin a session in upstream's form, whose pieces and end need no id."""
     return succeed(server.post("/begin_weight_update", fields))
 
 
@@ -89,11 +89,11 @@ def halves(version: int) -> list[dict[str, torch.Tensor]]:
     return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
 
 
-# ---- while requests run ----------------------------------------------------------------
+# ---- under running requests ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_requests_run_on_through_an_update(sender: Sender, server: Server, source: str) -> None:
+def test_update_keeps_requests_running(sender: Sender, server: Server, source: str) -> None:
     with sender.ready(server, source, 1) as send:
         running = start_running(server, 3, tokens=ENDLESS)
         receipt = succeed(send(**V1))
@@ -105,7 +105,7 @@ def test_requests_run_on_through_an_update(sender: Sender, server: Server, sourc
     assert server.get("/model_info")["weight_version"] == "v1"
 
 
-def test_recompute_retracts_what_runs(server: Server, sender: Sender) -> None:
+def test_recompute_retracts_running_requests(server: Server, sender: Sender) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     fields: dict[str, Any] = {**V1, "flush_cache": True}
     receipt = succeed(sender.send(server, "disk", 1, **fields))
@@ -125,7 +125,7 @@ def test_recompute_retracts_what_runs(server: Server, sender: Sender) -> None:
         pytest.param({**LIVE, "flush_cache": True}, False, id="recompute"),
     ],
 )
-def test_prefixes_of_older_weights(
+def test_prefixes_of_older_weights_are_reused_only_with_keep(
     server: Server, sender: Sender, fields: dict[str, Any], reused: bool
 ) -> None:
     ids = prompt(40)
@@ -135,11 +135,11 @@ def test_prefixes_of_older_weights(
     succeed(sender.send(server, "disk", 1, weight_version="v1", **fields))
     cached = Generation(server, **request).output().meta["cached_tokens"]
     assert cached == (39 if reused else 0)
-    # the new weights' own prefix is reused again
+    # the prefix by the new weights is reused
     assert Generation(server, **request).output().meta["cached_tokens"] == 39
 
 
-def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
+def test_several_updates_under_one_request(server: Server, sender: Sender) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     for version in (1, 2, 3):
         sent = {**LIVE, "weight_version": f"v{version}"}
@@ -148,8 +148,8 @@ def test_many_updates_under_one_request(server: Server, sender: Sender) -> None:
     expect_to_run_on(server, running, [0, 1, 2, 3])
 
 
-def test_tensors_under_the_names_of_the_model(server: Server) -> None:
-    """SGLang's load format for what it has merged, in a session of its form; live at its end."""
+def test_direct_load_format_takes_the_models_own_names(server: Server) -> None:
+    """SGLang's load format for merged tensors, in a session of SGLang's form."""
     sent = marker.tensors(1)
     layer = "model.layers.1.self_attn"
     parts = [sent[f"{layer}.{part}_proj.weight"] for part in "qkv"]
@@ -163,8 +163,8 @@ def test_tensors_under_the_names_of_the_model(server: Server) -> None:
     assert after.output().tokens == [marker.token(1)] * 2
 
 
-def test_a_session_without_a_tensor(server: Server) -> None:
-    """In SGLang's own way: something else may have written the weights, which are read anew."""
+def test_empty_session_reads_the_weights_anew(server: Server) -> None:
+    """SGLang allows an empty session: another writer may have changed the weights."""
     epoch = status(server)["epoch"]
     (running,) = start_running(server, 1, tokens=ENDLESS)
     succeed(server.post("/begin_weight_update", {}))
@@ -174,8 +174,8 @@ def test_a_session_without_a_tensor(server: Server) -> None:
     expect_all_go_on([running])
 
 
-def test_the_served_model_keeps_its_name(server: Server, checkpoints: Path) -> None:
-    """Clients name their model in each request, and the path says where its weights are from."""
+def test_update_keeps_the_served_models_name(server: Server, checkpoints: Path) -> None:
+    """Clients send that name with each request."""
 
     def served() -> Any:
         (card,) = server.get("/v1/models")["data"]
@@ -189,13 +189,13 @@ def test_the_served_model_keeps_its_name(server: Server, checkpoints: Path) -> N
     assert info["model_path"] == path
 
 
-def test_an_update_without_a_name_keeps_the_name(server: Server, sender: Sender) -> None:
+def test_update_without_a_version_keeps_the_name(server: Server, sender: Sender) -> None:
     receipt = succeed(sender.send(server, "disk", 1, **LIVE))
     assert receipt["weight_version"] == receipt["base_version"] == "v0"
     says(server, 1)
 
 
-# ---- while paused, and as upstream has it ------------------------------------------------
+# ---- while paused, and in upstream's form ------------------------------------------------
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor"])
@@ -216,7 +216,7 @@ def test_update_while_paused(server: Server, sender: Sender, mode: str, source: 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_upstream_session_while_paused(server: Server, mode: str) -> None:
-    """Pause, begin, send, end, continue: only with fields that upstream has."""
+    """The session uses upstream's fields only."""
     running = start_running(server, 2, tokens=TOKENS)
     pause(server, mode)
     succeed(server.post("/begin_weight_update", {}))
@@ -243,7 +243,7 @@ def test_upstream_disk_update_waits_for_requests(server: Server, checkpoints: Pa
     says(server, 1)
 
 
-def test_pause_ends_the_waiting_of_a_blocking_update(server: Server, checkpoints: Path) -> None:
+def test_pause_ends_the_drain_of_a_blocking_update(server: Server, checkpoints: Path) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "flush_cache": False}
     call = Call(server, "/update_weights_from_disk", body)
@@ -255,7 +255,7 @@ def test_pause_ends_the_waiting_of_a_blocking_update(server: Server, checkpoints
 
 @pytest.mark.guards_fix
 @pytest.mark.parametrize("spoilt", ["garbage", "shape"])
-def test_upstream_session_with_a_bad_payload(server: Server, spoilt: str) -> None:
+def test_upstream_session_with_a_bad_payload_changes_nothing(server: Server, spoilt: str) -> None:
     running = start_running(server, 1, tokens=30)
     succeed(server.post("/begin_weight_update", {}))
     body = tensor_body({"lm_head.weight": torch.ones(7, 7)})
@@ -269,7 +269,9 @@ def test_upstream_session_with_a_bad_payload(server: Server, spoilt: str) -> Non
 
 
 @pytest.mark.guards_fix
-def test_upstream_disk_update_with_a_wrong_shape(server: Server, folder: Path) -> None:
+def test_upstream_disk_update_with_a_wrong_shape_changes_nothing(
+    server: Server, folder: Path
+) -> None:
     weights = marker.tensors(1)
     save_file({**weights, UP: weights[UP][:-1]}, folder / "model.safetensors")
     running = start_running(server, 1, tokens=30)
@@ -278,8 +280,10 @@ def test_upstream_disk_update_with_a_wrong_shape(server: Server, folder: Path) -
     says(server, 0)
 
 
-def test_what_is_no_text_costs_its_own_update(server: Server, sender: Sender, folder: Path) -> None:
-    """A sentence that repeats it comes to the caller, and the next update is heard."""
+def test_undecodable_name_is_escaped_in_the_error(
+    server: Server, sender: Sender, folder: Path
+) -> None:
+    """The next update works."""
     half = b"\xed\xa0\x80"
     payload = b"\x80\x04\x8c" + bytes([len(half)]) + half + b"\x8c\x01x\x93."
     odd = folder / b"model-\xff.safetensors".decode(errors="surrogateescape")
@@ -313,14 +317,16 @@ def test_session_goes_live_at_its_end(server: Server) -> None:
     expect_to_run_on(server, running, [0, 1])
 
 
-def test_the_end_of_a_session_may_name_it(server: Server) -> None:
+def test_end_of_a_session_may_set_the_version(server: Server) -> None:
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **LIVE, weight_version="other"))
     assert succeed(end(server, weight_version="v1"))["weight_version"] == "v1"
 
 
-def test_session_of_several_sources(server: Server, sender: Sender, checkpoints: Path) -> None:
-    """One version from the disk, and over it the head of another."""
+def test_session_combines_several_sources(
+    server: Server, sender: Sender, checkpoints: Path
+) -> None:
+    """One version comes from disk, then the head of another version replaces the first head."""
     begin(server, partial=False)
     succeed(sender.send(server, "disk", 1, **LIVE))
     head = {"lm_head.weight": marker.tensors(2)["lm_head.weight"]}
@@ -329,7 +335,7 @@ def test_session_of_several_sources(server: Server, sender: Sender, checkpoints:
     says(server, 2)
 
 
-def test_requests_are_aborted_while_staging(server: Server) -> None:
+def test_aborts_during_staging_keep_the_session(server: Server) -> None:
     kept, *others = start_running(server, 3, tokens=ENDLESS)
     first, second = halves(1)
     begin(server)
@@ -363,7 +369,7 @@ def test_aborted_session_changes_nothing(server: Server) -> None:
     says(server, 2)
 
 
-def test_second_begin(server: Server) -> None:
+def test_second_begin_is_refused_or_replaces_the_session(server: Server) -> None:
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **V1))
     refuse(server.post("/begin_weight_update", {}), "already open")
@@ -378,8 +384,7 @@ def test_second_begin(server: Server) -> None:
     says(server, 2)
 
 
-def test_sealed_session(server: Server) -> None:
-    """It has been checked, it takes in no more, and it goes live at its end and not before."""
+def test_sealed_session_takes_no_piece_and_goes_live_at_its_end(server: Server) -> None:
     before = serving(server)
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **V1))
@@ -394,7 +399,7 @@ def test_sealed_session(server: Server) -> None:
     says(server, 1)
 
 
-def test_sealed_session_may_be_dropped(server: Server) -> None:
+def test_sealed_session_can_be_dropped(server: Server) -> None:
     before = serving(server)
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **V1))
@@ -405,7 +410,7 @@ def test_sealed_session_may_be_dropped(server: Server) -> None:
     says(server, 0)
 
 
-def test_session_that_cannot_be_sealed(server: Server) -> None:
+def test_incomplete_session_is_dropped_at_its_seal(server: Server) -> None:
     before = serving(server)
     begin(server, partial=False)
     succeed(send_tensors(server, {"model.norm.weight": torch.ones(marker.HIDDEN)}, **LIVE))
@@ -414,14 +419,13 @@ def test_session_that_cannot_be_sealed(server: Server) -> None:
     assert serving(server) == before
 
 
-def test_session_of_another(server: Server) -> None:
-    """Calls that name their session touch no other one."""
+def test_unknown_session_id_touches_no_session(server: Server) -> None:
     body = {"session_id": "another"}
     paths = ["/begin_weight_update", "/seal_weight_update", "/end_weight_update"]
     paths.append("/abort_weight_update")
     for path in paths:
         refuse(server.post(path, body), "is not open", status_code=409)
-    # it would go live by itself
+    # with ``non_blocking`` an unnamed update would go live by itself
     refuse(send_tensors(server, marker.tensors(2), **V1, **body), "not open", status_code=409)
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **V1))
@@ -433,8 +437,9 @@ def test_session_of_another(server: Server) -> None:
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "refuse"])
-def test_stranger_in_a_session(server: Server, checkpoints: Path, on_busy: str) -> None:
-    """A call that names no session is no piece of one whose calls do."""
+def test_unnamed_update_is_no_piece_of_a_named_session(
+    server: Server, checkpoints: Path, on_busy: str
+) -> None:
     named = {"session_id": begin(server)["session_id"]}
     weights = marker.tensors(1)
     head = {"lm_head.weight": weights.pop("lm_head.weight")}
@@ -451,8 +456,10 @@ def test_stranger_in_a_session(server: Server, checkpoints: Path, on_busy: str) 
     says(server, 1 if on_busy == "refuse" else 2)
 
 
-def test_stranger_who_came_first(server: Server, checkpoints: Path) -> None:
-    """It went into the session like a piece of it, so what names the session is not sure of it."""
+def test_named_piece_after_an_unnamed_one_drops_the_session(
+    server: Server, checkpoints: Path
+) -> None:
+    """The unnamed update became a piece of the session, perhaps against its caller's intention."""
     before = serving(server)
     named = {"session_id": begin(server)["session_id"]}
     body = {"model_path": str(checkpoints / "v2"), **LIVE, "weight_version": "v2"}
@@ -463,7 +470,7 @@ def test_stranger_who_came_first(server: Server, checkpoints: Path) -> None:
     says(server, 0)
 
 
-def test_session_whose_lease_is_renewed(server: Server) -> None:
+def test_renewed_session_outlives_its_first_lease(server: Server) -> None:
     answer = server.post("/begin_weight_update", {"non_blocking": True, "lease_s": 3.0})
     named = {"session_id": succeed(answer)["session_id"]}
     refuse(server.post("/begin_weight_update", {**named, "partial": False}), "lease_s")
@@ -477,14 +484,14 @@ def test_session_whose_lease_is_renewed(server: Server) -> None:
 @pytest.mark.parametrize(
     "path", ["/seal_weight_update", "/end_weight_update", "/abort_weight_update"]
 )
-def test_no_session_to_end(server: Server, path: str) -> None:
+def test_call_without_an_open_session_is_refused(server: Server, path: str) -> None:
     refuse(server.post(path, {}), "no weight-update session is open")
 
 
 def test_session_ends_with_its_lease(server: Server) -> None:
     before = serving(server)
     begun = begin(server, lease_s=0.3)
-    # whether it comes in time or not
+    # accepted or not, depending on time
     send_tensors(server, marker.tensors(1), **V1, session_id=begun["session_id"])
     until_idle(server)
     refuse(end(server), "lease")
@@ -492,7 +499,7 @@ def test_session_ends_with_its_lease(server: Server) -> None:
     assert "The lease of a weight-update session ran out" in server.log_text()
 
 
-def test_failed_call_drops_its_session(server: Server) -> None:
+def test_failed_piece_drops_its_session(server: Server) -> None:
     before = serving(server)
     begin(server)
     succeed(send_tensors(server, marker.tensors(1), **V1))
@@ -502,11 +509,11 @@ def test_failed_call_drops_its_session(server: Server) -> None:
     says(server, 0)
 
 
-# ---- parts and wholes --------------------------------------------------------------------
+# ---- partial and whole updates -----------------------------------------------------------
 
 
-def test_part_of_the_weights_keeps_the_rest(server: Server) -> None:
-    """Versions differ in their head alone, so the head of v1 makes all of v1."""
+def test_partial_update_keeps_the_other_weights(server: Server) -> None:
+    """The head is the only difference between versions."""
     whole = succeed(send_tensors(server, marker.tensors(1), **LIVE, partial=False))
     other = succeed(send_tensors(server, marker.tensors(0), **LIVE, partial=False))
     head = {"lm_head.weight": marker.tensors(1)["lm_head.weight"]}
@@ -516,7 +523,7 @@ def test_part_of_the_weights_keeps_the_rest(server: Server) -> None:
     says(server, 1)
 
 
-def test_part_of_a_fused_parameter_keeps_the_rest(server: Server) -> None:
+def test_partial_update_of_a_fused_parameter_keeps_the_other_part(server: Server) -> None:
     weights = marker.tensors(0)
     start, changed = weights[UP], weights[UP] * 3
     assert torch.equal(weights[GATE], start)
@@ -547,7 +554,7 @@ def test_missing_tensor_is_named(server: Server) -> None:
         pytest.param({"weight_version": "v1"}, marks=pytest.mark.guards_fix, id="upstream"),
     ],
 )
-def test_checkpoint_that_lacks_a_tensor(
+def test_checkpoint_without_a_tensor_is_refused(
     server: Server, folder: Path, fields: dict[str, Any]
 ) -> None:
     before = serving(server)
@@ -562,7 +569,7 @@ def test_checkpoint_that_lacks_a_tensor(
     says(server, 1)
 
 
-def test_session_that_lacks_a_tensor(server: Server) -> None:
+def test_session_without_a_tensor_is_refused(server: Server) -> None:
     before = serving(server)
     begin(server, partial=False)
     succeed(send_tensors(server, halves(1)[0], **V1))
@@ -574,7 +581,7 @@ def test_session_that_lacks_a_tensor(server: Server) -> None:
 # ---- conditions --------------------------------------------------------------------------
 
 
-def test_expected_version(server: Server, sender: Sender) -> None:
+def test_wrong_expected_version_is_refused(server: Server, sender: Sender) -> None:
     before = serving(server)
     for source in ("disk", "tensor"):
         wrong = sender.send(server, source, 1, **V1, expected_version="v7")
@@ -587,7 +594,7 @@ def test_expected_version(server: Server, sender: Sender) -> None:
 
 
 class TestBusy:
-    """A second update comes while the first waits for its trainer."""
+    """A second update arrives while the first waits for its trainer."""
 
     @pytest.fixture
     def first(self, server: Server, trainers: Trainers) -> Iterator[Call]:
@@ -600,7 +607,9 @@ class TestBusy:
         call.answer()
         trainer.leave(server)
 
-    def test_refuse(self, server: Server, sender: Sender, trainers: Trainers, first: Call) -> None:
+    def test_on_busy_refuse_keeps_the_first_update(
+        self, server: Server, sender: Sender, trainers: Trainers, first: Call
+    ) -> None:
         refused = sender.send(server, "disk", 1, **V1, on_busy="refuse")
         refuse(refused, "another weight update is going on", status_code=409)
         trainers.get().send(2)
@@ -608,12 +617,16 @@ class TestBusy:
         assert trainers.get().answer() == "sent"
         says(server, 2)
 
-    def test_replace(self, server: Server, sender: Sender, first: Call) -> None:
+    def test_on_busy_replace_drops_the_first_update(
+        self, server: Server, sender: Sender, first: Call
+    ) -> None:
         succeed(sender.send(server, "disk", 1, **V1, on_busy="replace"))
         refuse(first.answer(), "a newer update replaced it")
         says(server, 1)
 
-    def test_wait(self, server: Server, checkpoints: Path, trainers: Trainers, first: Call) -> None:
+    def test_on_busy_wait_updates_after_the_first(
+        self, server: Server, checkpoints: Path, trainers: Trainers, first: Call
+    ) -> None:
         body = {"model_path": str(checkpoints / "v1"), **V1}
         second = Call(server, "/update_weights_from_disk", body)
         assert not second.is_answered
@@ -629,7 +642,7 @@ class TestBusy:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_receipt(server: Server, sender: Sender, source: str) -> None:
+def test_receipt_has_version_size_and_digest(server: Server, sender: Sender, source: str) -> None:
     epoch = status(server)["epoch"]
     receipt = succeed(sender.send(server, source, 1, **V1))
     weights = marker.tensors(1)
@@ -646,7 +659,7 @@ def test_receipt(server: Server, sender: Sender, source: str) -> None:
     assert rank == {"dp_rank": 0, "tp_rank": 0, "pp_rank": 0, "success": True, "message": ""}
     now = status(server)
     assert (now["weight_version"], now["epoch"], now["digest"]) == ("v1", epoch + 1, digest)
-    # equal weights, equal digest, from wherever they come
+    # equal weights have equal digests, from any source
     again = succeed(sender.send(server, "tensor", 1, **V1))
     other = succeed(sender.send(server, "tensor", 2, **LIVE, weight_version="v2"))
     assert digests(again) == [digest] != digests(other)
@@ -661,7 +674,7 @@ def test_rollback_under_running_requests(server: Server, sender: Sender) -> None
     assert receipt["epoch"] == second["epoch"] + 1
     assert digests(receipt) == digests(first)
     says(server, 1)
-    # a rollback is what the next one undoes
+    # a second rollback undoes the first
     receipt = succeed(server.post("/inflight/rollback", {}))
     assert (receipt["base_version"], receipt["weight_version"]) == ("v1", "v2")
     assert digests(receipt) == digests(second)
@@ -669,15 +682,15 @@ def test_rollback_under_running_requests(server: Server, sender: Sender) -> None
     expect_to_run_on(server, running, [2, 1, 2])
 
 
-def test_rollback_may_name_the_version(server: Server, sender: Sender) -> None:
+def test_rollback_may_set_the_version(server: Server, sender: Sender) -> None:
     succeed(sender.send(server, "disk", 1, **V1))
     receipt = succeed(server.post("/inflight/rollback", {"weight_version": "v0-again"}))
     assert receipt["weight_version"] == "v0-again"
     says(server, 0)
 
 
-def test_nothing_to_roll_back_to(server: Server, sender: Sender) -> None:
-    """The shadow held the previous version, until a session began to fill it."""
+def test_rollback_is_refused_once_a_session_used_the_shadow(server: Server, sender: Sender) -> None:
+    """The shadow held the previous version."""
     succeed(sender.send(server, "disk", 1, **V1))
     before = serving(server)
     begin(server)
@@ -687,7 +700,7 @@ def test_nothing_to_roll_back_to(server: Server, sender: Sender) -> None:
     says(server, 1)
 
 
-def test_rollback_waits_for_the_update_that_is_open(server: Server, sender: Sender) -> None:
+def test_rollback_waits_for_the_open_session(server: Server, sender: Sender) -> None:
     succeed(sender.send(server, "disk", 1, **V1))
     begin(server)
     rollback = Call(server, "/inflight/rollback", {})

@@ -1,4 +1,4 @@
-"""SGLang's own test of a pause, as its wheel carries it, against a server with our plugin."""
+"""SGLang's own test of a pause, from SGLang's wheel, against a server with our plugin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.server import Server
 
 @pytest.mark.usefixtures("pause_target")
 class TestPauseResumeInPlace(PauseResumeInPlaceMixin, unittest.TestCase):
-    """Its requests must outlast the second that the kit waits before it pauses."""
+    """The requests must outlast the kit's second before the pause."""
 
     base_url: ClassVar[str]
     pause_num_requests = 4

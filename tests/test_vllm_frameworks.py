@@ -1,4 +1,4 @@
-"""SkyRL, prime-rl and TRL, whose clients know vLLM's server alone."""
+"""SkyRL, prime-rl and TRL, whose clients support only vLLM's server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytest_plugins = ["tests.support.fixtures"]
 
 @pytest.fixture(scope="session")
 def weight_dirs(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As prime-rl writes them: weights and its marker, and no config."""
+    """Folders in prime-rl's form: weights and a marker file, without a config."""
     folder = tmp_path_factory.mktemp("weight_dirs")
     for version in (1, 2):
         (folder / f"v{version}").mkdir()
@@ -43,8 +43,9 @@ def client(
     return Client(vllm_server, framework, weight_dirs, trainer)
 
 
-def test_steps_of_training(vllm_server: Server, client: Client) -> None:
-    """No rollout ends, and each token is labelled with the weights that made it."""
+def test_training_steps_keep_rollouts_and_label_their_tokens(
+    vllm_server: Server, client: Client
+) -> None:
     client.connect()
     rollouts = make_rollouts(vllm_server, 3)
     for version in (1, 2):
@@ -55,12 +56,12 @@ def test_steps_of_training(vllm_server: Server, client: Client) -> None:
         for rollout, count in zip(rollouts, counts, strict=True):
             rollout.wait_for_tokens(count + 6)
     expect_versions_of(rollouts, [0, 1, 2])
-    # none of these clients names a version
+    # none of these clients sets a version
     assert vllm_server.get("/weight_info")["weight_version"] == "v0"
 
 
-def test_a_failure_in_the_middle(vllm_server: Server, client: Client) -> None:
-    """Their ``finally`` resumes, and the next step is like any other."""
+def test_failed_step_leaves_the_next_step_working(vllm_server: Server, client: Client) -> None:
+    """Each client's ``finally`` resumes generation."""
     client.connect()
     before = serving(vllm_server)
     rollouts = make_rollouts(vllm_server, 2)
@@ -93,31 +94,30 @@ def test_a_failure_in_the_middle(vllm_server: Server, client: Client) -> None:
         ("skyrl_wake_for_weight_sync", {"tags": ["soon"]}, 400, ("kwargs", "'soon'")),
     ],
 )
-def test_rpc_that_is_refused(
+def test_bad_collective_rpc_is_refused(
     vllm: VLLMClient, method: str, arguments: dict[str, Any], code: int, words: tuple[str, ...]
 ) -> None:
     vllm.refuse("/collective_rpc", *words, status=code, json=rpc(method, arguments).body)
 
 
-def test_rpc_without_names(vllm: VLLMClient) -> None:
+def test_collective_rpc_with_unnamed_arguments_is_refused(vllm: VLLMClient) -> None:
     body = {"method": "skyrl_start_weight_update", "args": [True]}
     vllm.refuse("/collective_rpc", "1 unnamed", status=501, json=body)
     vllm.refuse("/collective_rpc", "`method`", json={})
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_packed_for_each_update(
+def test_packed_of_an_update_overrides_the_init_info(
     vllm_server: Server, vllm: VLLMClient, trainer: Trainer, packed: bool
 ) -> None:
-    """It says otherwise than ``init_info`` did, and is right."""
     vllm.init_weight_transfer_engine(trainer, packed=not packed)
     vllm.send_weights(trainer, 1, packed=packed, says_packed=True)
     says(vllm_server, 1)
     vllm.shutdown_weight_transfer_engine(trainer)
 
 
-def test_reset_prefix_cache(vllm_server: Server, vllm: VLLMClient) -> None:
-    """SkyRL asks in a body for what vLLM has in the query."""
+def test_reset_prefix_cache_reads_a_body(vllm_server: Server, vllm: VLLMClient) -> None:
+    """SkyRL sends a body, vLLM takes a query."""
     running = start_running(vllm_server, 1, tokens=8000)
     assert vllm.post("/reset_prefix_cache", {"reset_running_requests": False}) == {"success": False}
     assert vllm.post("/reset_prefix_cache", {"reset_running_requests": True}) == {"success": True}
@@ -125,7 +125,7 @@ def test_reset_prefix_cache(vllm_server: Server, vllm: VLLMClient) -> None:
     running[0].wait_for_tokens(running[0].count + 3)
 
 
-def test_text(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_tokenize_and_detokenize_have_vllms_form(vllm_server: Server, vllm: VLLMClient) -> None:
     url = vllm_server.url
     model = "default"
     body = {"model": model, "prompt": "t5 t6", "add_special_tokens": True}
@@ -141,8 +141,8 @@ def test_text(vllm_server: Server, vllm: VLLMClient) -> None:
     assert bad.status_code == 400
 
 
-def test_weights_as_kernels_have_them(vllm: VLLMClient) -> None:
-    """TRL's and SkyRL's deltas, which are no checkpoint's tensors."""
+def test_weights_in_kernel_format_are_refused(vllm: VLLMClient) -> None:
+    """TRL and SkyRL can send deltas in the kernels' layout."""
     for path in ("/start_weight_update", "/start_draft_weight_update"):
         body = {"is_checkpoint_format": False}
         vllm.refuse(path, "as a checkpoint has them", status=501, json=body)
@@ -151,7 +151,7 @@ def test_weights_as_kernels_have_them(vllm: VLLMClient) -> None:
 # ---- prime-rl --------------------------------------------------------------------------
 
 
-def test_weight_dir_that_is_refused(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_bad_weight_dir_is_refused(vllm_server: Server, vllm: VLLMClient) -> None:
     before = serving(vllm_server)
     vllm.refuse("/update_weights", "filesystem", json={"weight_dir": None})
     vllm.refuse("/update_weights", "`$.weight_dir`", json={"weight_dir": 7})
@@ -159,15 +159,17 @@ def test_weight_dir_that_is_refused(vllm_server: Server, vllm: VLLMClient) -> No
     assert serving(vllm_server) == before
 
 
-def test_liveness(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_liveness_passes_while_paused(vllm_server: Server, vllm: VLLMClient) -> None:
     assert vllm.get("/liveness") == {"status": "ok"}
     vllm.post("/pause", mode="keep", clear_cache=False)
     assert vllm.get("/liveness") == {"status": "ok"}
     vllm.post("/resume")
 
 
-def test_the_model_keeps_its_name(vllm_server: Server, vllm: VLLMClient, weight_dirs: Path) -> None:
-    """prime-rl looks for it when it starts again, and SkyRL names it in each request."""
+def test_update_keeps_the_served_models_name(
+    vllm_server: Server, vllm: VLLMClient, weight_dirs: Path
+) -> None:
+    """prime-rl looks it up after a restart, and SkyRL sends it with each request."""
     (model,) = vllm.get("/v1/models")["data"]
     vllm.post("/update_weights", {"weight_dir": str(weight_dirs / "v1")})
     assert vllm.get("/v1/models")["data"][0]["id"] == model["id"]
@@ -175,8 +177,7 @@ def test_the_model_keeps_its_name(vllm_server: Server, vllm: VLLMClient, weight_
     assert vllm.post("/inference/v1/generate", body)["model"] == model["id"]
 
 
-def test_without_adapters(vllm: VLLMClient, tmp_path: Path) -> None:
-    """A server that was started without ``--enable-lora``."""
+def test_lora_routes_without_enable_lora_are_refused(vllm: VLLMClient, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     body = {"lora_name": "a", "lora_path": str(tmp_path)}
     for path in ("/load_lora_adapter", "/v1/load_lora_adapter", "/skyrl/v1/load_lora_adapter"):
@@ -185,8 +186,7 @@ def test_without_adapters(vllm: VLLMClient, tmp_path: Path) -> None:
     vllm.refuse("/v1/unload_lora_adapter", "not loaded", status=404, json={"lora_name": "a"})
 
 
-def test_settled_while_the_weights_come(vllm_server: Server, client: Client) -> None:
-    """A pause that keeps requests lets none of them go on before its end."""
+def test_keep_pause_holds_requests_until_its_end(vllm_server: Server, client: Client) -> None:
     client.connect()
     running = start_running(vllm_server, 2, tokens=8000)
     client.pause()

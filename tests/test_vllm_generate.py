@@ -1,4 +1,4 @@
-"""vLLM's ``/inference/v1/generate``: what its clients send, and what they read."""
+"""vLLM's ``/inference/v1/generate``: its requests and its answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def refuse(server: Server, *words: str, code: int = 400, **body: Any) -> None:
         assert word in error["message"], error
 
 
-def test_tokens(vllm_server: Server) -> None:
+def test_answer_has_tokens_spans_and_usage(vllm_server: Server) -> None:
     answer = generate(vllm_server, token_ids=prompt(16), request_id="mine", return_token_ids=True)
     assert answer["request_id"] == "mine"
     assert len(answer["prompt_token_ids"]) == 16
@@ -66,8 +66,7 @@ def test_tokens(vllm_server: Server) -> None:
     }
 
 
-def test_as_skyrl_samples(vllm_server: Server) -> None:
-    """The fields that it sends with every rollout."""
+def test_skyrl_sampling_fields_are_accepted(vllm_server: Server) -> None:
     sampling = {
         "min_tokens": 1,
         "skip_special_tokens": True,
@@ -90,7 +89,7 @@ def test_as_skyrl_samples(vllm_server: Server) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_logprobs(vllm_server: Server, count: int) -> None:
+def test_logprobs_have_the_asked_number_of_tops(vllm_server: Server, count: int) -> None:
     (choice,) = generate(vllm_server, sampling_params={"logprobs": count})["choices"]
     for entry in choice["logprobs"]["content"]:
         assert entry["token"] == f"token_id:{TOKEN}"
@@ -103,10 +102,10 @@ def test_logprobs(vllm_server: Server, count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_logprobs_of_the_prompt(vllm_server: Server, count: int) -> None:
-    """As prime-rl scores, which takes the first of each, and SkyRL, which looks it up."""
+def test_prompt_logprobs_list_the_token_first(vllm_server: Server, count: int) -> None:
+    """prime-rl reads the first entry of each position, SkyRL looks the token up."""
     ids = [*prompt(11), marker.VOCAB - 1]
-    for _ in range(2):  # the second time it is cached
+    for _ in range(2):  # the second time from the cache
         sampling = {"max_tokens": 1, "prompt_logprobs": count}
         scored = generate(vllm_server, token_ids=ids, sampling_params=sampling)["prompt_logprobs"]
         assert scored[0] is None
@@ -116,14 +115,14 @@ def test_logprobs_of_the_prompt(vllm_server: Server, count: int) -> None:
             assert count <= len(entry) <= 1 + count
 
 
-def test_ends(vllm_server: Server) -> None:
+def test_stop_tokens_and_strings_end_the_answer(vllm_server: Server) -> None:
     for stop in ({"stop_token_ids": [TOKEN]}, {"stop": [f"t{TOKEN}"]}):
         sampling = {**stop, "ignore_eos": False}
         (choice,) = generate(vllm_server, sampling_params=sampling)["choices"]
         assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [TOKEN])
 
 
-def test_several_outputs(vllm_server: Server) -> None:
+def test_n_outputs_share_one_answer(vllm_server: Server) -> None:
     answer = generate(vllm_server, sampling_params={"n": 3, "logprobs": 0})
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert all(choice["token_ids"] == [TOKEN] * 4 for choice in answer["choices"])
@@ -131,7 +130,7 @@ def test_several_outputs(vllm_server: Server) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_stream(vllm_server: Server, n: int) -> None:
+def test_stream_has_tokens_and_spans(vllm_server: Server, n: int) -> None:
     rollout = Rollout(vllm_server, tokens=40, n=n, stream_options={"include_usage": True})
     for output in rollout.outputs():
         assert output.finish_reason == "length"
@@ -142,8 +141,7 @@ def test_stream(vllm_server: Server, n: int) -> None:
     assert last["usage"]["completion_tokens"] == 40 * n
 
 
-def test_salt(vllm_server: Server) -> None:
-    """Only requests of one salt share a prefix."""
+def test_cache_salt_separates_prefixes(vllm_server: Server) -> None:
     ids = prompt(64)
 
     def cached(**body: Any) -> int:
@@ -157,14 +155,13 @@ def test_salt(vllm_server: Server) -> None:
     assert cached() == 0
 
 
-def test_through_an_update(vllm_server: Server, checkpoints: Path) -> None:
+def test_spans_of_an_update_in_flight(vllm_server: Server, checkpoints: Path) -> None:
     rollouts = make_rollouts(vllm_server, 3)
     update(vllm_server, checkpoints, 1, non_blocking=True, kv_cache="recompute")
     expect_versions_of(rollouts, [0, 1])
 
 
-def test_a_pause_that_aborts(vllm_server: Server) -> None:
-    """What it ends has kept its tokens, and says why it ended."""
+def test_aborting_pause_keeps_tokens_and_says_abort(vllm_server: Server) -> None:
     rollouts = make_rollouts(vllm_server, 2)
     assert vllm_server.post("/pause?mode=abort")["status_code"] == 200
     for rollout in rollouts:
@@ -173,7 +170,7 @@ def test_a_pause_that_aborts(vllm_server: Server) -> None:
         expect_spans(output)
 
 
-def test_an_abort_before_it_runs(vllm_server: Server) -> None:
+def test_abort_before_the_first_token_answers_empty(vllm_server: Server) -> None:
     assert vllm_server.post("/pause?mode=keep")["status_code"] == 200
     rollout = Rollout(vllm_server, tokens=3, stream_options={"include_usage": True})
     until_waiting(vllm_server, 1)
@@ -184,7 +181,7 @@ def test_an_abort_before_it_runs(vllm_server: Server) -> None:
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (16, 0)
 
 
-def test_a_client_that_leaves(vllm_server: Server) -> None:
+def test_client_disconnect_aborts_its_request(vllm_server: Server) -> None:
     body = {
         "token_ids": prompt(),
         "sampling_params": {"max_tokens": ENDLESS, "ignore_eos": True, "temperature": 0},
@@ -202,8 +199,7 @@ def test_a_client_that_leaves(vllm_server: Server) -> None:
     until("it is aborted", lambda: status(vllm_server)["running"] == 0)
 
 
-def test_max_version_lag(vllm_server: Server) -> None:
-    """SGLang's ``custom_params``, as vLLM's requests name them."""
+def test_max_version_lag_is_read_from_extra_args(vllm_server: Server) -> None:
     refuse(vllm_server, "max_version_lag", sampling_params={"extra_args": {"max_version_lag": -1}})
     assert generate(vllm_server, sampling_params={"extra_args": {"max_version_lag": 1}})
 
@@ -231,14 +227,14 @@ def test_max_version_lag(vllm_server: Server) -> None:
         (501, ("bad_words",), {"sampling_params": {"bad_words": ["no"]}}),
     ],
 )
-def test_bad_input(
+def test_bad_body_is_refused(
     vllm_server: Server, code: int, words: tuple[str, ...], body: dict[str, Any]
 ) -> None:
     refuse(vllm_server, *words, code=code, **body)
     assert status(vllm_server)["running"] == 0
 
 
-def test_a_stream_that_is_refused(vllm_server: Server) -> None:
+def test_refused_stream_sends_an_error_event(vllm_server: Server) -> None:
     rollout = Rollout(vllm_server, tokens=3, token_ids=[7] * 20_000)
     until("it has ended", lambda: rollout.has_ended)
     (event,) = rollout.others

@@ -1,4 +1,4 @@
-"""How a trainer that was written for vLLM is met, and what becomes of one that fails."""
+"""Rendezvous with a vLLM trainer, and a trainer that fails in it."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def groups(server: Server) -> dict[str, str]:
     return found
 
 
-def test_through_torch(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) -> None:
-    """For a trainer that was written for this server's own groups."""
+def test_trainer_may_join_through_torch(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer
+) -> None:
+    """Some trainers join this server's own groups."""
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
     vllm.init_weight_transfer_engine(trainer, packed=True, through_torch=True)
     vllm.send_weights(trainer, 1, packed=True, name="v1")
@@ -49,7 +51,7 @@ def test_through_torch(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) 
 
 
 class Runs:
-    """Runs what it likes when it is unpickled."""
+    """An object that makes a call when unpickled."""
 
     def __init__(self, call: Callable[..., Any], *args: Any) -> None:
         self._call = call, args
@@ -58,8 +60,10 @@ class Runs:
         return self._call
 
 
-def test_what_is_no_id(vllm_server: Server, vllm: VLLMClient, tmp_path: Path) -> None:
-    """Whoever listens there may leave what he likes: it is read, and not unpickled."""
+def test_bad_nccl_id_is_refused_without_unpickling(
+    vllm_server: Server, vllm: VLLMClient, tmp_path: Path
+) -> None:
+    """Any process can listen at that address and send any content."""
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
     there = tmp_path / "it ran"
     for content in (pickle.dumps(Runs(os.mkdir, str(there))), pickle.dumps(ncclUniqueId())[:99]):
@@ -75,13 +79,13 @@ def test_what_is_no_id(vllm_server: Server, vllm: VLLMClient, tmp_path: Path) ->
     expect_all_go_on(generations)
 
 
-def test_trainer_dies_in_the_rendezvous(
+def test_trainer_dying_in_the_rendezvous_forms_no_group(
     vllm_server: Server, vllm: VLLMClient, trainers: Trainers
 ) -> None:
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
     before = serving(vllm_server)
     trainer = trainers.get()
-    # there is no second rank here, so it leaves no id
+    # without a second rank, the trainer publishes no id
     info = init_info(trainer.listen(ranks=2, as_vllm=True), world_size=3)
     refused = threading.Thread(
         target=vllm.refuse,
@@ -89,7 +93,7 @@ def test_trainer_dies_in_the_rendezvous(
         kwargs={"json": {"init_info": info}},
     )
     refused.start()
-    # where it has not yet come to its trainer, it waits for another one to listen there
+    # only a rank already connected to this trainer notices its death
     until("it waits for the id", lambda: "no NCCL id" in "".join(groups(vllm_server).values()))
     trainer.close()
     refused.join()
@@ -98,7 +102,7 @@ def test_trainer_dies_in_the_rendezvous(
     expect_all_go_on(generations)
 
 
-def test_caller_leaves_the_rendezvous(
+def test_join_is_dropped_when_its_caller_leaves(
     vllm_server: Server, vllm: VLLMClient, trainers: Trainers
 ) -> None:
     url = vllm_server.url + "/init_weight_transfer_engine"
@@ -115,7 +119,7 @@ def test_caller_leaves_the_rendezvous(
     vllm.shutdown_weight_transfer_engine(trainer)
 
 
-def test_trainer_dies_in_a_broadcast(
+def test_trainer_dying_in_a_broadcast_drops_the_update(
     vllm_server: Server, vllm: VLLMClient, trainers: Trainers
 ) -> None:
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
@@ -135,7 +139,7 @@ def test_trainer_dies_in_a_broadcast(
     refused.join()
     assert serving(vllm_server) == before
     expect_all_go_on(generations)
-    # its successor takes its place
+    # the next trainer replaces the broken group
     successor = trainers.get()
     vllm.init_weight_transfer_engine(successor, packed=False)
     vllm.send_weights(successor, 2, packed=False)

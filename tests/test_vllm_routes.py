@@ -1,4 +1,4 @@
-"""vLLM's routes for RL, driven as vLLM's own examples drive them."""
+"""vLLM's routes for RL, driven the way vLLM's own examples drive them."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ pytest_plugins = ["tests.support.fixtures"]
 
 @pytest.mark.parametrize("clear_cache", [True, False])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one_by_one"])
-def test_steps_of_training(
+def test_training_steps_keep_running_requests(
     vllm_server: Server, vllm: VLLMClient, trainer: Trainer, packed: bool, clear_cache: bool
 ) -> None:
-    """Pause and keep, send, resume: running requests go on with the new weights."""
+    """Each step pauses with ``keep``, sends, and resumes."""
     generations = start_running(vllm_server, 2, tokens=ENDLESS)
     vllm.init_weight_transfer_engine(trainer, packed=packed)
     for version in (1, 2):
@@ -56,24 +56,28 @@ def test_steps_of_training(
     vllm.shutdown_weight_transfer_engine(trainer)
 
 
-def test_without_a_pause(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) -> None:
+def test_update_without_a_pause_keeps_running_requests(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer
+) -> None:
     generations = start_running(vllm_server, 2, tokens=ENDLESS)
     vllm.init_weight_transfer_engine(trainer, packed=True)
     vllm.send_weights(trainer, 1, packed=True, name="v1")
     expect_to_run_on(vllm_server, generations, [0, 1])
-    # a trainer that comes back takes its own place, and ends what it had begun
+    # a returning trainer replaces its old group and drops its unfinished update
     vllm.post("/start_weight_update")
     trainer.order("leave", group="weight_update_group")
     assert trainer.answer() == "left"
     vllm.init_weight_transfer_engine(trainer, packed=False)
     vllm.send_weights(trainer, 2, packed=False)
     says(vllm_server, 2)
-    # vLLM names a version when it is told to, and not before
+    # vLLM changes the version's name only on request
     assert vllm.get("/weight_info") == {"weight_version": "v1"}
     vllm.shutdown_weight_transfer_engine(trainer)
 
 
-def test_order_of_calls(vllm_server: Server, vllm: VLLMClient, trainer: Trainer) -> None:
+def test_calls_out_of_order_are_refused(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer
+) -> None:
     before = serving(vllm_server)
     vllm.refuse("/start_weight_update", "init_weight_transfer_engine")
     vllm.refuse("/update_weights", "init_weight_transfer_engine", json={"update_info": {}})
@@ -82,7 +86,7 @@ def test_order_of_calls(vllm_server: Server, vllm: VLLMClient, trainer: Trainer)
     vllm.refuse("/finish_weight_update", "no weight update")
     vllm.post("/start_weight_update")
     vllm.refuse("/start_weight_update", "already open", "init_weight_transfer_engine")
-    # of a trainer that may be dead: nobody waits for its time to run out
+    # refused at once: the open update may belong to a dead trainer
     weight_dir = {"weight_dir": "/anywhere"}
     vllm.refuse("/update_weights", "finish_weight_update commits", status=409, json=weight_dir)
     vllm.refuse("/shutdown_weight_transfer_engine", "going on", status=409)
@@ -107,7 +111,7 @@ def test_order_of_calls(vllm_server: Server, vllm: VLLMClient, trainer: Trainer)
         (7, 400, ("`$.update_info`",)),
     ],
 )
-def test_update_that_is_refused(
+def test_refused_update_drops_its_session(
     vllm_server: Server,
     vllm: VLLMClient,
     trainer: Trainer,
@@ -115,7 +119,6 @@ def test_update_that_is_refused(
     status: int,
     words: tuple[str, ...],
 ) -> None:
-    """It ends its session, and nothing has changed."""
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
     before = serving(vllm_server)
     vllm.init_weight_transfer_engine(trainer, packed=False)
@@ -128,10 +131,10 @@ def test_update_that_is_refused(
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "one_by_one"])
-def test_tensor_that_is_refused(
+def test_refused_tensor_keeps_the_group_usable(
     vllm_server: Server, vllm: VLLMClient, trainer: Trainer, packed: bool
 ) -> None:
-    """What follows it is taken in all the same, and the next round needs no new group."""
+    """The rank receives the remaining tensors, so the next update needs no new group."""
     before = serving(vllm_server)
     vllm.init_weight_transfer_engine(trainer, packed=packed)
     vllm.post("/start_weight_update")
@@ -146,8 +149,7 @@ def test_tensor_that_is_refused(
     vllm.shutdown_weight_transfer_engine(trainer)
 
 
-def test_draft(vllm: VLLMClient, trainer: Trainer) -> None:
-    """This server has none."""
+def test_draft_update_without_a_draft_is_refused(vllm: VLLMClient, trainer: Trainer) -> None:
     vllm.init_weight_transfer_engine(trainer, packed=False)
     vllm.refuse("/start_draft_weight_update", "'draft'", "no model")
     vllm.refuse("/finish_weight_update", "no weight update")
@@ -172,15 +174,15 @@ _INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "wor
         ({"packed": 2}, 400, ("init_info", "`$.packed`")),
     ],
 )
-def test_init_that_is_refused(
+def test_bad_init_info_is_refused(
     vllm: VLLMClient, info: Any, status: int, words: tuple[str, ...]
 ) -> None:
     vllm.refuse("/init_weight_transfer_engine", *words, status=status, json={"init_info": info})
     vllm.refuse("/start_weight_update", "init_weight_transfer_engine")
 
 
-def test_server_info(vllm_server: Server, vllm: VLLMClient) -> None:
-    """vLLM's configuration, as far as TRL reads it, and SGLang's own answer as it is."""
+def test_server_info_adds_vllm_config_on_request(vllm_server: Server, vllm: VLLMClient) -> None:
+    """The config has the fields read by TRL."""
     theirs = vllm.get("/server_info")
     assert "vllm_config" not in theirs
     info = vllm.get("/server_info", config_format="json")
@@ -195,12 +197,12 @@ def test_server_info(vllm_server: Server, vllm: VLLMClient) -> None:
     assert config["parallel_config"]["data_parallel_size"] == 1
     assert config["lora_config"] is None
     assert config["weight_transfer_config"] is not None
-    # for whoever may ask SGLang
+    # for callers of SGLang's own route, without a key
     assert httpx.get(vllm_server.url + "/server_info", timeout=60).status_code == 200
 
 
-def test_name_of_a_version(vllm_server: Server, vllm: VLLMClient) -> None:
-    """Unlike SGLang's call of this name, it ends no request."""
+def test_update_weight_version_ends_no_request(vllm_server: Server, vllm: VLLMClient) -> None:
+    """SGLang's call of this name aborts requests by default."""
     (generation,) = start_running(vllm_server, 1, tokens=ENDLESS)
     answer = vllm.post("/update_weight_version", {"new_version": "a name"})
     assert answer["success"]
@@ -209,12 +211,14 @@ def test_name_of_a_version(vllm_server: Server, vllm: VLLMClient) -> None:
     generation.wait_for_tokens(generation.count + 3)
     assert not generation.has_ended
     assert vllm_server.post("/update_weight_version", {})["status_code"] == 400
-    # the tokens' spans have both names, which only this test knows
+    # spans have both names, so the usual check of spans does not apply
     generation.abort()
     assert generation.output().finish_reason == "abort"
 
 
-def test_checksums(vllm_server: Server, vllm: VLLMClient, checkpoints: Path) -> None:
+def test_weight_checker_compares_checksums(
+    vllm_server: Server, vllm: VLLMClient, checkpoints: Path
+) -> None:
     checksums = vllm.post("/weight_checker", {"action": "checksum"})["checksums"]
     assert any(name.endswith("lm_head.weight") for name in checksums)
 
@@ -224,7 +228,7 @@ def test_checksums(vllm_server: Server, vllm: VLLMClient, checkpoints: Path) -> 
     assert compare() == {"match": True, "mismatches": []}
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True}
     assert vllm_server.post("/update_weights_from_disk", body)["success"]
-    # all that tells a marker's versions apart
+    # the head is the only difference between markers
     assert compare() == {"match": False, "mismatches": ["dp0.pp0.tp0.lm_head.weight"]}
     vllm.refuse("/weight_checker", "baseline", json={"action": "compare"})
     vllm.refuse("/weight_checker", "zero", status=501, json={"action": "reset"})
@@ -246,12 +250,12 @@ def test_pause_aborts_by_default(vllm_server: Server, vllm: VLLMClient) -> None:
     expect_whole(queued)
 
 
-def test_pause_waits(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_pause_wait_lets_requests_end(vllm_server: Server, vllm: VLLMClient) -> None:
     generations = start_running(vllm_server, 2, tokens=60)
     vllm.post("/pause", mode="wait")
     for generation in generations:
         expect_whole(generation)
-    # twice is once, and one call ends it
+    # a second pause adds no holder, so a single call resumes
     vllm.post("/pause", mode="keep", clear_cache="false")
     vllm.post("/resume")
     assert vllm.get("/is_paused") == {"is_paused": False}
@@ -263,7 +267,7 @@ def cached(server: Server, input_ids: list[int]) -> int:
     return count
 
 
-def test_pause_clears_the_cache(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_pause_clears_the_cache_by_default(vllm_server: Server, vllm: VLLMClient) -> None:
     input_ids = prompt(64)
     cached(vllm_server, input_ids)
     vllm.post("/pause", mode="keep", clear_cache=False)
@@ -275,7 +279,9 @@ def test_pause_clears_the_cache(vllm_server: Server, vllm: VLLMClient) -> None:
         assert cached(vllm_server, input_ids) == 0
 
 
-def test_reset_prefix_cache(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_reset_prefix_cache_needs_idle_or_reset_running_requests(
+    vllm_server: Server, vllm: VLLMClient
+) -> None:
     input_ids = prompt(64)
     cached(vllm_server, input_ids)
     assert vllm.post("/reset_prefix_cache", reset_external="true") == {"success": True}
@@ -288,13 +294,13 @@ def test_reset_prefix_cache(vllm_server: Server, vllm: VLLMClient) -> None:
     expect_all_go_on(generations)
 
 
-def test_other_caches(vllm: VLLMClient) -> None:
-    """A model for text has none of them."""
+def test_caches_of_other_models_can_be_reset(vllm: VLLMClient) -> None:
+    """A text model has none of these caches."""
     vllm.post("/reset_mm_cache")
     vllm.post("/reset_encoder_cache")
 
 
-def test_sleep(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_sleep_level_0_pauses_until_wake_up(vllm_server: Server, vllm: VLLMClient) -> None:
     generations = start_running(vllm_server, 2, tokens=ENDLESS)
     assert vllm.get("/is_sleeping") == {"is_sleeping": False}
     vllm.refuse("/release_kv_cache_memory", "2 requests run", status=409)
@@ -310,7 +316,7 @@ def test_sleep(vllm_server: Server, vllm: VLLMClient) -> None:
     expect_all_go_on(generations)
 
 
-def test_abort_requests(vllm_server: Server, vllm: VLLMClient) -> None:
+def test_abort_requests_aborts_the_named_or_all(vllm_server: Server, vllm: VLLMClient) -> None:
     one, *others = start_running(vllm_server, 3, tokens=ENDLESS)
     assert vllm.post("/abort_requests", {"request_ids": [one.rid]})["aborted"] == 1
     expect_aborted(one)
@@ -340,7 +346,7 @@ def test_abort_requests(vllm_server: Server, vllm: VLLMClient) -> None:
         ("/weight_checker", ("object",), {"json": [1]}),
     ],
 )
-def test_bad_input(
+def test_bad_input_is_refused(
     vllm_server: Server, vllm: VLLMClient, path: str, words: tuple[str, ...], call: dict[str, Any]
 ) -> None:
     generations = start_running(vllm_server, 1, tokens=ENDLESS)
@@ -351,11 +357,13 @@ def test_bad_input(
     expect_all_go_on(generations)
 
 
-# ---- who may call them, and where they are ---------------------------------------------
+# ---- keys and routes ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer guessed"}], ids=["no", "wrong"])
-def test_key(vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]) -> None:
+def test_routes_need_the_key(
+    vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]
+) -> None:
     for path, method in {**ROUTES, "/update_weight_version": "POST"}.items():
         response = httpx.request(
             method, vllm_server.url + path, headers=headers, timeout=60, **PLAIN
@@ -364,7 +372,7 @@ def test_key(vllm_server: Server, vllm: VLLMClient, headers: dict[str, str]) -> 
     assert vllm.get("/is_paused") == {"is_paused": False}
 
 
-def test_off_unless_switched_on(server: Server) -> None:
+def test_routes_are_off_by_default(server: Server) -> None:
     others = {"/inference/v1/generate": "POST", "/liveness": "GET"}
     for path, method in {**ROUTES, **others}.items():
         response = httpx.request(method, server.url + path, timeout=60, **PLAIN)

@@ -1,4 +1,4 @@
-"""SGLang's check of weights, which may overwrite them: noise has no name and no digest."""
+"""SGLang's ``/weights_checker`` may overwrite weights with noise, which must not be served."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check(server: Server, action: str, **fields: Any) -> dict[str, Any]:
 
 
 def checksums(server: Server) -> list[dict[str, str]]:
-    """Of all parameters and buffers of each rank."""
+    """Return the checksums of all parameters and buffers, by rank."""
     return [rank["checksums"] for rank in succeed(check(server, "checksum"))["ranks"]]
 
 
@@ -57,7 +57,7 @@ def expect_hollow(server: Server) -> None:
 
 
 def expect_noise_is_not_served(server: Server, checkpoints: Path) -> None:
-    """From the reset on until an update has brought all, which has the digest that it had."""
+    """Check that noise is served by no call between a reset and a whole update."""
     update(server, checkpoints, 1, **LIVE)
     (digest,) = {rank["digest"] for rank in status(server)["ranks"][:1]}
     update(server, checkpoints, 0, **LIVE)
@@ -76,7 +76,7 @@ def expect_noise_is_not_served(server: Server, checkpoints: Path) -> None:
     refuse(server.post("/inflight/rollback", {}), "no previous version")
     assert status(server)["memory"]["hollow"] is None
     update(server, checkpoints, 0, **LIVE)
-    # so is what no update brings
+    # buffers outside the checkpoint are restored too
     assert checksums(server) == was
     says(server, 0)
 
@@ -93,8 +93,8 @@ def test_noise_in_place_is_not_served(off_server: Server, checkpoints: Path) -> 
     expect_noise_is_not_served(off_server, checkpoints)
 
 
-def test_many_pieces_mend_noise(server: Server, checkpoints: Path) -> None:
-    """Trainers that check themselves reset, send as they always do, and compare."""
+def test_several_partial_updates_replace_noise(server: Server, checkpoints: Path) -> None:
+    """Self-checking trainers reset, send in their usual pieces, and compare."""
     was = checksums(server)
     succeed(check(server, "reset_tensors"))
     weights = marker.tensors(0)
@@ -107,7 +107,7 @@ def test_many_pieces_mend_noise(server: Server, checkpoints: Path) -> None:
     says(server, 0)
 
 
-def test_requests_that_run_are_not_ended_by_a_reset(server: Server) -> None:
+def test_reset_is_refused_while_requests_run(server: Server) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
     refuse_check(check(server, "reset_tensors"), "2 requests run")
@@ -116,7 +116,7 @@ def test_requests_that_run_are_not_ended_by_a_reset(server: Server) -> None:
     expect_all_go_on(running)
 
 
-def test_requests_in_a_pause_outlast_a_reset(server: Server, checkpoints: Path) -> None:
+def test_paused_requests_survive_a_reset(server: Server, checkpoints: Path) -> None:
     (frozen,) = start_running(server, 1, tokens=40)
     pause(server, "retract")
     succeed(check(server, "reset_tensors"))
@@ -126,7 +126,7 @@ def test_requests_in_a_pause_outlast_a_reset(server: Server, checkpoints: Path) 
     assert versions_of(expect_whole(frozen)) == ["v0", "v1"]
 
 
-def test_a_reset_waits_for_an_update_that_is_open(server: Server) -> None:
+def test_reset_is_refused_while_a_session_is_open(server: Server) -> None:
     before = serving(server)
     ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
     until_staging(server)

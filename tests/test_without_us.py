@@ -1,4 +1,4 @@
-"""Servers that ask for what we cannot do: refused, or as SGLang ships them, as one chooses."""
+"""Servers with unsupported settings are refused, or run as SGLang ships them, by a setting."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.pool import ServerPool
 from tests.support.updates import says
 
 OFF = {"SGLANG_INFLIGHT_UNSUPPORTED": "off"}
-# of a server that cannot run with us, and can without
+# unsupported with our plugin, fine for SGLang alone
 FLAGS, ENV = ("--pp-size", "2"), {"SGLANG_INFLIGHT_REQUIRE_UPDATE": "1"}
-# flags that cannot be, by the sentence that says why
+# unsupported flags, by the error's text
 REFUSED = {
     unsupported.NO_FIRST_UPDATE: FLAGS,
     unsupported.NO_LOCAL_BROADCAST: (
@@ -32,7 +32,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-# as slime, miles and verl launch a server: plugins are loaded within the launch
+# slime, miles and verl launch a server like this, so plugins load during the launch
 LAUNCHER = """
 import sys
 
@@ -51,11 +51,13 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("why", REFUSED, ids=["first update", "broadcast", "role switch"])
-def test_refused(checkpoints: Path, tmp_path: Path, why: str) -> None:
+def test_unsupported_flags_are_refused_at_the_start(
+    checkpoints: Path, tmp_path: Path, why: str
+) -> None:
     is_refused(IN_A_FORK, checkpoints, tmp_path, why)
 
 
-def test_refused_where_python_launches_it(
+def test_unsupported_flags_are_refused_when_python_launches(
     launcher: tuple[str, ...], checkpoints: Path, tmp_path: Path
 ) -> None:
     is_refused(launcher, checkpoints, tmp_path, unsupported.NO_FIRST_UPDATE)
@@ -75,7 +77,7 @@ def is_refused(command: tuple[str, ...], checkpoints: Path, folder: Path, why: s
 
 
 @pytest.mark.parametrize("by_python", [False, True], ids=["by a command", "by Python"])
-def test_as_sglang_ships_it(
+def test_inactive_server_runs_as_sglang_ships_it(
     pool: ServerPool, checkpoints: Path, tmp_path: Path, launcher: tuple[str, ...], by_python: bool
 ) -> None:
     pool.discard()  # one server at a time
@@ -112,7 +114,7 @@ def refuses_what_is_ours(server: Server, checkpoints: Path, why: str) -> None:
 
 
 def does_what_is_sglangs(server: Server, checkpoints: Path) -> None:
-    """With a field of ours that asks for nothing, which it passes over."""
+    """Check SGLang's own calls, one with a field of ours at its default."""
     says(server, 0)
     v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "non_blocking": False}
     answer = server.post("/update_weights_from_disk", v1)
@@ -123,7 +125,9 @@ def does_what_is_sglangs(server: Server, checkpoints: Path) -> None:
     assert "kv_versions" not in output.meta
 
 
-def test_engine(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
+def test_inactive_engine_runs_as_sglang_ships_it(
+    checkpoints: Path, pool: ServerPool, tmp_path: Path
+) -> None:
     pool.discard()
     said = play("tests.support.engine_without_us", checkpoints, tmp_path)
     assert said["refused"].startswith(unsupported.ONE_TOKENIZER)

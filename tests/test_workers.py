@@ -1,4 +1,4 @@
-"""A server with two tokenizer workers: any of them takes any call, and both say the same."""
+"""A server with two tokenizer workers: each worker takes each call, and both agree."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def doors(workers_server: Server) -> Iterator[list[Server]]:
 
 
 def doors_of(server: Server) -> Iterator[list[Server]]:
-    """The same server twice: by way of the one worker, and of the other."""
+    """Yield the same server once for each worker, as a client reaching only that worker."""
     until("there are two workers", lambda: len(workers(server)) == 2)
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(door(server, worker)) for worker in workers(server)]
@@ -82,7 +82,7 @@ def start_on_both(doors: list[Server], tokens: int = ENDLESS) -> list[Generation
 
 
 def says_everywhere(doors: list[Server], version: str) -> None:
-    """Every worker knows it, whether it is asked or generates."""
+    """Check that each worker reports this version, in its status and in its answers."""
     for server in doors:
         assert server.get("/model_info")["weight_version"] == version
         assert server.get("/get_weight_version")["weight_version"] == version
@@ -92,7 +92,7 @@ def says_everywhere(doors: list[Server], version: str) -> None:
 
 
 def has_ended(process: psutil.Process) -> bool:
-    # nobody may have asked how it ended
+    # the process stays a zombie until its parent collects the exit code
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() == psutil.STATUS_ZOMBIE
     return True
@@ -102,8 +102,7 @@ def is_ready(server: Server) -> bool:
     return bool(server.get("/ready")["status_code"] == 200)
 
 
-def test_who_is_asked(doors: list[Server]) -> None:
-    """They are two, and say the same of the server."""
+def test_both_workers_authenticate_and_refuse_alike(doors: list[Server]) -> None:
     assert len(doors) == 2
     assert serving(doors[0]) == serving(doors[1])
     for server in doors:
@@ -115,8 +114,8 @@ def test_who_is_asked(doors: list[Server]) -> None:
         refuse(server.post("/load_lora_adapter", adapter), "--enable-lora")
 
 
-def test_vllms_routes(doors: list[Server]) -> None:
-    """Those that generate are the worker's own."""
+def test_vllm_routes_work_on_both_workers(doors: list[Server]) -> None:
+    """The worker itself serves the generating routes."""
     one, other = doors
     assert one.post("/pause?mode=keep", {})["status"] == "paused"
     assert other.get("/is_paused")["is_paused"]
@@ -126,8 +125,8 @@ def test_vllms_routes(doors: list[Server]) -> None:
         assert server.post("/inference/v1/generate", body)["usage"]["completion_tokens"] == 2
 
 
-def test_an_abort_finds_a_request_of_any_worker(doors: list[Server]) -> None:
-    """And ends it alone, or all of a group, by whichever route."""
+def test_abort_reaches_a_request_of_the_other_worker(doors: list[Server]) -> None:
+    """An abort ends one request, or a whole group, by either route."""
     one, other = doors
     named = [Generation(other, tokens=ENDLESS, rid=name) for name in ("a", "a1", "a10")]
     group = Generation(other, tokens=ENDLESS, rid="group", n=3)
@@ -145,8 +144,10 @@ def test_an_abort_finds_a_request_of_any_worker(doors: list[Server]) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_name_that_another_worker_has_given(doors: list[Server], *, stream: bool) -> None:
-    """It is refused, and harms neither that worker's request nor the detokenizer."""
+def test_request_id_in_use_at_the_other_worker_is_refused(
+    doors: list[Server], *, stream: bool
+) -> None:
+    """The first request and the detokenizer go on."""
     one, other = doors
     first = Generation(one, tokens=ENDLESS, rid="name")
     first.wait_for_tokens(3)
@@ -167,7 +168,7 @@ def test_a_name_that_another_worker_has_given(doors: list[Server], *, stream: bo
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_a_pause_that_freezes(doors: list[Server], mode: str) -> None:
+def test_freezing_pause_holds_requests_of_both_workers(doors: list[Server], mode: str) -> None:
     one, other = doors
     running = start_on_both(doors)
     grant = pause(one, mode)
@@ -184,7 +185,7 @@ def test_a_pause_that_freezes(doors: list[Server], mode: str) -> None:
     expect_all_go_on(running)
 
 
-def test_a_pause_that_aborts(doors: list[Server]) -> None:
+def test_aborting_pause_ends_requests_of_both_workers(doors: list[Server]) -> None:
     one, other = doors
     running = start_on_both(doors)
     grant = pause(one, "abort")
@@ -196,7 +197,7 @@ def test_a_pause_that_aborts(doors: list[Server]) -> None:
     expect_whole(late)
 
 
-def test_a_pause_that_waits(doors: list[Server]) -> None:
+def test_wait_pause_lets_requests_of_both_workers_end(doors: list[Server]) -> None:
     one, other = doors
     running = start_on_both(doors, tokens=60)
     pause(other, "wait")
@@ -205,8 +206,8 @@ def test_a_pause_that_waits(doors: list[Server]) -> None:
     resume(one)
 
 
-def test_a_lease_that_runs_out(doors: list[Server]) -> None:
-    """Nobody asks for it, and every worker knows."""
+def test_expired_lease_makes_both_workers_ready(doors: list[Server]) -> None:
+    """No call tells the workers."""
     one, other = doors
     running = start_on_both(doors)
     pause(one, "in_place", lease_s=0.2)
@@ -216,7 +217,7 @@ def test_a_lease_that_runs_out(doors: list[Server]) -> None:
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "distributed", "ipc"])
-def test_an_update(doors: list[Server], sender: Sender, source: str) -> None:
+def test_update_is_known_to_both_workers(doors: list[Server], sender: Sender, source: str) -> None:
     one, other = doors
     running = start_on_both(doors)
     with sender.ready(one, source, 1) as send:
@@ -226,7 +227,9 @@ def test_an_update(doors: list[Server], sender: Sender, source: str) -> None:
     expect_to_run_on(other, running, [0, 1])
 
 
-def test_recompute_and_rollback(doors: list[Server], sender: Sender) -> None:
+def test_recompute_and_rollback_reach_requests_of_both_workers(
+    doors: list[Server], sender: Sender
+) -> None:
     one, other = doors
     running = start_on_both(doors)
     recompute: dict[str, Any] = {
@@ -244,10 +247,10 @@ def test_recompute_and_rollback(doors: list[Server], sender: Sender) -> None:
         assert versions_of(expect_aborted(generation)) == ["v0", "v2", "v0"]
 
 
-def test_an_update_that_waits_for_requests_of_the_other(
+def test_blocking_update_waits_for_requests_of_the_other_worker(
     doors: list[Server], sender: Sender
 ) -> None:
-    """SGLang's own form of it, which waits there for requests of the worker that is asked."""
+    """In SGLang's own form such an update waits for its worker's requests only."""
     one, other = doors
     (running,) = start_running(other, 1, tokens=600)
     succeed(sender.send(one, "disk", 1, flush_cache=False, weight_version="v1"))
@@ -260,7 +263,7 @@ def halves(version: int) -> list[dict[str, Any]]:
     return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
 
 
-def test_a_session_through_both(doors: list[Server]) -> None:
+def test_session_takes_pieces_through_both_workers(doors: list[Server]) -> None:
     one, other = doors
     running = start_on_both(doors)
     session = succeed(one.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
@@ -276,8 +279,8 @@ def test_a_session_through_both(doors: list[Server]) -> None:
     expect_to_run_on(one, running, [0, 1])
 
 
-def test_memory_that_goes_and_comes_back(doors: list[Server], checkpoints: Path) -> None:
-    """And weights that come back hollow: no worker is ready before they have been sent."""
+def test_memory_release_is_known_to_both_workers(doors: list[Server], checkpoints: Path) -> None:
+    """No worker is ready while weights are hollow."""
     one, other = doors
     running = start_on_both(doors)
     pause(one, "retract")
@@ -302,8 +305,8 @@ def test_memory_that_goes_and_comes_back(doors: list[Server], checkpoints: Path)
     says_everywhere(doors, "v2")
 
 
-def test_a_caller_who_leaves(doors: list[Server]) -> None:
-    """The worker that it called tells the owner, who gives the call up."""
+def test_pause_is_released_when_the_caller_of_a_worker_leaves(doors: list[Server]) -> None:
+    """The worker tells the owner, which releases the pause."""
     one, other = doors
     (running,) = start_running(other, 1, tokens=ENDLESS)
     with pytest.raises(httpx.ReadTimeout):
@@ -312,10 +315,10 @@ def test_a_caller_who_leaves(doors: list[Server]) -> None:
     expect_all_go_on([running])
 
 
-def test_a_name_whose_caller_has_left_is_known_to_every_worker(
+def test_version_name_reaches_both_workers_after_its_caller_left(
     workers_server: Server, doors: list[Server]
 ) -> None:
-    """The rank gives it to its weights when it comes to it, and says so to nobody who waits."""
+    """The rank renames its weights later, when no caller waits for the answer."""
     (rank,) = schedulers(workers_server.process.pid)
     rank.suspend()
     try:
@@ -333,14 +336,14 @@ def test_a_name_whose_caller_has_left_is_known_to_every_worker(
     until("it is the one name", lambda: names() == {"named"})
 
 
-def test_a_worker_that_dies(
+def test_dead_worker_loses_its_calls_and_no_session(
     workers_server: Server, doors: list[Server], checkpoints: Path, sender: Sender
 ) -> None:
-    """It takes its own calls along, and no session; the one that follows it knows all."""
+    """The replacing worker knows the current state."""
     one, other = doors
     (running,) = start_running(other, 1, tokens=ENDLESS)
     succeed(sender.send(one, "disk", 1, weight_version="v1", **LIVE))
-    # waits for the request that runs
+    # waits for the running request
     blocking = {"model_path": str(checkpoints / "v2"), "weight_version": "v2"}
     call = Call.of(lambda: one.post("/update_weights_from_disk", blocking))
     until("it waits", lambda: status(other)["state"] == "draining")
@@ -364,8 +367,8 @@ def test_a_worker_that_dies(
     assert running.heard().endings == 0
 
 
-def test_a_worker_that_cannot_follow(pool: ServerPool, sender: Sender) -> None:
-    """It would name an older version for ever, so it goes, and another takes its place."""
+def test_worker_failing_to_apply_a_state_is_replaced(pool: ServerPool, sender: Sender) -> None:
+    """Such a worker would report an old version for ever."""
     server = pool.get(FLAVOURS["faulty_workers_server"])
     with contextlib.contextmanager(doors_of)(server) as (_, other):
         (running,) = start_running(other, 1, tokens=ENDLESS)
@@ -387,8 +390,8 @@ def test_a_worker_that_cannot_follow(pool: ServerPool, sender: Sender) -> None:
 
 
 @pytest.mark.parametrize("process", ["scheduler", "detokenizer"])
-def test_a_process_that_fails_ends_the_server(pool: ServerPool, process: str) -> None:
-    """As it does with one worker, and with an exit code that says so."""
+def test_dead_scheduler_or_detokenizer_ends_the_server(pool: ServerPool, process: str) -> None:
+    """The exit code reports the failure, as with a single worker."""
     server = pool.get(FLAVOURS["workers_server"])
     children = psutil.Process(server.process.pid).children(recursive=True)
     (failing,) = (each for each in children if f"sglang::{process}" in " ".join(each.cmdline()))
@@ -399,8 +402,8 @@ def test_a_process_that_fails_ends_the_server(pool: ServerPool, process: str) ->
     pool.discard()
 
 
-def test_no_worker_outlives_the_owner(pool: ServerPool) -> None:
-    """It is in the process that was launched, and nobody else knows what is served."""
+def test_workers_end_when_the_owner_dies(pool: ServerPool) -> None:
+    """The owner is in the launched process, and only the owner knows the served version."""
     server = pool.get(FLAVOURS["workers_server"])
     until("there are two workers", lambda: len(workers(server)) == 2)
     orphans = workers(server)
@@ -409,10 +412,10 @@ def test_no_worker_outlives_the_owner(pool: ServerPool) -> None:
     pool.discard()
 
 
-def test_a_worker_that_is_told_to_go(workers_server: Server, doors: list[Server]) -> None:
-    """It answers its requests, and goes. The server stays as it is, whatever becomes of workers
-    from then on.
-    """
+def test_sigterm_to_a_worker_lets_its_requests_end(
+    workers_server: Server, doors: list[Server]
+) -> None:
+    """A new worker replaces it, and the server survives later deaths of workers."""
     one, other = doors
     (running,) = start_running(other, 1, tokens=ENDLESS)
     (its_own,) = start_running(one, 1, tokens=1000)
@@ -440,12 +443,10 @@ def test_a_worker_that_is_told_to_go(workers_server: Server, doors: list[Server]
     expect_whole(Generation(workers_server, tokens=3))
 
 
-def test_a_server_that_is_told_to_go(
+def test_sigterm_to_the_server_ends_pauses_so_that_requests_end(
     workers_server: Server, doors: list[Server], pool: ServerPool
 ) -> None:
-    """Its pauses end, whichever worker they came by, so that its requests can. The worker whose
-    requests end first does not end the server.
-    """
+    """The worker whose requests end first does not end the server."""
     one, other = doors
     running = [*start_running(other, 1, tokens=1500), *start_running(one, 1, tokens=700)]
     pause(one, "in_place")
@@ -458,8 +459,10 @@ def test_a_server_that_is_told_to_go(
 
 
 @pytest.mark.parametrize("flavour", ["workers_server", "granian_server"])
-def test_calls_that_wait_when_a_server_is_told_to_go(pool: ServerPool, flavour: str) -> None:
-    """By any worker, also one that never had a request."""
+def test_sigterm_to_the_server_answers_waiting_calls_of_all_workers(
+    pool: ServerPool, flavour: str
+) -> None:
+    """One worker never had a request."""
     pool.discard()
     server = pool.get(FLAVOURS[flavour])
     with contextlib.contextmanager(doors_of)(server) as doors:
@@ -474,13 +477,13 @@ def test_calls_that_wait_when_a_server_is_told_to_go(pool: ServerPool, flavour: 
             assert answer["status_code"] == 504, answer
             assert "the server was shut down" in answer["message"]
     until("it has gone", lambda: not server.is_alive())
-    # nobody waited for a worker that has no request any more
+    # the owner waits for no worker without a request
     assert "have not heard" not in server.log_text()
     pool.discard()
 
 
-def test_granians_workers(granians_doors: list[Server], sender: Sender) -> None:
-    """They are started in another way than uvicorn's, and share no socket."""
+def test_granian_workers_pause_and_update(granians_doors: list[Server], sender: Sender) -> None:
+    """Granian starts workers differently from uvicorn, and they share no socket."""
     one, other = granians_doors
     running = start_on_both(granians_doors, tokens=600)
     pause(other, "in_place")

@@ -1,4 +1,4 @@
-"""A real disaggregated pair: the prompt's KV goes from one server to the other."""
+"""Fixtures of a real disaggregated pair, with KV sent from one server to the other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=why_not))
 
 
-# the one whose decode server keeps prefixes, too
+# this pair's decode server also keeps prefixes
 OVERLAP = pytest.param(((), ("--disaggregation-decode-enable-radix-cache",)), id="overlap")
 NORMAL = pytest.param((("--disable-overlap-schedule",), ()), id="normal")
 
@@ -37,7 +37,7 @@ def a_pair(
 @pytest.fixture
 def pair(a_pair: Pair, checkpoints: Path) -> Pair:
     for server in a_pair.servers:
-        # what a test that failed has left would be waited for
+        # a failed test's requests would delay the update
         pause(server, "abort")
         update(server, checkpoints, 0)
     for server in a_pair.servers:

@@ -22,7 +22,7 @@ END = "/end_weight_update"
 
 @dataclass
 class Ways:
-    """A fleet's ways to a pair. The decode server is named first."""
+    """Proxies between a fleet and a pair. The fleet lists the decode server first."""
 
     prefill: Proxy
     decode: Proxy
@@ -39,11 +39,11 @@ def ways(pair: Pair) -> Iterator[Ways]:
         yield Ways(prefill, decode, fleet)
 
 
-def test_a_fleet_updates_a_pair_as_one(pair: Pair, ways: Ways, checkpoints: Path) -> None:
+def test_fleet_commits_the_prefill_server_first(pair: Pair, ways: Ways, checkpoints: Path) -> None:
     roles = {url: said.role for url, said in ways.fleet.status().answers.items()}
     assert roles == {ways.prefill.url: "prefill", ways.decode.url: "decode"}
     served: list[str] = []
-    # when the decode server is asked to, the prefill server has committed
+    # at the decode server's commit, the prefill server has committed
     ways.decode.before(END, lambda: served.append(status(pair.prefill)["weight_version"]))
     running = pair.generate(tokens=2000, input_ids=prompt(40))
     running.wait_for_tokens(3)
@@ -58,7 +58,9 @@ def test_a_fleet_updates_a_pair_as_one(pair: Pair, ways: Ways, checkpoints: Path
     expect_labels(output, prompt_by=["v1"] * 40)
 
 
-def test_a_prefill_server_that_refuses_to_seal(pair: Pair, ways: Ways, checkpoints: Path) -> None:
+def test_failed_seal_of_the_prefill_server_changes_no_server(
+    pair: Pair, ways: Ways, checkpoints: Path
+) -> None:
     ways.prefill.before(
         "/seal_weight_update", lambda: pair.prefill.post("/abort_weight_update", {})
     )
@@ -72,7 +74,7 @@ def test_a_prefill_server_that_refuses_to_seal(pair: Pair, ways: Ways, checkpoin
 # ---- the last one, because it ends the prefill server ----------------------------------------
 
 
-def test_a_prefill_server_that_dies_before_it_commits(
+def test_prefill_server_dying_at_its_commit_leaves_the_decode_server_unchanged(
     pair: Pair, ways: Ways, checkpoints: Path
 ) -> None:
     running = pair.generate(tokens=400, input_ids=prompt(40))
@@ -89,7 +91,7 @@ def test_a_prefill_server_that_dies_before_it_commits(
     assert (report.phase, report.answers) == ("commit", {})
     assert report.uncertain == [ways.prefill.url]
     assert isinstance(report.failures[ways.decode.url], Conflict)
-    # what it had staged is gone, and what runs there goes on
+    # the staged version is dropped, and running requests continue
     assert status(pair.decode)["staging"]["state"] == "empty"
     output = running.output()
     assert of_tokens(output) == ["v0"] * 400

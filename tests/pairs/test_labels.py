@@ -1,4 +1,4 @@
-"""What weights made what, between a prefill server and a decode server."""
+"""Versions of tokens and KV in requests through a prefill server and a decode server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.metrics import read
 from tests.support.pair import Pair, expect_labels, live, of_tokens
 
 
-def test_a_request_goes_through_both(pair: Pair) -> None:
+def test_request_passes_through_both_servers(pair: Pair) -> None:
     generation = pair.generate(tokens=20)
     output = generation.output()
     assert output.finish_reason == "length"
@@ -31,8 +31,10 @@ def mismatches(pair: Pair) -> float:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 0), (1, 1)])
-def test_who_made_the_prompt(pair: Pair, checkpoints: Path, prefill: int, decode: int) -> None:
-    """The prompt's KV and the first token are the prefill server's, wherever it stands."""
+def test_prompt_and_first_token_have_the_prefill_servers_version(
+    pair: Pair, checkpoints: Path, prefill: int, decode: int
+) -> None:
+    """Other tokens have the decode server's version."""
     before = mismatches(pair)
     for server, version in zip(pair.servers, (prefill, decode), strict=True):
         if version:
@@ -47,7 +49,7 @@ def test_who_made_the_prompt(pair: Pair, checkpoints: Path, prefill: int, decode
     assert mismatches(pair) - before == (prefill != decode)
 
 
-def test_an_update_of_both_while_requests_run(pair: Pair, checkpoints: Path) -> None:
+def test_spans_of_updates_on_both_servers(pair: Pair, checkpoints: Path) -> None:
     generation = pair.generate(tokens=2000, input_ids=prompt(40))
     for version in (1, 2):
         generation.wait_for_tokens(generation.count + 3)
@@ -60,8 +62,8 @@ def test_an_update_of_both_while_requests_run(pair: Pair, checkpoints: Path) -> 
     assert set(of_tokens(output)) == {"v0", "v1", "v2"}
 
 
-def test_a_prompt_of_two_versions(pair: Pair, checkpoints: Path) -> None:
-    """A part of it was in the prefill server's cache, and perhaps in the other's."""
+def test_kv_versions_of_a_prompt_with_two_versions(pair: Pair, checkpoints: Path) -> None:
+    """One part was in the prefill server's cache, and for some pairs in the decode server's."""
     input_ids = prompt(96)
     pair.generate(tokens=2, input_ids=input_ids[:64]).output()
     for server in pair.servers:
@@ -71,8 +73,8 @@ def test_a_prompt_of_two_versions(pair: Pair, checkpoints: Path) -> None:
     expect_labels(output, prompt_by=["v0"] * 64 + ["v1"] * 32)
 
 
-def test_a_prefix_of_the_decode_server(pair: Pair, checkpoints: Path) -> None:
-    """What it has in its own cache is not sent, and so is as it was."""
+def test_kv_versions_of_a_prefix_in_the_decode_servers_cache(pair: Pair, checkpoints: Path) -> None:
+    """The transfer skips that prefix, so its KV keeps its version."""
     input_ids = prompt(96)
     pair.generate(tokens=2, input_ids=input_ids[:64]).output()
     live(pair.prefill, checkpoints, 1, kv="fence")
@@ -91,8 +93,10 @@ def waiting(server: Server) -> int:
     return int(load["num_waiting_reqs"])
 
 
-def test_a_fence_while_a_request_waits_for_the_other_server(pair: Pair, checkpoints: Path) -> None:
-    """It came before the fence and has not begun: it begins behind it."""
+def test_fence_applies_to_a_request_waiting_for_its_decode_server(
+    pair: Pair, checkpoints: Path
+) -> None:
+    """The request came before the fence but has not begun."""
     input_ids = prompt(64)
     pair.generate(tokens=2, input_ids=input_ids).output()
     request: dict[str, Any] = {"tokens": 8, "input_ids": input_ids, **pair.meeting()}

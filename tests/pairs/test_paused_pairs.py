@@ -29,7 +29,7 @@ from tests.support.updates import refuse
 
 
 def expect_whole(generation: PairedGeneration) -> Output:
-    """From both servers, with exact spans; the first token is the prefill server's."""
+    """Check both servers' outputs and the spans. The first token is the prefill server's."""
     output = generation.output()
     assert output.finish_reason == "length", output.meta
     assert len(output.tokens) == generation.max_new_tokens
@@ -39,7 +39,7 @@ def expect_whole(generation: PairedGeneration) -> Output:
 
 
 def run(pair: Pair, n: int, *, tokens: int) -> list[PairedGeneration]:
-    """``n`` requests that the decode server has taken over."""
+    """Start ``n`` requests and wait until the decode server runs them."""
     generations = [pair.generate(tokens=tokens) for _ in range(n)]
     for generation in generations:
         generation.wait_for_tokens(3)
@@ -52,8 +52,8 @@ def count_requests(server: Server) -> int:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "wait"])
-def test_a_decode_server_that_is_paused(pair: Pair, checkpoints: Path, mode: str) -> None:
-    """What it runs stands still or ends, and what comes meanwhile is prefilled and waits."""
+def test_paused_decode_server_holds_requests(pair: Pair, checkpoints: Path, mode: str) -> None:
+    """Later requests are prefilled, then wait."""
     running = run(pair, 2, tokens=200)
     (rank,) = pause(pair.decode, mode)["ranks"]
     assert rank["running"] == (2 if mode == "in_place" else 0)
@@ -70,8 +70,10 @@ def test_a_decode_server_that_is_paused(pair: Pair, checkpoints: Path, mode: str
     assert set(labels_of(expect_whole(later).meta["weight_versions"])[1:]) == {"v1"}
 
 
-def test_a_decode_server_that_retracts(pair: Pair, checkpoints: Path) -> None:
-    """All KV is made anew by the prefill server, and by nobody else's weights."""
+def test_retract_on_the_decode_server_recomputes_kv_on_the_prefill_server(
+    pair: Pair, checkpoints: Path
+) -> None:
+    """All KV then has the prefill server's version."""
     running = run(pair, 2, tokens=200)
     (rank,) = pause(pair.decode, "retract")["ranks"]
     assert rank["retracted"] == 2
@@ -86,7 +88,7 @@ def test_a_decode_server_that_retracts(pair: Pair, checkpoints: Path) -> None:
         assert set(labels_of(output.meta["kv_versions"])) == {"v1"}
 
 
-def test_what_was_retracted_can_be_ended(pair: Pair) -> None:
+def test_retracted_request_can_be_aborted(pair: Pair) -> None:
     ended, goes_on = run(pair, 2, tokens=200)
     pause(pair.decode, "retract")
     count, _ = settle(pair.decode, [ended, goes_on])
@@ -100,8 +102,10 @@ def test_what_was_retracted_can_be_ended(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract", "wait"])
-def test_a_prefill_server_that_is_paused(pair: Pair, checkpoints: Path, mode: str) -> None:
-    """Amid the chunks of a prompt, with others behind it; the decode server goes on."""
+def test_paused_prefill_server_leaves_the_decode_server_running(
+    pair: Pair, checkpoints: Path, mode: str
+) -> None:
+    """The pause comes between chunks of a prompt, with other prompts queued."""
     running = run(pair, 1, tokens=200)
     long = pair.generate(tokens=20, input_ids=prompt(8 * CHUNK))
     behind = pair.generate(tokens=20)
@@ -122,10 +126,10 @@ def test_a_prefill_server_that_is_paused(pair: Pair, checkpoints: Path, mode: st
     assert later.output().tokens[0] == token(1)
 
 
-def test_an_update_of_a_prefill_server_waits_for_what_has_begun(
+def test_blocking_update_of_a_prefill_server_waits_for_begun_prompts(
     pair: Pair, checkpoints: Path
 ) -> None:
-    """Nothing has KV then, so all of it can be made anew."""
+    """Without running requests, the flush may drop all KV."""
     long = pair.generate(tokens=20, input_ids=prompt(8 * CHUNK))
     until("it has begun", lambda: status(pair.prefill)["running"] or long.count)
     assert update(pair.prefill, checkpoints, 1)["weight_version"] == "v1"
@@ -133,7 +137,9 @@ def test_an_update_of_a_prefill_server_waits_for_what_has_begun(
     assert expect_whole(pair.generate(tokens=20)).tokens[0] == token(1)
 
 
-def test_both_are_paused_and_updated(pair: Pair, checkpoints: Path) -> None:
+def test_pause_and_update_of_both_servers_split_spans_at_the_exact_token(
+    pair: Pair, checkpoints: Path
+) -> None:
     running = run(pair, 2, tokens=200)
     long = pair.generate(tokens=20, input_ids=prompt(8 * CHUNK))
     for server in pair.servers:
@@ -150,13 +156,13 @@ def test_both_are_paused_and_updated(pair: Pair, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_pause_that_ends_all(pair: Pair, checkpoints: Path, side: str) -> None:
+def test_aborting_pause_of_one_server(pair: Pair, checkpoints: Path, side: str) -> None:
     running = run(pair, 2, tokens=400)
     long = pair.generate(tokens=20, input_ids=prompt(8 * CHUNK))
     until("it has begun", lambda: status(pair.prefill)["running"] or long.count)
     server = pair.prefill if side == "prefill" else pair.decode
     pause(server, "abort", lease_s=30)
-    # nothing has KV, so all of it can be made anew
+    # no KV exists, so recomputing all of it is possible
     update(server, checkpoints, 1)
     later = pair.generate(tokens=20)
     resume(server)
@@ -164,13 +170,13 @@ def test_a_pause_that_ends_all(pair: Pair, checkpoints: Path, side: str) -> None
     for generation in running:
         reason = generation.output().finish_reason
         assert reason == ("length" if side == "prefill" else "abort")
-    # what a prefill server has ended the decode server waits for, as in SGLang
+    # as in SGLang, the decode server waits for the aborted prefill until its own abort
     long.abort()
     long.wait_for_end()
     until("all have left", lambda: sum(map(count_requests, pair.servers)) == 0)
 
 
-def test_a_lease_ends_a_pause_of_each(pair: Pair) -> None:
+def test_leases_end_the_pauses_of_both_servers(pair: Pair) -> None:
     (running,) = run(pair, 1, tokens=200)
     for server in pair.servers:
         pause(server, "in_place", lease_s=1)
@@ -179,7 +185,7 @@ def test_a_lease_ends_a_pause_of_each(pair: Pair) -> None:
     expect_whole(later)
 
 
-def test_what_cannot_be_recomputed_is_refused(pair: Pair, checkpoints: Path) -> None:
+def test_recompute_on_a_decode_server_is_refused(pair: Pair, checkpoints: Path) -> None:
     (running,) = run(pair, 1, tokens=200)
     pause(pair.decode, "in_place")
     body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "flush_cache": True}
@@ -194,8 +200,8 @@ def test_what_cannot_be_recomputed_is_refused(pair: Pair, checkpoints: Path) -> 
     assert set(labels_of(expect_whole(running).meta["weight_versions"])) == {"v0", "v1"}
 
 
-def test_pauses_amid_a_prompt_lose_no_kv(pair: Pair, tmp_path: Path) -> None:
-    """Weights that look at the KV give the same tokens, wherever either server was paused."""
+def test_pauses_during_a_prompt_lose_no_kv(pair: Pair, tmp_path: Path) -> None:
+    """These random weights read the KV, so lost KV would change tokens."""
     torch.manual_seed(0)
     random = {
         name: torch.randn_like(weights) * 0.2 if weights.dim() > 1 else weights
@@ -206,7 +212,7 @@ def test_pauses_amid_a_prompt_lose_no_kv(pair: Pair, tmp_path: Path) -> None:
     outputs: list[list[int]] = []
     for paused in ((), (pair.prefill,), (pair.decode,)):
         for server in pair.servers:
-            # nothing is cached of the prompt after it
+            # the update clears the prompt from the cache
             assert server.post("/update_weights_from_disk", body)["success"]
         generation = pair.generate(tokens=30, input_ids=asked)
         while paused and not generation.has_ended:
