@@ -1,4 +1,4 @@
-"""The parts of phase one, made for a scheduler and put together."""
+"""Builds the parts of phase one for a scheduler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_staging(
     *,
     is_busy: Callable[[], bool],
 ) -> Staging:
-    """On the scheduler's thread, before the staging thread has its first job.
+    """Build ``Staging`` on the scheduler's thread, before the staging thread's first job.
 
     ``is_busy`` says, to any thread, whether requests run.
     """
@@ -67,7 +67,7 @@ def make_staging(
             why_not=why_not_staged,
         )
     worker: InlineWorker | StagingWorker
-    # in place nothing decodes meanwhile
+    # in place nothing decodes during an update, so nothing is paced
     if in_place := mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.stand_still)
         rate_limit = RateLimit(0, is_busy)
@@ -105,12 +105,12 @@ def make_staging(
 
 
 def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
-    """Why no update can be taken in, or None where it can."""
+    """Return why this server takes no updates, or None if it does."""
     if (reason := why_no_update(in_place=in_place)) is not None:
         return reason
     if in_place and (reason := why_no_retraction()) is not None:
         return f"weights cannot be written in place, between two steps: {reason}"
     if in_place and get_parallel().pp_size > 1:
-        # a stage that a piece is for would stand still, and the others would wait for it
+        # a stage with a job would make no step, and the other stages would wait for it
         return "weights cannot be written in place, between two steps, with --pp-size above 1"
     return why_not_updated(models, in_place=in_place)

@@ -1,4 +1,4 @@
-"""A model whose live weights an update writes, by SGLang's own steps."""
+"""Writes an update into a model's live weights, by SGLang's own steps."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ Places = dict[tuple[str, int], torch.Tensor]
 
 
 class InPlaceModel:
-    """Takes a ``Shadow``'s place in the mode ``off``: the loader meets the live model.
+    """Replaces ``Shadow`` in the mode ``off``: the loader writes the live model.
 
-    SGLang may finish a model after loading: it makes another layout, puts another parameter in
-    the place of the one that was loaded, or computes a product of two. Such a model is
-    ``restored`` to what a loader writes, written, and finished, all by SGLang's own functions, on
-    the scheduler's thread, while the loop makes no step. In between its weights are of no use.
+    SGLang may finish a model after loading: it changes the layout, replaces a loaded parameter, or
+    computes a product of two. Such a model is restored to the loader's parameters, written, and
+    finished again. SGLang's own functions do this, on the scheduler's thread, while the loop makes
+    no step. In between the weights are unusable.
 
-    Captured graphs hold addresses. Where they do, each tensor keeps the address that it had
-    before the update: a tensor that finishing puts elsewhere is copied back, and one whose shape
-    changes is refused.
+    Captured graphs hold addresses. With graphs, each tensor keeps its address from before the
+    update: a tensor moved by finishing is copied back, and a changed shape is refused.
     """
 
     def __init__(
@@ -39,8 +38,9 @@ class InPlaceModel:
         holds_graphs: bool,
         owners: Sequence[nn.Module] = (),
     ) -> None:
-        """``finishes``: SGLang changes the model after loading it. ``owners``: models whose
-        weights are theirs, also where ``model`` shares them."""
+        """``finishes``: SGLang changes the model after loading it. ``owners``: models that own
+        the weights shared with ``model``.
+        """
         self.model = model
         self.finishes = finishes
         self._device = device
@@ -53,7 +53,7 @@ class InPlaceModel:
 
     @property
     def pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The parameters of the moment, each paired with itself: finishing may replace them."""
+        """The current parameters, each paired with itself: finishing may replace them."""
         return ((name, weight, weight) for name, weight in weights_of(self.model))
 
     @property
@@ -61,16 +61,16 @@ class InPlaceModel:
         return []
 
     def begin(self) -> None:
-        """Nothing is to be prepared."""
+        """Do nothing."""
 
     def find_derived(self) -> None:
-        """None: a tensor that loading derives is live already."""
+        """Return None: derived tensors are live already."""
 
     def note_write(self, write: Write) -> None:
         self.open()
 
     def targets(self) -> dict[int, Target]:
-        """Everything that a loader of this model could write, by its memory."""
+        """Return all memory in reach of the model's loader, by ``memory_key``."""
         found = {
             memory_key(tensor): Target(Kind.DERIVED, place)
             for (place, _), tensor in _places_of(self.model).items()
@@ -83,31 +83,31 @@ class InPlaceModel:
         return found
 
     def open(self) -> None:
-        """Something is about to write it."""
+        """Begin writes, and note the tensors' addresses if graphs hold them."""
         if not self.is_open:
             self.is_open = True
             if self._holds_graphs:
-                # of their own, because ``.data`` of a parameter may be set
+                # detached, because ``.data`` of a parameter may be set
                 self._before = {at: t.detach() for at, t in _places_of(self.model).items()}
 
     def restore(self) -> None:
-        """Before the first tensor. After a failure half way nothing is to be undone."""
+        """Undo SGLang's finishing before the first tensor, unless an update failed half way."""
         if self.finishes and not self.is_open:
             self.open()
             DefaultModelLoader.restore_weights_before_loading(self.model, self._device)
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load as SGLang's updates from disk do, which rename tensors for some formats."""
+        """Load like SGLang's updates from disk: they rename tensors for some formats."""
         DefaultModelLoader.load_weights_only(self.model, weights, self._device)
 
     def write_directly(self) -> None:
-        """Tensors are about to be copied to parameters past the model's loader."""
+        """Note that tensors are copied to parameters past the model's loader."""
         self._is_direct = True
 
     def finish(self, *, was_loaded: bool) -> None:
-        """``was_loaded`` is false where something else than its loader has written it.
+        """Finish the written model. ``was_loaded`` is false if no loader wrote the model.
 
-        Raises ``Refused`` where captured graphs would read memory that is no longer a weight's.
+        Raise ``Refused`` if captured graphs would read memory of no weight.
         """
         self.is_open = False
         if self.finishes:
@@ -126,7 +126,7 @@ class InPlaceModel:
 
 
 def _places_of(model: nn.Module) -> Places:
-    """Every tensor of ``model``, by where it is kept."""
+    """Return every tensor of ``model``, by its place in the model."""
     found: Places = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
@@ -138,7 +138,7 @@ def _places_of(model: nn.Module) -> Places:
 
 
 def _put_back(before: Places, now: Places) -> list[str]:
-    """Bring each tensor of ``now`` to the address of its predecessor; returns those that cannot."""
+    """Bring each tensor of ``now`` to its old address; return the names of failures."""
     moved = []
     for place, old in before.items():
         new = now.get(place)

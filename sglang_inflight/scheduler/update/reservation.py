@@ -1,4 +1,4 @@
-"""Memory on the device is set aside for the shadow before the KV cache takes the rest."""
+"""Reserves device memory for the shadow, before the KV cache takes the rest."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Reservation:
-    """``storage`` is by the id of the tensor that it is for; one made later has none.
+    """The reserved ``storage`` by the id of its tensor; a tensor made later has none.
 
-    ``room`` is what the KV cache would have without it, in bytes.
+    ``room`` is the KV cache's memory without the reservation, in bytes.
     """
 
     mode: StagingMode
@@ -41,15 +41,16 @@ class Reservation:
     room: int = 0
 
     def warn_of_its_cost(self, tokens: int) -> None:
-        """``tokens`` is how many the KV cache has room for, beside what is set aside here."""
+        """Log the tokens that the reservation takes from the KV cache, and the ``tokens`` left."""
         nbytes = sum(kept.storage.nbytes for kept in self.storage.values())
         left = self.room - nbytes
         if not nbytes or left <= 0:
             return
         logger.warning(
-            "Staging of weight updates sets aside %d MiB of the device, which would be %d tokens "
-            "of KV cache beside the %d that there are (%.0f%%). SGLANG_INFLIGHT_STAGING=host takes "
-            "the host's memory instead, off takes none and writes updates in place.",
+            "Staging of weight updates reserves %d MiB of the device: without it the KV cache "
+            "would hold %d tokens more than its %d (%.0f%% of its memory). "
+            "SGLANG_INFLIGHT_STAGING=host takes the host's memory instead, off takes none and "
+            "writes updates in place.",
             nbytes >> 20,
             tokens * nbytes // left,
             tokens,
@@ -64,14 +65,14 @@ class ReservingScheduler(Scheduler, Protocol):
 
 
 def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservation | None:
-    """Choose the mode, and take the device's memory that it needs. None on a CPU.
+    """Choose the mode, and reserve its device memory. Return None on a CPU.
 
-    ``share_of_room`` is how much of the KV cache's memory may be taken where nobody asked for it.
+    ``share_of_room`` is the share of the KV cache's memory free for staging under ``auto``.
 
-    A server that stages no update, whatever is sent to it, keeps that memory for the KV cache.
+    A server that can stage no update keeps all memory for the KV cache.
 
-    After all models are loaded and before SGLang sizes the KV cache by what is free then:
-    later nothing is. On the loop's thread, with all ranks of the replica.
+    Call on the loop's thread, on all ranks of the replica, after all models are loaded. SGLang
+    then gives the KV cache the free memory, and later nothing is free.
     """
     workers = [scheduler.tp_worker, scheduler.draft_worker]
     runners = [
@@ -94,7 +95,7 @@ def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservat
     mode = choose_mode(
         wanted, nbytes, device, room, pinned, share_of_room=share_of_room, why_not=why_not
     )
-    # a rank that can stage nothing votes against every update, and no rank needs a shadow
+    # a rank unable to stage votes against every update, so no rank needs a shadow
     if mode is not StagingMode.DEVICE or is_true_of_any(why_not is not None):
         return Reservation(mode)
     storage = set_aside(weights, device)
@@ -110,7 +111,7 @@ def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservat
 def set_aside(
     weights: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, ReservedStorage] | None:
-    """Storage for the shadows of ``weights``; None, and none taken, where it does not fit."""
+    """Return storage for the shadows of ``weights``; None, and none taken, if it does not fit."""
     storage: dict[int, ReservedStorage] = {}
     try:
         for weight in weights:
@@ -121,16 +122,16 @@ def set_aside(
         pass
     else:
         return storage
-    # not before: what failed holds on to its part until it is handled
+    # not in the except block: the exception keeps its frames' tensors alive there
     storage.clear()
     torch.get_device_module(device).empty_cache()
     return None
 
 
 def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
-    """Each once, also what a draft shares with its target.
+    """Return the tensors with a copy in a shadow, each once, even if shared with a draft.
 
-    A tensor that lies in a weight's memory is a view of that weight's shadow, and no copy.
+    A tensor in a weight's memory becomes a view of the weight's shadow, and no copy.
     """
     models = list(models)
     weights = {id(weight): weight for model in models for _, weight in weights_of(model)}
@@ -143,14 +144,14 @@ def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
             for module in model.modules()
             for _, value in attributes_of(module)
             for tensor in tensors_in(value)
-            # a scale that is kept on the host stays there
+            # a scale kept on the host stays there
             if tensor.device == device and memory_of(tensor) not in memory
         }
     return [*weights.values(), *others.values()]
 
 
 def _room(runner: ModelRunner) -> int:
-    """What SGLang would give the KV cache, in bytes."""
+    """Return the bytes that SGLang would give the KV cache."""
     free_gb = get_available_gpu_memory(runner.device, runner.gpu_id)
     rest = 1 - get_schedule().mem_fraction_static
     return int((free_gb - runner.pre_model_load_memory * rest) * (1 << 30))

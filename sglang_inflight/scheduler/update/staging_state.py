@@ -1,4 +1,4 @@
-"""What the shadow holds, and which step of an update may come then.
+"""The states of the shadow, and the steps of an update allowed in each.
 
     step      EMPTY    OPEN      SEALED
     open      OPEN     refused   refused
@@ -8,8 +8,8 @@
     commit    refused  refused   EMPTY
     drop      EMPTY    EMPTY     EMPTY
 
-EMPTY: the previous version, or nothing of worth. OPEN: what the staging thread has filled in so
-far. SEALED: a complete update that was checked, for which this rank has voted.
+EMPTY: the previous version, or nothing of use. OPEN: an update as far as it is filled. SEALED: a
+complete and checked update with this rank's vote.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Step(enum.Enum):
     OPEN = "open"
     STAGE = "stage"
     SEAL = "seal"
-    # the staging thread's, at the end of the job that a seal is
+    # by the staging thread, at the end of the seal's job
     VOTED = "voted"
     COMMIT = "commit"
     DROP = "drop"
 
 
-# what is not in it is refused
+# a step not listed here is refused
 MOVES: dict[tuple[Step, StagingState], StagingState] = {
     (Step.OPEN, StagingState.EMPTY): StagingState.OPEN,
     (Step.STAGE, StagingState.OPEN): StagingState.OPEN,
@@ -47,5 +47,5 @@ MOVES: dict[tuple[Step, StagingState], StagingState] = {
 
 
 def states_for(step: Step) -> list[StagingState]:
-    """Those in which ``step`` is not refused."""
+    """Return the states that allow ``step``."""
     return [state for known, state in MOVES if known is step]

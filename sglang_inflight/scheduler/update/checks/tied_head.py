@@ -49,7 +49,7 @@ class TiedHead:
         if digest != self._embeddings:
             raise Refused(
                 f"the model ties {name!r} to its embeddings, and the update brings a head that "
-                "differs from the update's embeddings: send equal tensors, or no head"
+                "differs from the embeddings of the update: send equal tensors, or no head"
             )
 
 

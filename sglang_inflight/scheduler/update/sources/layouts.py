@@ -1,4 +1,4 @@
-"""What senders say of tensors that they send as mere bytes."""
+"""Names, dtypes and shapes of tensors sent as mere bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Layout:
 
 
 def read_layouts(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> list[Layout]:
-    """Raises ``Refused`` where they are not those of tensors, one of each for each."""
+    """Return one layout for each name. Raise ``Refused`` if they describe no tensors."""
     if not len(names) == len(dtypes) == len(shapes):
         raise Refused(
             f"names, dtypes and shapes must be of one length, not {len(names)}, "
@@ -39,5 +39,5 @@ def read_layouts(names: list[str], dtypes: list[str], shapes: list[list[int]]) -
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(dtype, torch.dtype):
-        raise Refused(f"dtypes holds {name!r}, which is no dtype")
+        raise Refused(f"dtypes holds {name!r}, which is not a dtype of torch")
     return dtype

@@ -1,4 +1,4 @@
-"""Memory that a checkpoint's tensors are read into, one after the other."""
+"""Buffers for a checkpoint's tensors, read one after the other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-# unlike a module of Python's, a call through ctypes gives up the interpreter
+# ctypes, unlike ``mmap.madvise``, releases the interpreter during the call
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -19,16 +19,16 @@ _HUGE_PAGE = 2 << 20
 
 class _Buffer:
     def __init__(self, nbytes: int) -> None:
-        # or the kernel would put it where no huge page fits
+        # whole huge pages, or the kernel may place the buffer where none fits
         self.capacity = capacity = -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
-        # nothing of it is memory before it is written
+        # takes no memory before it is written
         self._memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._used = 0
         self._references = sys.getrefcount(self._memory)
 
     @property
     def is_kept(self) -> bool:
-        """Whether a tensor in it is left: each holds a reference, by way of its storage."""
+        """True while a tensor lies in the buffer: its storage holds a reference."""
         return sys.getrefcount(self._memory) > self._references
 
     def take(self, nbytes: int) -> torch.Tensor:
@@ -36,7 +36,7 @@ class _Buffer:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=nbytes)
 
     def give_back(self) -> None:
-        """To the system, all that no tensor lies in."""
+        """Return all memory without a tensor to the system."""
         used = self._used if self.is_kept else 0
         start = -(-used // mmap.PAGESIZE) * mmap.PAGESIZE
         address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -44,34 +44,35 @@ class _Buffer:
 
 
 class ReadBuffers:
-    """Used again and again, unless somebody still holds a tensor that lies in them.
+    """Buffers for repeated use, unless somebody still holds a tensor in them.
 
-    Memory that was in use before need not be zeroed by the kernel page by page, which takes as
-    long as the reading. Three buffers take turns: one is read into, one is what the loader has
-    been given, and of one before it may still hold the last tensor. Some loaders gather
-    tensors, to fuse them or to sort them. Theirs stay, and others are read elsewhere.
-    A copy to a device has left the memory when it returns, which is what loaders make.
+    The kernel zeroes new memory page by page, in as much time as the reading takes. Used memory
+    avoids this. Three buffers take turns: one is being read into, one is with the loader, and the
+    loader may still hold the last tensor of a third. Some loaders gather tensors, to fuse or to
+    sort them. Their buffers stay, and other tensors are read elsewhere. Loaders copy to a device:
+    the copy has left the buffer when it returns.
 
-    Only the staging thread takes buffers. What another one reads into is kept by that reading.
+    Only the staging thread takes buffers. Another thread reads into a buffer, and that reading
+    keeps the buffer.
     """
 
     def __init__(self, largest: int) -> None:
-        """``largest`` is how many bytes are taken at most."""
+        """``largest`` is the most bytes of one ``take``."""
         self._capacity = max(1, largest)
         self._buffers: list[_Buffer] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """So many bytes, one or more, that nobody uses."""
+        """Return ``nbytes`` unused bytes, one or more."""
         for buffer in self._buffers:
             if buffer.capacity >= nbytes and not buffer.is_kept:
                 return buffer.take(nbytes)
-        # what is kept is its keeper's, who frees it
+        # the holder of a tensor frees the buffer
         buffer = _Buffer(self._capacity if len(self._buffers) < _MOST_BUFFERS else nbytes)
         self._buffers = [*self._buffers[1 - _MOST_BUFFERS :], buffer]
         return buffer.take(nbytes)
 
     def give_back(self) -> None:
-        """Torch would do so when the last tensor goes, and hold the interpreter meanwhile."""
+        """Free all buffers. Torch would do so with the last tensor, holding the interpreter."""
         for buffer in self._buffers:
             buffer.give_back()
         self._buffers = []

@@ -1,4 +1,4 @@
-"""Tensors that arrive as a payload, which a trainer serialized."""
+"""Reads tensors from a payload serialized by a trainer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
-# Torch asks a process of its own for shared memory. On busy cores that may have none for a second:
-# then torch gives up, and has opened nothing.
+# Torch asks a manager process for shared memory. On busy cores it may not answer within a second:
+# then torch gives up and has opened nothing, so another try is safe.
 _LATE = "Shared memory manager connection has timed out"
 TRIES = 10
 
@@ -36,10 +36,10 @@ TRIES = 10
 def read_tensors(
     source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
 ) -> Weights:
-    """Tensors that a trainer serialized for this rank, moved to ``device`` one by one.
+    """Yield the tensors serialized for this rank, moved to ``device`` one by one.
 
-    A payload may be a handle to what another process has, which may be stopped or gone: so it
-    is opened on an ``AbandonableThread``. ``check`` raises when it is time to give up.
+    A payload may be a handle to another process's memory, and that process may be stopped or gone.
+    So an ``AbandonableThread`` opens it. ``check`` raises when it is time to give up.
     """
     for name, tensor in release_pages(_deserialize(source, device, check, rate_limit)):
         yield name, tensor.to(device) if isinstance(tensor, torch.Tensor) else tensor
@@ -49,8 +49,8 @@ def _deserialize(
     source: TensorSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
 ) -> Weights:
     if torch.cuda.is_available():
-        # as upstream's reader does, for handles to CUDA memory; it also changes how this process
-        # writes tensors, and without CUDA it then fails at each one
+        # For handles to CUDA memory, as in SGLang's reader. It also changes this process's
+        # pickling of tensors, which then fails without CUDA.
         monkey_patch_torch_reductions()
     payload = _own_payload(source.serialized_named_tensors)
     rest = partial(rate_limit.for_another_thread().spend, 0)
@@ -64,7 +64,7 @@ def _deserialize(
                 "serialized_named_tensors must hold a list of (name, tensor) pairs, "
                 f"not a {type(named).__name__}"
             )
-        # one by one out of the list, which would keep all their memory to the end
+        # one by one out of the list: a full list would keep all memory to the end
         named.reverse()
         while named:
             pair = named.pop()
@@ -77,7 +77,7 @@ def _deserialize(
 
 
 def _of_rank(tensor: SerializedTensor) -> bytes:
-    """That of this rank's, of payloads for each tensor-parallel rank."""
+    """Return this rank's payload from one for each tensor-parallel rank."""
     payloads, rank = getattr(tensor, "values", None), get_parallel().tp_rank
     if not isinstance(payloads, list | tuple) or rank >= len(payloads):
         raise Refused(f"a LocalSerializedTensor holds no payload for rank {rank}")
@@ -110,12 +110,11 @@ def _read(payload: Payload, rest: Callable[[], None]) -> Any:
 
 
 def _own_payload(payloads: list[Payload]) -> Payload:
-    """This rank's, of payloads for as many ranks as they can be counted for.
+    """Return this rank's payload; the number of ``payloads`` says how ranks are counted.
 
-    A payload may be readable once only (it can be a handle to shared memory), so replicas, and
-    the stages of a pipeline, need payloads of their own, unless the trainer's can be read again.
-    They are ordered as SGLang counts ranks: by replica, then by stage, then by tensor-parallel
-    rank.
+    Some payloads can be read only once, such as a handle to shared memory. So replicas, and the
+    stages of a pipeline, need payloads of their own, unless the trainer's can be read again. The
+    order is SGLang's order of ranks: by replica, then by stage, then by tensor-parallel rank.
     """
     parallel = get_parallel()
     ranks, stages = parallel.tp_size, parallel.pp_size

@@ -12,10 +12,10 @@ from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 def copy_in_pieces(
     rate_limit: RateLimit, target: torch.Tensor, source: torch.Tensor, *how: Any, **options: Any
 ) -> None:
-    """``target.copy_(source)``, no faster than ``rate_limit`` allows.
+    """Do ``target.copy_(source)``, no faster than ``rate_limit`` allows.
 
-    ``how`` and ``options`` are those of ``torch.Tensor.copy_``. A source that torch would expand
-    is copied at once.
+    ``how`` and ``options`` are arguments of ``torch.Tensor.copy_``. A source of another shape,
+    for torch to expand, is copied at once.
     """
     if target.shape != source.shape:
         target.copy_(source, *how, **options)

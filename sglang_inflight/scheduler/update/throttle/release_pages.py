@@ -1,4 +1,4 @@
-"""Shared memory is let go of without holding up the loop."""
+"""Unmaps shared memory without holding up the loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-# unlike a module of Python's, a call through ctypes gives up the interpreter
+# ctypes, unlike ``mmap.madvise``, releases the interpreter during the call
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -16,14 +16,14 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def release_pages(
     weights: Iterable[tuple[str, torch.Tensor]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hand on ``weights``; what one lies in is unmapped when the next is asked for.
+    """Yield ``weights``, and unmap a tensor's pages when the next tensor is asked for.
 
-    Torch unmaps a sender's whole memory at once, some 40 ms per GB, when the last tensor in it
-    goes, and holds the interpreter meanwhile. The loop, which needs it, would stand still.
-    Nothing is left to unmap then if the pages went before, tensor by tensor.
+    Torch unmaps a sender's whole memory when its last tensor goes, some 40 ms per GB, and holds
+    the interpreter meanwhile. The loop needs the interpreter and would stand still. If the pages
+    went before, tensor by tensor, nothing is left to unmap.
 
-    Pages of shared memory come back when they are read again: nothing is lost if somebody still
-    holds the tensor. Other memory would be, and is left alone.
+    Pages of shared memory come back at the next read: nothing is lost if somebody still holds the
+    tensor. Other memory would be lost, and is left alone.
     """
     for name, tensor in weights:
         yield name, tensor
@@ -36,7 +36,7 @@ def release_pages(
 def _release(tensor: torch.Tensor) -> None:
     storage = tensor.untyped_storage()
     start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
-    # one that is expanded has more bytes than there are
+    # an expanded tensor counts more bytes than its storage has
     end = min(tensor.data_ptr() + tensor.nbytes, storage.data_ptr() + storage.nbytes())
-    # the kernel leaves memory that is locked where it is, and so do we
+    # the kernel refuses this for locked memory, and the pages stay
     _madvise(start, max(0, end - start), mmap.MADV_DONTNEED)
