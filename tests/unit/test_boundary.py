@@ -197,14 +197,14 @@ def test_abort_spares_another_workers_request(scheduler: Any) -> None:
     held = boundary.Boundary(scheduler, none)
     held.live_requests = lambda: [req]  # type: ignore[method-assign, assignment, return-value]
 
-    def is_anothers(rid: str, worker: str | None, *, abort_all: bool = False) -> bool:
+    def is_another_workers(rid: str, worker: str | None, *, abort_all: bool = False) -> bool:
         abort: Any = SimpleNamespace(rid=rid, http_worker_ipc=worker, abort_all=abort_all)
         return held.is_of_another_worker(abort)
 
-    assert is_anothers("name", "other")
-    assert not is_anothers("name", "one")
-    assert not is_anothers("name1", "other")
-    assert not is_anothers("name", "other", abort_all=True)
-    assert not is_anothers("name", None)
+    assert is_another_workers("name", "other")
+    assert not is_another_workers("name", "one")
+    assert not is_another_workers("name1", "other")
+    assert not is_another_workers("name", "other", abort_all=True)
+    assert not is_another_workers("name", None)
     finished = True
-    assert not is_anothers("name", "other")
+    assert not is_another_workers("name", "other")

@@ -66,7 +66,7 @@ def test_any_difference_changes_digest(weights: Weights) -> None:
     assert len(found) == 2 + sum(3 if tensor.numel() else 2 for _, tensor in weights)
 
 
-def test_digest_of_no_weights() -> None:
+def test_digest_of_no_weights_is_that_of_no_data() -> None:
     assert digest_of([], never) == Digest().hexdigest()
 
 

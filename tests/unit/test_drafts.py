@@ -41,7 +41,7 @@ def weight(size: int) -> nn.Parameter:
     return nn.Parameter(torch.ones(size), requires_grad=False)
 
 
-def of(value: float) -> Weights:
+def weights_of(value: float) -> Weights:
     return {"embeddings": torch.full((4,), float(value)), "own": torch.full((3,), float(value))}
 
 
@@ -98,7 +98,7 @@ class Rank:
         embeddings, own, drafts = ({float(x) for x in each} for each in found)
         return embeddings.pop(), own.pop(), drafts.pop()
 
-    def read_anew(self) -> str | None:
+    def read_digest(self) -> str | None:
         """Return the digest without a remembered one."""
         self.digest = None
         self.update(("target", {"own": self.target.own.clone()}), partial=True)
@@ -128,28 +128,28 @@ def no_grad() -> Iterator[None]:
 @pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.OFF])
 def test_draft_update_keeps_shared_embeddings(mode: StagingMode, load_format: str | None) -> None:
     rank = Rank(mode)
-    rank.update(("draft", of(7)), partial=False, load_format=load_format)
+    rank.update(("draft", weights_of(7)), partial=False, load_format=load_format)
     assert rank.served == (1, 1, 7)
 
 
 def test_digest_after_draft_update_matches_served_weights() -> None:
     rank = Rank(StagingMode.DEVICE)
-    rank.update(("draft", of(7)), partial=False)
+    rank.update(("draft", weights_of(7)), partial=False)
     told = rank.digest
-    assert rank.read_anew() == told
+    assert rank.read_digest() == told
 
 
 def test_update_of_both_takes_targets_embeddings() -> None:
     rank = Rank(StagingMode.DEVICE)
-    rank.update(("target", of(2)), ("draft", of(7)), partial=False)
+    rank.update(("target", weights_of(2)), ("draft", weights_of(7)), partial=False)
     assert rank.served == (2, 2, 7)
-    rank.update(("draft", of(8)), ("target", of(3)), partial=False)
+    rank.update(("draft", weights_of(8)), ("target", weights_of(3)), partial=False)
     assert rank.served == (3, 3, 8)
     told = rank.digest
-    assert rank.read_anew() == told
+    assert rank.read_digest() == told
 
 
 def test_target_update_changes_drafts_embeddings() -> None:
     rank = Rank(StagingMode.DEVICE)
-    rank.update(("target", of(2)), partial=False)
+    rank.update(("target", weights_of(2)), partial=False)
     assert rank.served == (2, 2, 1)

@@ -23,17 +23,17 @@ class Manager:
         self.is_pause = False
 
 
-def quiet(manager: Any) -> Any:
+def no_requests_running(manager: Any) -> Any:
     return NoRequestsRunning(manager, pauses=None)._locked(Deadline(PATIENCE_S))  # type: ignore[arg-type]
 
 
-async def expect_free(manager: Manager) -> None:
+async def expect_lock_free(manager: Manager) -> None:
     """Let a request in, and then an update."""
     lock = manager.model_update_lock
     async with asyncio.timeout(PATIENCE_S):
         async with lock.reader_lock:
             pass
-        async with quiet(manager):
+        async with no_requests_running(manager):
             assert lock._writer_active
     assert not lock._writer_active
 
@@ -47,7 +47,7 @@ def test_cancelled_update_leaves_no_lock_held(ticks: int) -> None:
         await manager.model_update_lock.acquire_reader()
 
         async def update() -> None:
-            async with quiet(manager):
+            async with no_requests_running(manager):
                 await asyncio.Event().wait()
 
         updating = asyncio.create_task(update())
@@ -59,7 +59,7 @@ def test_cancelled_update_leaves_no_lock_held(ticks: int) -> None:
         updating.cancel()
         await asyncio.wait({updating})
         assert updating.cancelled()
-        await expect_free(manager)
+        await expect_lock_free(manager)
 
     asyncio.run(play())
 
@@ -71,11 +71,11 @@ def test_pause_ends_wait_for_requests() -> None:
         manager = Manager()
         await manager.model_update_lock.acquire_reader()
         manager.is_pause = True
-        async with asyncio.timeout(PATIENCE_S), quiet(manager):
+        async with asyncio.timeout(PATIENCE_S), no_requests_running(manager):
             assert not manager.model_update_lock._writer_active
         await manager.model_update_lock.release_reader()
         manager.is_pause = False
-        await expect_free(manager)
+        await expect_lock_free(manager)
 
     asyncio.run(play())
 
@@ -89,7 +89,7 @@ def test_queued_request_goes_on_after_update_is_cancelled() -> None:
         await lock.acquire_reader()
 
         async def update() -> None:
-            async with quiet(manager):
+            async with no_requests_running(manager):
                 await asyncio.Event().wait()
 
         updating = asyncio.create_task(update())
@@ -114,7 +114,7 @@ def test_request_during_paused_update_is_let_in() -> None:
         manager = Manager()
         await manager.model_update_lock.acquire_reader()
         manager.is_pause = True
-        async with asyncio.timeout(PATIENCE_S), quiet(manager):
+        async with asyncio.timeout(PATIENCE_S), no_requests_running(manager):
             await asyncio.sleep(0)
             await manager.model_update_lock.acquire_reader()
         assert manager.model_update_lock._readers == 2
@@ -131,6 +131,6 @@ def test_wait_for_requests_times_out() -> None:
             async with asyncio.timeout(PATIENCE_S), block:
                 pass
         await manager.model_update_lock.release_reader()
-        await expect_free(manager)
+        await expect_lock_free(manager)
 
     asyncio.run(play())

@@ -27,7 +27,7 @@ from sglang_inflight.scheduler.update.sources import groups
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.settings import Settings
-from tests.unit.test_staging_states import LaterWorker
+from tests.unit.test_staging_states import ManualWorker
 
 NAME = "g"
 PATIENCE_S = 60.0
@@ -58,7 +58,7 @@ class OneRank:
         answers: Any
         self.answers = answers = Answers()
         none: Any = None
-        self.worker = LaterWorker()
+        self.worker = ManualWorker()
         self.groups = Groups(PATIENCE_S, torch.device("cpu"))
         self.staging = Staging(
             none,

@@ -85,7 +85,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "get_parallel", lambda: SimpleNamespace(nnodes=1))
 
 
-async def with_a_lost_piece(loss: str) -> FrontEnd:
+async def session_with_lost_piece(loss: str) -> FrontEnd:
     front = FrontEnd(delay=1)
     await front.calls.begin(BeginBody())
     await front.calls.update(PIECE)
@@ -97,7 +97,7 @@ async def with_a_lost_piece(loss: str) -> FrontEnd:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_session_with_lost_piece_goes_live_in_no_part(loss: str) -> None:
     async def play() -> None:
-        front = await with_a_lost_piece(loss)
+        front = await session_with_lost_piece(loss)
         for _ in range(2):
             with pytest.raises(Dropped, match="session that this is a piece of was dropped"):
                 await front.calls.update(PIECE)
@@ -116,7 +116,7 @@ def test_session_with_lost_piece_goes_live_in_no_part(loss: str) -> None:
 @pytest.mark.parametrize("ends", ["begin", "abort"])
 def test_lost_session_is_over_after_begin_or_abort(ends: str) -> None:
     async def play() -> None:
-        front = await with_a_lost_piece("left")
+        front = await session_with_lost_piece("left")
         if ends == "begin":
             await front.calls.begin(BeginBody())
             await front.calls.update(PIECE)
@@ -132,7 +132,7 @@ def test_lost_session_is_over_after_begin_or_abort(ends: str) -> None:
 
 def test_lost_session_of_dead_client_expires() -> None:
     async def play() -> None:
-        front = await with_a_lost_piece("left")
+        front = await session_with_lost_piece("left")
         session = front.updates._last
         assert session is not None
         session.dropped_at -= SETTINGS.update_timeout_s
@@ -144,7 +144,7 @@ def test_lost_session_of_dead_client_expires() -> None:
 
 def test_disk_update_after_a_lost_session_succeeds() -> None:
     async def play() -> None:
-        front = await with_a_lost_piece("left")
+        front = await session_with_lost_piece("left")
         disk = DiskBody(model_path="/v2", weight_version="v2")
         assert (await front.calls.update(disk))["weight_version"] == "v2"
 

@@ -105,7 +105,7 @@ class Relayed:
         self.node = node
         self.relay = Relay(sending, door)
 
-    def heard(self) -> list[Any]:
+    def received(self) -> list[Any]:
         """Return the messages received by the front end."""
         found = []
         while self._front_end.poll(0):
@@ -130,14 +130,14 @@ def reachable() -> Iterator[Relayed]:
     """A relay on a port open to strangers."""
     context: zmq.Context[Any] = zmq.Context()
     door = open_door(context, LOOPBACK)
-    yield Relayed(context, door, knock(context, door.whereabouts))
+    yield Relayed(context, door, connect_node(context, door.whereabouts))
     context.destroy(linger=0)
 
 
 LOOPBACK = Address("127.0.0.1", "127.0.0.1", is_ipv6=False)
 
 
-def knock(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[bytes]:
+def connect_node(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[bytes]:
     """Open a socket like another node's."""
     node = context.socket(zmq.PUSH)
     node.curve_serverkey = where.key
@@ -155,7 +155,7 @@ def connect_stranger(relayed: Relayed) -> socket.socket:
 def test_relay_passes_answers_on(relayed: Relayed) -> None:
     answer = Failed(call_id="one", tp_rank=1, message="no", error="Conflict")
     relayed.relay.take([encode(answer)], 0.0)
-    assert relayed.heard() == [answer]
+    assert relayed.received() == [answer]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_relay_drops_and_counts_other_messages(
     relay.take([content], 0.0)
     relay.take([content, content], 0.0)
     relay.take([], 0.0)
-    assert relayed.heard() == []
+    assert relayed.received() == []
     relay.look(TELL_S + 1)
     assert "3 messages there were no answers" in caplog.text
 
@@ -179,7 +179,7 @@ def test_answer_longer_than_a_frame_arrives_whole(
     monkeypatch.setattr(RemoteReplies, "_say_that_we_are_here", lambda far: None)
     answer = Failed(call_id="one", tp_rank=1, message="no" * FRAME_BYTES, error="Conflict")
     RemoteReplies(*reachable.door.whereabouts).send(answer)
-    assert listen_until_heard(reachable) == [answer]
+    assert listen_until_received(reachable) == [answer]
 
 
 def test_answer_with_wrong_key_is_refused(
@@ -187,18 +187,18 @@ def test_answer_with_wrong_key_is_refused(
 ) -> None:
     context: zmq.Context[Any] = zmq.Context()
     public, _ = zmq.curve_keypair()
-    stranger = knock(context, reachable.door.whereabouts._replace(key=public))
+    stranger = connect_node(context, reachable.door.whereabouts._replace(key=public))
     stranger.send(encode(Done(call_id="stranger")))
     until_logged(reachable, caplog, "connections ended at the port")
     reachable.node.send(encode(Done(call_id="one")))
-    assert listen_until_heard(reachable) == [Done(call_id="one")]
+    assert listen_until_received(reachable) == [Done(call_id="one")]
     context.destroy(linger=0)
 
 
-def listen_until_heard(relayed: Relayed) -> list[Any]:
-    while not (heard := relayed.heard()):
+def listen_until_received(relayed: Relayed) -> list[Any]:
+    while not (received := relayed.received()):
         relayed.relay.listen()
-    return heard
+    return received
 
 
 def until_logged(relayed: Relayed, caplog: pytest.LogCaptureFixture, words: str) -> None:
@@ -244,7 +244,7 @@ def test_silent_stranger_is_disconnected(monkeypatch: pytest.MonkeyPatch, words:
     monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.HANDSHAKE_S", 0.1)
     context: zmq.Context[Any] = zmq.Context()
     door = open_door(context, LOOPBACK)
-    relayed = Relayed(context, door, knock(context, door.whereabouts))
+    relayed = Relayed(context, door, connect_node(context, door.whereabouts))
     with connect_stranger(relayed) as stranger:
         stranger.sendall(words)
         while stranger.recv(1 << 10):
@@ -263,12 +263,12 @@ def test_silence_and_its_end_are_reported_once(relayed: Relayed) -> None:
     began = time.monotonic()
     relay.take([pulse], began)
     relay.look(began + SILENCE_S)
-    assert relayed.heard() == []
+    assert relayed.received() == []
     for _ in range(2):
         relay.look(began + SILENCE_S + 1)
-    assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=SILENCE_S)]
+    assert relayed.received() == [RankIsSilent(tp_rank=1, for_s=SILENCE_S)]
     relay.take([pulse], began + SILENCE_S + 2)
-    assert relayed.heard() == [RankIsSilent(tp_rank=1, for_s=None)]
+    assert relayed.received() == [RankIsSilent(tp_rank=1, for_s=None)]
 
 
 def test_delayed_relay_reads_pulses_before_reporting_silence(relayed: Relayed) -> None:
@@ -280,16 +280,16 @@ def test_delayed_relay_reads_pulses_before_reporting_silence(relayed: Relayed) -
         relayed.node.send_multipart(pulse)
     relay.listen()
     relay.look(time.monotonic())
-    assert relayed.heard() == []
+    assert relayed.received() == []
 
 
-def test_relay_reads_limited_messages_at_once(
+def test_relay_limits_messages_read_at_once(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.MOST_AT_ONCE", 2)
     for frames in ([b""], [b""], [encode(Done(call_id="one"))]):
         relayed.node.send_multipart(frames)
     relayed.relay.listen()
-    assert relayed.heard() == []
+    assert relayed.received() == []
     relayed.relay.listen()
-    assert relayed.heard() == [Done(call_id="one")]
+    assert relayed.received() == [Done(call_id="one")]

@@ -141,19 +141,19 @@ def test_rollback_to_unnamed_weights_is_not_offered() -> None:
     swap = PreparedSwap(swap_for(torch.device("cpu")), ((served, shadow),))
     live.digest = "zeros"
     live.swap_in("ones", swap, base_version="v0")
-    assert known(live) == ("zeros", True, "ones")
+    assert known_digests(live) == ("zeros", True, "ones")
     served.fill_(7.0)
     live.lose_name()
-    assert known(live) == (None, False, None)
+    assert known_digests(live) == (None, False, None)
     # an update reads the live weights at its seal
     live.digest = "sevens"
     live.swap_in("zeros", swap, base_version="v1")
-    assert known(live) == (None, False, "zeros")
+    assert known_digests(live) == (None, False, "zeros")
     live.swap_in("sevens", swap, base_version="v2")
-    assert known(live) == ("zeros", True, "sevens")
+    assert known_digests(live) == ("zeros", True, "sevens")
 
 
-def known(live: LiveWeights) -> tuple[str | None, bool, str | None]:
+def known_digests(live: LiveWeights) -> tuple[str | None, bool, str | None]:
     """Return the previous version's digest, its reachability by rollback, and the live digest."""
     before = None if live.previous is None else live.previous.digest
     return before, live.holds_previous, live.digest

@@ -70,7 +70,7 @@ def resume(pause_id: str | None) -> Make:
     return lambda _: Continued(call)
 
 
-def itself(event: Event) -> Make:
+def always(event: Event) -> Make:
     return lambda _: event
 
 
@@ -95,13 +95,13 @@ EVENTS: dict[str, Make] = {
     "a continues": resume("a"),
     "b continues": resume("b"),
     "all continue": resume(None),
-    "a's lease is over": itself(LeaseOver("a")),
-    "b's lease is over": itself(LeaseOver("b")),
+    "a's lease is over": always(LeaseOver("a")),
+    "b's lease is over": always(LeaseOver("b")),
     "a has waited too long": lambda now: WaitOver("a", now),
     "b has waited too long": lambda now: WaitOver("b", now),
     "drained": Drained,
-    "memory away": itself(MemoryAway("weights are released")),
-    "memory back": itself(MemoryBack()),
+    "memory away": always(MemoryAway("weights are released")),
+    "memory back": always(MemoryBack()),
 }
 
 
@@ -163,11 +163,11 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
 
     # a holder without a call of its own keeps its pause, unless it waits
     if not (isinstance(event, Continued) and event.call.pause_id is None):
-        idle = {holder.pause_id for holder in before.holders} - {about(event)}
+        idle = {holder.pause_id for holder in before.holders} - {pause_of(event)}
         assert idle - {each.call.pause_id for each in before.waiting} <= set(held)
 
 
-def about(event: Event) -> str | None:
+def pause_of(event: Event) -> str | None:
     """Return the pause named by an event, or None."""
     match event:
         case Asked(call):

@@ -93,7 +93,7 @@ def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[Chosen]:
     return [json.loads(line) for line in lines if line.startswith("{")]
 
 
-def test_platform_defaults(chosen: list[Chosen]) -> None:
+def test_platform_chooses_cpu_defaults(chosen: list[Chosen]) -> None:
     found = chosen[0]
     assert (found["dtype"], found["served"]) == ("float32", "torch.float32")
     assert found["env"]["OMP_WAIT_POLICY"] == "passive"

@@ -77,7 +77,7 @@ class Call:
             raise
         return "done"
 
-    async def let_end(self) -> None:
+    async def allow_end(self) -> None:
         self._may_end.set()
 
 
@@ -89,9 +89,9 @@ def test_threads_take_turns_driving_loop(loop: asyncio.AbstractEventLoop) -> Non
         assert first.begun.wait(WAIT_S)
         results.append(threads.submit(lambda: loop.run_until_complete(second())))
         assert second.begun.wait(WAIT_S)
-        loop.run_until_complete(first.let_end())
+        loop.run_until_complete(first.allow_end())
         assert results[0].result(WAIT_S) == "done"
-        loop.run_until_complete(second.let_end())
+        loop.run_until_complete(second.allow_end())
         assert results[1].result(WAIT_S) == "done"
 
 
@@ -103,7 +103,7 @@ def test_error_of_the_coroutine_is_raised(loop: asyncio.AbstractEventLoop) -> No
         loop.run_until_complete(fail())
 
 
-def test_call_on_a_loop_run_by_its_owner(loop: asyncio.AbstractEventLoop) -> None:
+def test_call_on_a_loop_run_by_its_owner_returns(loop: asyncio.AbstractEventLoop) -> None:
     """An engine made under ``asyncio.run``, called by an executor's thread."""
     call = Call()
     owner = threading.Thread(target=loop.run_forever)
@@ -113,7 +113,7 @@ def test_call_on_a_loop_run_by_its_owner(loop: asyncio.AbstractEventLoop) -> Non
             result = threads.submit(lambda: loop.run_until_complete(call()))
             assert call.begun.wait(WAIT_S)
             assert loop.run_until_complete(asyncio.sleep(0, "beside")) == "beside"
-            loop.run_until_complete(call.let_end())
+            loop.run_until_complete(call.allow_end())
             assert result.result(WAIT_S) == "done"
     finally:
         loop.call_soon_threadsafe(loop.stop)
@@ -134,7 +134,7 @@ def test_waiting_thread_drives_after_the_owner_stops(loop: asyncio.AbstractEvent
         type(loop).run_until_complete(
             loop, own(lambda: results.append(threads.submit(loop.run_until_complete, call())))
         )
-        loop.run_until_complete(call.let_end())
+        loop.run_until_complete(call.allow_end())
         assert results[0].result(WAIT_S) == "done"
 
 

@@ -165,11 +165,11 @@ ALLOCATORS: list[Callable[[], Any]] = [
 ]  # fmt: skip
 
 
-def handed_out(allocator: Any) -> torch.Tensor:
+def all_ids(allocator: Any) -> torch.Tensor:
     """Return every id, or the last id of every page."""
     for owner in ("full_attn_allocator", "logical_attn_allocator"):
         if hasattr(allocator, owner):
-            return handed_out(getattr(allocator, owner))
+            return all_ids(getattr(allocator, owner))
     if isinstance(allocator, PageInterleavePoolAllocator):
         pages: torch.Tensor = allocator.get_all_free_pages()
         return pages * allocator.page_size + allocator.page_size - 1
@@ -184,7 +184,7 @@ def handed_out(allocator: Any) -> torch.Tensor:
 @pytest.mark.parametrize("make", ALLOCATORS)
 def test_every_slot_id_has_a_version(make: Callable[[], Any]) -> None:
     allocator = make()
-    assert int(handed_out(allocator).max()) < count_slots(allocator)
+    assert int(all_ids(allocator).max()) < count_slots(allocator)
 
 
 def test_every_sglang_allocator_is_tested() -> None:

@@ -35,7 +35,7 @@ except ImportError:  # not in 0.5.22
     BeamUnquantizedFusedMoEMethod = UnquantizedFusedMoEMethod
 
 
-def bare(kind: type, **attributes: Any) -> Any:
+def make_bare(kind: type, **attributes: Any) -> Any:
     """Return an object of ``kind`` with its attributes after loading, without a server."""
     made: Any = object.__new__(kind)
     if issubclass(kind, nn.Module):
@@ -46,20 +46,20 @@ def bare(kind: type, **attributes: Any) -> Any:
 
 
 def model_with(**attributes: Any) -> nn.Module:
-    return nn.Sequential(bare(nn.Linear, **attributes))
+    return nn.Sequential(make_bare(nn.Linear, **attributes))
 
 
 def moe_method(kind: type = UnquantizedFusedMoEMethod, **flags: bool) -> Any:
     flags = {"use_flashinfer_trtllm_moe": False, "w13_swiglu_interleaved": False} | flags
-    return bare(kind, **flags)
+    return make_bare(kind, **flags)
 
 
 @pytest.mark.parametrize(
     "method",
     [
         None,
-        bare(UnquantizedLinearMethod),
-        bare(UnquantizedEmbeddingMethod),
+        make_bare(UnquantizedLinearMethod),
+        make_bare(UnquantizedEmbeddingMethod),
         moe_method(),
         moe_method(BeamUnquantizedFusedMoEMethod),
     ],
@@ -72,7 +72,7 @@ def test_unprocessed_weights_are_stageable(method: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        (bare(Fp8LinearMethod), "0 (Linear) is quantized by Fp8LinearMethod"),
+        (make_bare(Fp8LinearMethod), "0 (Linear) is quantized by Fp8LinearMethod"),
         (moe_method(use_flashinfer_trtllm_moe=True), "--moe-runner-backend flashinfer_trtllm"),
         (moe_method(w13_swiglu_interleaved=True), "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
         (
@@ -87,16 +87,16 @@ def test_processed_weights_are_not_stageable(method: Any, reason: str) -> None:
 
 
 def test_processed_weights_can_be_loaded_in_place() -> None:
-    assert why_not_loaded(model_with(quant_method=bare(Fp8LinearMethod))) is None
-    assert why_not_loaded(bare(DeepseekV2ForCausalLM)) is None
+    assert why_not_loaded(model_with(quant_method=make_bare(Fp8LinearMethod))) is None
+    assert why_not_loaded(make_bare(DeepseekV2ForCausalLM)) is None
     packed = model_with(use_intel_amx_backend=True)
     assert "is packed for AMX" in (why_not_loaded(packed) or "")
 
 
 def test_wrapper_of_a_deriving_model_is_not_stageable() -> None:
-    wrapper = bare(KimiVLForConditionalGeneration)
+    wrapper = make_bare(KimiVLForConditionalGeneration)
     assert why_not_shadowed(wrapper) is None
-    wrapper.language_model = bare(DeepseekV2ForCausalLM)
+    wrapper.language_model = make_bare(DeepseekV2ForCausalLM)
     assert why_not_shadowed(wrapper) == (
         "language_model (DeepseekV2ForCausalLM) derives further weights after loading"
     )
@@ -112,10 +112,12 @@ def test_cached_copy_of_a_weight_refuses_updates() -> None:
 
 def fp8_layer() -> Any:
     """Return a new linear layer of GLM-4.5-Air-FP8."""
-    scheme: Any = bare(CompressedTensorsW8A8Fp8)
+    scheme: Any = make_bare(CompressedTensorsW8A8Fp8)
     scheme.strategy = QuantizationStrategy.CHANNEL
     scheme.is_static_input_scheme, scheme.weight_block_size = False, None
-    layer = bare(nn.Module, quant_method=bare(CompressedTensorsLinearMethod), scheme=scheme)
+    layer = make_bare(
+        nn.Module, quant_method=make_bare(CompressedTensorsLinearMethod), scheme=scheme
+    )
     scheme.create_weights(
         layer, 16, [8, 8], 16, 16, torch.bfloat16, weight_loader=lambda *args, **kwargs: None
     )
@@ -141,7 +143,7 @@ def test_restorable_weight_can_be_loaded() -> None:
         def restore_weights_before_loading(self, layer: nn.Module) -> None:
             raise NotImplementedError
 
-    layer.quant_method = bare(Restoring)
+    layer.quant_method = make_bare(Restoring)
     assert why_not_loaded(nn.Sequential(layer)) is None
 
 

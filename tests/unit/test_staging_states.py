@@ -34,7 +34,7 @@ from sglang_inflight.scheduler.update.worker import Job
 EMPTY, OPEN, SEALED = StagingState
 
 
-class LaterWorker:
+class ManualWorker:
     """A staging thread that runs its jobs when the test calls ``work``."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class LaterWorker:
                 self.failed.append(str(error))
 
 
-class WorkerOfItsOwn(LaterWorker):
+class ImmediateWorker(ManualWorker):
     """A staging thread that runs each job at once."""
 
     def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
@@ -86,12 +86,12 @@ class NoModel:
 
 
 class OneRank:
-    def __init__(self, worker: LaterWorker | None = None) -> None:
+    def __init__(self, worker: ManualWorker | None = None) -> None:
         scheduler: Any = type("OnCPU", (), {"device": "cpu"})()
         jobs: Any
         self.jobs = jobs = NoModel()
         none: Any = None
-        self.worker = worker or LaterWorker()
+        self.worker = worker or ManualWorker()
         self.live = LiveWeights(scheduler)
         self.staging = Staging(
             jobs,
@@ -233,7 +233,7 @@ def stage(rank: OneRank, timeout_s: float = 60.0, source: TensorSource = CUSTOM)
 
 
 def test_custom_loader_holds_the_loop() -> None:
-    rank = OneRank(WorkerOfItsOwn())
+    rank = OneRank(ImmediateWorker())
     rank.reach(OPEN)
     has_returned = threading.Event()
     found: list[bool] = []
@@ -251,7 +251,7 @@ def test_custom_loader_holds_the_loop() -> None:
 
 
 def test_sglangs_loader_does_not_hold_the_loop() -> None:
-    rank = OneRank(WorkerOfItsOwn())
+    rank = OneRank(ImmediateWorker())
     rank.reach(OPEN)
     has_returned, is_over = threading.Event(), threading.Event()
 
@@ -266,7 +266,7 @@ def test_sglangs_loader_does_not_hold_the_loop() -> None:
 
 
 def test_hanging_custom_loader_releases_the_loop() -> None:
-    rank = OneRank(WorkerOfItsOwn())
+    rank = OneRank(ImmediateWorker())
     rank.reach(OPEN)
     over = threading.Event()
     rank.jobs.load = over.wait  # type: ignore[assignment, method-assign]
@@ -276,7 +276,7 @@ def test_hanging_custom_loader_releases_the_loop() -> None:
 
 
 def test_failed_update_releases_the_loop() -> None:
-    rank = OneRank(WorkerOfItsOwn())
+    rank = OneRank(ImmediateWorker())
     rank.reach(OPEN)
     update = rank.staging._update
     assert update is not None

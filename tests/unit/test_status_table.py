@@ -11,7 +11,7 @@ from sglang_inflight.cli.status import _draw
 from sglang_inflight.status import MemoryStatus, RankStatus, StagingStatus, Status
 
 
-def drawn(hollow: str | None = None, **of_staging: Any) -> str:
+def draw_status(hollow: str | None = None, **of_staging: Any) -> str:
     """Draw the status of a server with two equal ranks."""
     staging: dict[str, Any] = {
         "mode": "host", "state": "empty", "update_id": None, "tensors": 0, "bytes": 0,
@@ -39,12 +39,12 @@ def drawn(hollow: str | None = None, **of_staging: Any) -> str:
     ],
 )
 def test_status_shows_each_problem_once(said: dict[str, Any], name: str, why: str) -> None:
-    (line,) = [line for line in drawn(**said).splitlines() if name in line]
+    (line,) = [line for line in draw_status(**said).splitlines() if name in line]
     assert why in line
 
 
 def test_status_without_problems_shows_none() -> None:
-    shown = drawn()
+    shown = draw_status()
     assert shown.count("staging mode") == 1
     for word in ("dirty", "hollow", "no updates", "group"):
         assert word not in shown

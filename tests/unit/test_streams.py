@@ -30,14 +30,14 @@ class Loop:
         self._overlaps = overlaps
 
     @property
-    def where_forwards_run(self) -> Stream:
+    def stream_of_forwards(self) -> Stream:
         return self.forward_stream if self._overlaps else self.schedule_stream
 
     def forward(self, name: str) -> None:
         """Launch a forward like ``Scheduler.run_batch``."""
         if self._overlaps:
             self.forward_stream.wait_stream(self.schedule_stream)
-        with self.device_module.stream(self.where_forwards_run):
+        with self.device_module.stream(self.stream_of_forwards):
             self.device_module.launch(name)
 
 
@@ -93,7 +93,7 @@ def test_drain_waits_for_last_forward(loop: Loop) -> None:
     metrics: Any = None
     loop.forward("last")
     Boundary(scheduler, metrics).drain()
-    assert "last" in (loop.where_forwards_run.synchronized or ())
+    assert "last" in (loop.stream_of_forwards.synchronized or ())
 
 
 def test_staging_stream_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -256,7 +256,7 @@ RETRACT = PauseBody(mode="retract")
 PIECE = TensorBody(serialized_named_tensors=[b""], weight_version="v1")
 
 
-async def continued(front: FrontEnd) -> Any:
+async def continue_generation(front: FrontEnd) -> Any:
     """Return the outcome of ``continue_generation`` for a caller that stays."""
     try:
         return await front.ask(front.calls.resume(ContinueBody()))
@@ -302,7 +302,7 @@ def test_cancelled_piece_drops_window_at_every_tick(staged: int) -> None:
         is_done = piece.done()
         piece.cancel()
         await asyncio.wait({piece})
-        answer = await continued(front)
+        answer = await continue_generation(front)
         if piece.cancelled():
             assert isinstance(answer, Dropped)
             assert front.rank.version == "v0"
@@ -328,7 +328,7 @@ def test_continue_during_a_piece_waits_for_it(staged: int) -> None:
         piece = asyncio.ensure_future(front.calls.update(PIECE))
         await tick(1 + ticks)
         is_done = piece.done()
-        answer = await continued(front)
+        answer = await continue_generation(front)
         await piece
         assert front.rank.version == answer.receipt.weight_version == "v1"
         await expect_nothing_held(front)
@@ -355,11 +355,11 @@ def test_repeated_continue_reports_update_outcome(refused: bool) -> None:
         first.cancel()
         await asyncio.wait({first})
         if refused and first.cancelled():
-            answer = await continued(front)
+            answer = await continue_generation(front)
             assert isinstance(answer, Dropped)
             assert "bad request body" in str(answer)
         for _ in range(2):
-            answer = await continued(front)
+            answer = await continue_generation(front)
             if refused:
                 # an earlier caller has heard the outcome
                 assert (answer.paused, front.rank.version) == (False, "v0")
@@ -369,7 +369,7 @@ def test_repeated_continue_reports_update_outcome(refused: bool) -> None:
         await expect_nothing_held(front)
         # the next window has an outcome of its own
         await front.calls.pause(RETRACT)
-        assert (await continued(front)).receipt is None
+        assert (await continue_generation(front)).receipt is None
         return is_done
 
     at_each_tick(play_window)
@@ -387,7 +387,7 @@ def test_new_window_during_a_commit_gets_its_own_version() -> None:
         first.cancel()
         await front.calls.pause(RETRACT)
         await front.calls.update(msgspec.structs.replace(PIECE, weight_version="v2"))
-        assert (await continued(front)).receipt.weight_version == "v2"
+        assert (await continue_generation(front)).receipt.weight_version == "v2"
         assert front.rank.epoch == 2
         await expect_nothing_held(front)
         return is_done
@@ -425,7 +425,7 @@ def test_cancelled_call_in_a_window_leaves_nothing_held(name: str, staged: int) 
         await until_idle()
         if front.rank.is_released:
             await front.calls.resume_memory(ResumeMemoryBody())
-        await continued(front)
+        await continue_generation(front)
         await expect_nothing_held(front)
         assert front.manager.config_value("weight_version") == front.rank.version
         return is_done
@@ -448,7 +448,7 @@ def test_dead_client_leaves_pause_in_status() -> None:
         assert len(front.rank.holders) == 1
         # a client still alive goes on from there
         await front.calls.update(PIECE)
-        assert (await continued(front)).receipt.weight_version == "v1"
+        assert (await continue_generation(front)).receipt.weight_version == "v1"
         await expect_nothing_held(front)
 
     run(play_window())
