@@ -117,7 +117,7 @@ async def let_tasks_run() -> None:
 
 
 def test_eviction_for_a_reload_spares_replacement_adapter() -> None:
-    """SGLang evicts the least recently used adapter to make room. The replacement is unused yet."""
+    """SGLang evicts the least recently used adapter, and the replacement is unused yet."""
 
     async def do(manager: Manager, loads: Adapters) -> None:
         load = replace(loads)
@@ -146,7 +146,7 @@ def test_eviction_for_a_reload_spares_replacement_adapter() -> None:
 
 
 def test_replace_fails_when_replacement_is_unloaded() -> None:
-    """The replacement has a temporary name until the switch. The server publishes that name."""
+    """Until the switch the replacement has a temporary name, published by the server."""
 
     async def do(manager: Manager, loads: Adapters) -> None:
         load = replace(loads)

@@ -118,7 +118,7 @@ def test_unknown_field_warns_once(shape: type[Body], caplog: pytest.LogCaptureFi
     ("shape", "field"), [(bodies.PauseBody, "timeout"), (bodies.TensorBody, "session")]
 )
 def test_misspelt_field_beside_ours_is_refused(shape: type[Body], field: str) -> None:
-    """Refused beside another field of ours. Ignored from a client without our fields."""
+    """A client without our fields gets the misspelt field ignored."""
     read(shape, {**WHOLE[shape], field: 1})
     for another in ({"timeout_s": 1.0}, {"timeout_s": None}):
         with pytest.raises(Refused, match=f"`{field}`"):
@@ -146,7 +146,7 @@ def test_recapture_cuda_graph_warns_once(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_empty_weight_version_keeps_the_name() -> None:
-    """SGLang accepts an empty name. Versions are known by name, so the name stays."""
+    """SGLang accepts an empty name, but versions are known by name."""
     body = {**WHOLE[bodies.DiskBody], "weight_version": ""}
     made = read(bodies.DiskBody, body)
     assert isinstance(made, bodies.DiskBody)

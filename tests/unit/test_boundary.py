@@ -109,7 +109,7 @@ def test_begun_requests_on_a_decode_server_have_kv(decode: Any) -> None:
     there = boundary.Boundary(decode, none)
     begun: set[Any] = set(there.begun_requests())
     assert begun == {transferred, coming, driven_out}
-    # a request in transfer can neither wait here nor be retracted
+    # a request in transfer is not here yet, so it does not wait here
     waiting: list[Any] = [transferred, asked_for, driven_out]
     assert there.waiting_requests() == waiting
 

@@ -146,7 +146,7 @@ def test_html_answer_to_commit_splits_fleet(
 def test_endless_answer_is_cut_off(
     server: BrokenServer, status: int, kind: type[Exception], sentence: str
 ) -> None:
-    """The client stops reading at the most bytes of an answer."""
+    """The client keeps no more of an answer than its maximum size."""
     server.answers[ROLLBACK] = (status, b"<br>" * 4096)
     server.endless.add(ROLLBACK)
     with Client(server.url) as client, pytest.raises(kind, match=sentence) as raised:
@@ -183,7 +183,7 @@ def test_server_without_us_is_sent_no_change(
     answer: tuple[int, bytes],
     sentence: str,
 ) -> None:
-    """Such a server would answer 200 to unknown fields. The client sends it no change."""
+    """Such a server would ignore our fields and answer 200."""
     server.answers[STATUS] = answer
     with Client(server.url) as client, pytest.raises(errors.NotOffered, match=sentence):
         call(client)
@@ -329,7 +329,7 @@ def test_silent_server_raises_no_answer_in_time(
 def test_unanswered_pause_or_session_is_released(
     server: BrokenServer, silent: str, let_go: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer was lost. An id chosen by the server would be lost too."""
+    """With the answer an id chosen by the server would be lost."""
     monkeypatch.setattr("sglang_inflight.client.async_client.UPDATE_S", SHORT_S)
     server.fall_silent(silent)
     with Client(server.url, timeout_s=SHORT_S) as client:

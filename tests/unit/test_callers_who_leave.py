@@ -368,9 +368,7 @@ def test_update_is_refused_during_memory_release() -> None:
 def test_late_commit_answer_publishes_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The caller hears that the outcome is unknown. The version is published after the rank's
-    answer.
-    """
+    """The caller hears "unknown", and the rank's later answer publishes the version."""
     monkeypatch.setattr("sglang_inflight.frontend.updates.two_phase.COMMIT_TIMEOUT_S", 0.0)
 
     async def play_call() -> None:

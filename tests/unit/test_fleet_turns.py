@@ -164,7 +164,7 @@ def test_prefill_servers_roll_back_first(servers: Servers, fleet: Fleet) -> None
 
 
 def test_server_of_unknown_role_refuses_update(servers: Servers, fleet: Fleet) -> None:
-    """Without every role an update is refused. A rollback goes on."""
+    """A rollback needs no roles and goes on."""
     servers.dies["http://prefill-1"] = "/inflight/status"
     with pytest.raises(FleetRefused) as refused:
         fleet.update_from_disk("/v1")

@@ -77,7 +77,7 @@ def test_leftover_files_beside_sglang_are_a_problem(site: Path) -> None:
 
 
 def test_edited_sglang_file_is_a_note(site: Path) -> None:
-    """A note, not a problem. A fork's patched files are no edits."""
+    """An edit alone is no problem, and a fork's patched files are no edits."""
     for path in ("sglang/version.py", "sglang/srt/scheduler.py"):
         (site / path).write_text("edited")
     found = look(site, patched=frozenset({"sglang/srt/scheduler.py"}))

@@ -94,9 +94,7 @@ def test_vllm_handles_are_read(protocol: int) -> None:
 
 @pytest.mark.parametrize("rebuild", [reductions.rebuild_cuda_tensor, _rebuild_cuda_tensor_modified])
 def test_handles_with_rebuild_function_are_read(rebuild: Callable[..., Any]) -> None:
-    """SkyRL sends its one buffer so, and vLLM 0.18 each tensor. A trainer with SGLang names the
-    device by UUID.
-    """
+    """SkyRL sends its one buffer so, vLLM 0.18 each tensor, and SGLang names the device by UUID."""
     values = tuple(arguments(storage_device=f"GPU-{GPU}").values())
     found = read_handles(pickled({GPU: (rebuild, values)}))
     assert isinstance(found, dict)

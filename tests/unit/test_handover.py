@@ -48,7 +48,7 @@ def test_long_version_name_is_sent_as_hash() -> None:
 
 
 def test_full_note_merges_oldest_versions() -> None:
-    """The newest versions have names. The earlier versions are merged to one length."""
+    """The newest versions keep their names, and the earlier versions become one length."""
     parts = [Part(epoch, f"{epoch} {LONG}", 10_000) for epoch in range(20)]
     told = write_and_read(*parts)
     assert told is not None
@@ -69,7 +69,7 @@ def test_foreign_bytes_are_no_note() -> None:
 
 @pytest.mark.parametrize("part", [Part("3", "v", 4), Part(3, ["v"], 4)])  # type: ignore[arg-type]
 def test_note_of_another_format_is_ignored(part: Any) -> None:
-    """A newer package may write such a note. Reading it must not end the loop."""
+    """A newer package may write such a note, and reading it must not end the loop."""
     assert read_note(write_note([part], room=ROOM, size=SIZE), room=ROOM) is None
 
 

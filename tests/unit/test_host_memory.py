@@ -42,7 +42,7 @@ def limited(group: Path, limit: int | str, used: int, files: int = 0) -> None:
 
 
 def test_available_memory_respects_container_limit(tmp_path: Path) -> None:
-    """A cgroup counts pages of files as used. The kernel can drop them."""
+    """A cgroup counts pages of files as used, and the kernel can drop such pages."""
     limited(tmp_path / "groups", 32 * GB, 30 * GB, files=4 * GB)
     assert available_in(tmp_path, "0::/\n") == 6 * GB
 

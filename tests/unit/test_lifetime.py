@@ -59,7 +59,7 @@ def test_shutdown_before_the_answer_is_outcome_unknown() -> None:
 
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_shutdown_hides_error_of_awaited_call(how: str) -> None:
-    """SGLang cancels its tasks at a shutdown. The cancellation says nothing about the call."""
+    """SGLang cancels its tasks at a shutdown, whatever the outcome of the call."""
 
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
         waiting = await wait_attended(lifetime, awaited)

@@ -541,7 +541,7 @@ def test_later_replace_hook_is_refused(
 
 
 def test_replace_hook_through_an_alias_is_refused(house: House) -> None:
-    """The registry knows targets by name. Only the function in place proves the patch."""
+    """The registry knows targets by name, so the function in place is compared."""
     house.write(ENGINE)
     house.patch(1, CHANGE)
     house.write(f"from {house.name}.core import Engine\n", "zalias")

@@ -146,7 +146,7 @@ def test_abort_answer_counts_aborted_requests(rank: Rank) -> None:
 
 @pytest.mark.parametrize("ends", ["the requests", "the wait"])
 def test_lease_starts_at_the_grant(rank: Rank, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
-    """The lease counts by the local clock. The first rank may run on another machine."""
+    """The lease counts by the local clock: the first rank may run on another machine."""
     now = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(pp_size=1))

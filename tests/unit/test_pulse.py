@@ -129,7 +129,7 @@ def test_slow_live_trainer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_dead_store_of_a_live_trainer_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store ended with a launcher. The trainer goes on, and the store is not asked again."""
+    """The store ended with a launcher, the trainer goes on, and the store is not asked again."""
     store: Any = Trainer(is_dead)
     has_ended = threading.Event()
     monkeypatch.setattr(pulse, "GRACE_S", 3600.0)

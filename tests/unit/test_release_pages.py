@@ -73,9 +73,7 @@ def test_kept_tensors_keep_values_after_unmapping(kind: str) -> None:
 
 
 def test_expanded_tensor_unmaps_only_its_memory() -> None:
-    """An expanded tensor has more bytes than memory. The memory behind it belongs to another
-    tensor.
-    """
+    """An expanded tensor's nominal bytes reach into another tensor's memory."""
     whole = torch.ones(ROWS, 1024).share_memory_()  # type: ignore[no-untyped-call]
     behind = torch.randn(ROWS, 1024)
     before = behind.clone()

@@ -160,7 +160,7 @@ def test_shared_weight_is_reserved_once(monkeypatch: pytest.MonkeyPatch, host: A
 
 
 def test_sglangs_reserve_is_no_room(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
-    """With 40 GiB free, SGLang leaves 8 alone. Half of the rest is less than 17."""
+    """With 40 GiB free, SGLang leaves 8 alone, and half of the rest is less than 17."""
     reserved = reserve(server(monkeypatch, free_gb=40), "auto", HALF)
     assert reserved is not None
     assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})

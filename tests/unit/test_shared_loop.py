@@ -168,7 +168,7 @@ def test_call_on_a_closed_loop_is_refused(loop: asyncio.AbstractEventLoop) -> No
 
 
 def test_owners_cancel_reaches_waiting_thread(loop: asyncio.AbstractEventLoop) -> None:
-    """``asyncio.run`` cancels all tasks at its end. No thread may wait for them."""
+    """``asyncio.run`` cancels all tasks at its end, and no thread may wait for them."""
     call = Call()
 
     async def own(submit: Callable[[], None]) -> None:

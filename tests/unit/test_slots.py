@@ -54,7 +54,7 @@ ANY: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "need_sort": Fa
 
 @pytest.fixture(autouse=True)
 def sharded() -> Iterator[None]:
-    """Two ranks alternate tokens in pools with context parallelism."""
+    """With decode context parallelism two ranks share a pool, and tokens alternate between them."""
     with get_parallel().override(attn_dcp_size=2):
         yield
 
@@ -96,7 +96,7 @@ def hisparse() -> Any:
 
 
 def deepseek_hisparse() -> Any:
-    """Set the attributes read from its pools, which need CUDA."""
+    """Build the allocator with only the pool attributes it reads. The real pools need CUDA."""
     pool, part = object.__new__(DeepSeekV4TokenToKVPool), object.__new__(HiSparseC4DevicePool)
     part.size, part.page_size, part.dtype, part.device = FEW, PAGE // 4, torch.bfloat16, "cpu"
     pool.c4_kv_pool, pool.c4_logical_size = part, FEW

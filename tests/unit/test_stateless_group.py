@@ -40,7 +40,7 @@ class Looked(Exception):
 
 
 def test_unique_id_is_stored_under_torchs_key() -> None:
-    """A backend for CUDA gets NCCL's store. NCCL itself has no device here."""
+    """A backend for CUDA gets NCCL's store, and needs no device."""
     found: list[bytes] = []
 
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

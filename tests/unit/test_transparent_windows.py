@@ -77,7 +77,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_cancelled_first_piece_drops_window(others: int) -> None:
-    """One piece is missing, even if others arrive. Nothing goes live, and each call is told."""
+    """Pieces from other callers do not replace the missing piece."""
 
     async def play_window() -> None:
         play = TransparentPlay()

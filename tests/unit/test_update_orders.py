@@ -289,7 +289,7 @@ def test_repeated_end_during_commit_returns_receipt() -> None:
 
 
 def test_begin_again_during_a_drop_leaves_no_session() -> None:
-    """The session is begun again under its chosen id. No rank may keep the dropped session."""
+    """The session is begun again under its chosen id, and no rank may keep the dropped session."""
 
     async def play_calls(ticks: int) -> bool:
         play = Play()

@@ -105,7 +105,7 @@ def test_spans_setting_is_read_from_environment(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("value", ["all", "sglang"])
 def test_kv_versions_are_given_or_removed(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    """KV versions leave the answer's info: SGLang would add them to the tokens' values."""
+    """SGLang must not get KV versions: it would take them for the tokens' values."""
     monkeypatch.setenv("SGLANG_INFLIGHT_SPANS", value)
     answers.as_sglang_writes_them.cache_clear()
     handed_on = []
