@@ -102,7 +102,7 @@ def test_bad_collective_rpc_is_refused(
 
 def test_collective_rpc_with_unnamed_arguments_is_refused(vllm: VLLMClient) -> None:
     body = {"method": "skyrl_start_weight_update", "args": [True]}
-    vllm.refuse("/collective_rpc", "1 unnamed", status=501, json=body)
+    vllm.refuse("/collective_rpc", "1 positional", status=501, json=body)
     vllm.refuse("/collective_rpc", "`method`", json={})
 
 

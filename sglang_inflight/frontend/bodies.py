@@ -321,7 +321,7 @@ def check_version(name: str | None) -> None:
         raise Refused(
             f"a weight version has 1 to {LONGEST_VERSION} printable characters; "
             f"{name[:40]!r} has {len(name)}"
-            + ("" if name.isprintable() else ", of which some are not printable")
+            + ("" if name.isprintable() else ", some of them not printable")
         )
 
 

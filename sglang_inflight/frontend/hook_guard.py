@@ -1,6 +1,6 @@
-"""Limit hooks to servers that run with us; others stay as SGLang ships them.
+"""Limit hooks to servers with us; other servers stay as SGLang ships them.
 
-A process may have loaded us and launch a server that runs without us (``inactive.py``). The
+A process may have loaded us and launch a server without us (``inactive.py``). The
 hook's first argument tells the two apart: with us, a manager has a ``Frontend``, and its
 communicators and engine lead to the manager.
 """

@@ -65,7 +65,7 @@ class Lifetime:
         self._why_over = why
         loop = self._tokenizer_manager.event_loop
         if loop is not None:
-            with contextlib.suppress(RuntimeError):  # closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no call waits
                 loop.call_soon_threadsafe(self._end_all, why)
 
     def _end_all(self, why: str) -> None:

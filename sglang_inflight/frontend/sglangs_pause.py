@@ -78,6 +78,6 @@ class SGLangsPause:
 
 
 async def let_requests_in(tokenizer_manager: TokenizerManager) -> None:
-    """Let a worker's held-back requests go on, after another process released the pause."""
+    """Let a worker's held-back requests in, after another process released the pause."""
     async with tokenizer_manager.is_pause_cond:
         tokenizer_manager.is_pause_cond.notify_all()

@@ -38,7 +38,7 @@ class SharedCall(Generic[T]):
         # gives back the previous work, abandoned by all its callers
         self._given_up: asyncio.Future[None] | None = None
         self._waiting = 0
-        self._is_heard = False
+        self._is_received = False
 
     @property
     def is_over(self) -> bool:
@@ -62,13 +62,13 @@ class SharedCall(Generic[T]):
                 await asyncio.wait({self._given_up})
             if self._doing is None:
                 self._doing = asyncio.ensure_future(start())
-                self._give_back, self._is_heard = give_back, False
+                self._give_back, self._is_received = give_back, False
             outcome = await asyncio.shield(self._doing)
-            self._is_heard = True
+            self._is_received = True
             return outcome
         finally:
             self._waiting -= 1
-            if not self._waiting and not self._is_heard and not _has_failed(self._doing):
+            if not self._waiting and not self._is_received and not _has_failed(self._doing):
                 await self._give_up()
 
     async def _give_up(self) -> None:

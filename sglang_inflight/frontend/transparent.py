@@ -160,7 +160,7 @@ class Window:
         The sender of a partly arrived body may be gone.
         """
         if not all(piece.is_whole for piece in self.pieces):
-            self.fail(Dropped("a piece had not arrived whole when continue_generation came"))
+            self.fail(Dropped("continue_generation came before a piece had arrived whole"))
         try:
             async with asyncio.timeout(timeout_s):
                 while self.failure is None and self.pieces:
@@ -220,8 +220,8 @@ class TransparentCalls(Calls):
             window.mode = mode
         return WindowGrant(
             message=(
-                "Generation goes on (SGLANG_INFLIGHT_TRANSPARENT): the weights that are sent now "
-                f"go live at continue_generation, and {_MEANINGS[mode]}."
+                "Generation continues (SGLANG_INFLIGHT_TRANSPARENT): weights sent now go live at "
+                f"continue_generation, and {_MEANINGS[mode]}."
             ),
             paused=window.pause_id is not None,
             mode=mode,
@@ -321,13 +321,13 @@ class TransparentCalls(Calls):
             return await super().end(body)
         window.require_whole()
         window.weight_version = body.weight_version or window.weight_version
-        return Deferred(message="It goes live at continue_generation.")
+        return Deferred(message="The session goes live at continue_generation.")
 
     async def abort(self, body: AbortUpdateBody) -> None:
         window = self._window
         await super().abort(body)
         if window is not None and body.session_id in (None, window.session_id):
-            window.fail(Dropped("it was aborted by a caller"))
+            window.fail(Dropped("a caller aborted the session"))
 
     async def rename(self, body: NameBody) -> dict[str, Any]:
         if self._window is None:
@@ -335,7 +335,7 @@ class TransparentCalls(Calls):
         self._window.weight_version = body.new_version
         return {
             "success": True,
-            "message": f"The weights that go live are {body.new_version}",
+            "message": f"The weights will go live as {body.new_version}.",
             "new_version": body.new_version,
         }
 
@@ -453,7 +453,7 @@ class TransparentCalls(Calls):
         grant = await self._pauses.pause(PauseBody(mode=window.mode))
         window.pause_id = grant.pause_id
         if self._window is not window:
-            # continued meanwhile
+            # continue_generation ended the window meanwhile: release its pause
             await self._pauses.resume(ContinueBody(pause_id=window.pause_id))
 
 

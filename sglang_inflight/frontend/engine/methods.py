@@ -317,7 +317,7 @@ async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> Ada
         return LoRAUpdateOutput(success=False, error_message=str(error))
 
 
-# ---- what is upstream's own --------------------------------------------------------
+# ---- caches and memory -------------------------------------------------------------
 
 
 @engine_method(NoArguments)

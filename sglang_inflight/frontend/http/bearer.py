@@ -18,7 +18,7 @@ def decide_request_auth(
     admin_api_key: str | None,
     **others: Any,
 ) -> Any:
-    """Escape non-ASCII in keys before SGLang's comparison, which raises on non-ASCII text."""
+    """Escape non-ASCII in keys: SGLang's comparison raises on non-ASCII text."""
     return decide(
         # Starlette decodes a header's bytes as latin-1
         authorization_header=_to_ascii(authorization_header, "latin-1"),

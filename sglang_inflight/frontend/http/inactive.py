@@ -77,7 +77,7 @@ def mount(app: FastAPI, why: str) -> None:
 
 
 class RefuseOurFields:
-    """ASGI middleware: refuse bodies that set a field of ours. Null and default values pass."""
+    """ASGI middleware: refuse bodies with a field of ours. Null and default values pass."""
 
     def __init__(self, app: Any, *, why: str) -> None:
         self._app = app

@@ -1,7 +1,7 @@
 """SGLang's HTTP app for tokenizer workers of a server that runs without us.
 
-Such a worker is a process that imports its app by name and loads no plugins. This module is the
-name: SGLang's app, with the reason on our routes.
+Such a worker process imports its app by name and loads no plugins. This module is the app's name:
+SGLang's app, with the reason on our routes.
 """
 
 import os

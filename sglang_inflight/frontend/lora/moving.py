@@ -1,4 +1,4 @@
-"""Count moved requests for their new adapter, in the process that accepted them."""
+"""Count moved requests for their new adapter, in each request's own process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 async def count_as_moved(
     tokenizer_manager: TokenizerManager, rids: Iterable[str], from_id: str, to_id: str
 ) -> None:
-    """Move this process's counts of ``rids`` to the new adapter; skip requests that have ended."""
+    """Move this process's counts of ``rids`` to the new adapter; skip ended requests."""
     counters = tokenizer_manager.lora_registry._counters
     for rid in rids:
         state = tokenizer_manager.rid_to_state.get(rid)

@@ -1,7 +1,7 @@
-"""Adapters that a trainer loads again under their name, while requests use them.
+"""vLLM's adapter routes: replace an adapter under its name while requests use it.
 
-vLLM's trainers write an adapter anew at each step and load it by the same name, in place. So
-here a load always replaces what has the name.
+vLLM's trainers write an adapter at each step and load it by the same name, in place. So a load
+here always replaces the adapter of that name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class LoadBody(LoadFolderBody, kw_only=True):
 
 
 class VLLMAdapters:
-    """Lives on the front end's event loop."""
+    """Load and unload adapters with vLLM's answers. Lives on the front end's event loop."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
@@ -49,6 +49,6 @@ class VLLMAdapters:
 
 
 def _require_files(path: str) -> None:
-    """Trainers take a 404 for files that the network's disk does not show yet, and try again."""
+    """Raise ``NotFound`` for a missing file: trainers retry a 404 until a network disk shows it."""
     if os.path.isabs(path) and not os.path.exists(os.path.join(path, "adapter_config.json")):
         raise NotFound(f"no adapter found in {path}: it has no adapter_config.json")

@@ -1,4 +1,4 @@
-"""What vLLM's clients send: its fields, and nothing that it would not read."""
+"""Bodies of vLLM's routes, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sglang_inflight.messages import DistributedSource, GPUMemorySource, MeetBy,
 VLLMPauseMode = Literal["abort", "wait", "keep"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-# as vLLM has it where nobody says
+# vLLM's default
 PACKED_BYTES = 1 << 30
 
 
@@ -59,21 +59,21 @@ class InitBody(Body, kw_only=True):
 
 
 class InitInfo(Rendezvous, kw_only=True):
-    """Of vLLM's ``nccl`` backend."""
+    """``init_info`` of vLLM's ``nccl`` backend."""
 
-    # whether tensors come in buckets, and the size in bytes that ends one
+    # whether tensors come in buckets, and the bucket size in bytes
     packed: bool = False
     packed_buffer_size_bytes: Positive = PACKED_BYTES
-    # how many buckets vLLM's receiver has in flight: ours has one
+    # ignored: buckets in flight at vLLM's receiver; ours has one
     packed_num_buffers: Positive = 2
-    # ours, for trainers that meet through torch.distributed; vLLM's clients say nothing
+    # ours, for trainers on torch.distributed; vLLM's clients leave it out
     rendezvous: MeetBy = "stateless"
 
 
 class InitHandles(Body, kw_only=True):
-    """Of vLLM's ``ipc`` backend, which has nothing to join."""
+    """``init_info`` of vLLM's ``ipc`` backend, without a group to join."""
 
-    # whether handles are to one buffer of many tensors: they say it themselves
+    # ignored: whether handles point to one buffer of many tensors; the handles tell
     packed: bool = False
 
 
@@ -83,7 +83,7 @@ class StartBody(Body, kw_only=True):
     def __post_init__(self) -> None:
         if not self.is_checkpoint_format:
             raise NotOffered(
-                "is_checkpoint_format=false is not offered: weights come as a checkpoint has them"
+                "is_checkpoint_format=false is not offered: send weights as a checkpoint has them"
             )
 
 
@@ -92,16 +92,16 @@ class UpdateBody(Body, kw_only=True):
 
 
 class UpdateInfo(Body, kw_only=True):
-    """Of vLLM's ``nccl`` backend."""
+    """``update_info`` of vLLM's ``nccl`` backend."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
-    # SkyRL says these with each update, vLLM 0.32 once; None: as init_info said
+    # from SkyRL with each update, from vLLM 0.32 only in init_info; None: as in init_info
     packed: bool | None = None
     packed_buffer_size_bytes: Positive | None = None
     packed_num_buffers: Positive | None = None
-    # of start_weight_update; TRL says it here, too
+    # a field of start_weight_update; TRL sends it here, too
     is_checkpoint_format: bool = True
 
     def __post_init__(self) -> None:
@@ -109,16 +109,16 @@ class UpdateInfo(Body, kw_only=True):
 
 
 class HandlesInfo(Body, kw_only=True):
-    """Of vLLM's ``ipc`` backend."""
+    """``update_info`` of vLLM's ``ipc`` backend."""
 
     names: list[str]
     dtype_names: list[str]
     shapes: list[list[int]]
     ipc_handles_pickled: bytes
-    # of each tensor in a buffer: in bytes, vLLM's; in elements, SkyRL's
+    # of each tensor in a buffer: from vLLM in bytes, from SkyRL (sizes) in elements
     tensor_sizes: list[int] | None = None
     sizes: list[int] | None = None
-    # vLLM's client says it where it says the handles otherwise
+    # null from vLLM's client beside ipc_handles_pickled
     ipc_handles: None = None
     packed: bool | None = None
     is_checkpoint_format: bool = True
@@ -126,11 +126,11 @@ class HandlesInfo(Body, kw_only=True):
     def __post_init__(self) -> None:
         StartBody(is_checkpoint_format=self.is_checkpoint_format)
         if self.sizes is not None and self.sizes != [math.prod(shape) for shape in self.shapes]:
-            raise Refused("sizes are not those of tensors of these shapes")
+            raise Refused("sizes do not match shapes: give each tensor's number of elements")
 
 
 class WeightDirBody(Body, kw_only=True, forbid_unknown_fields=False):
-    """prime-rl's ``/update_weights``, where it broadcasts by files."""
+    """prime-rl's ``/update_weights`` with weights in files."""
 
     weight_dir: Name | None
 
@@ -143,7 +143,7 @@ class FinishBody(Body, kw_only=True):
 
 
 class VersionBody(NameBody, kw_only=True):
-    # vLLM ends no request for a name
+    # a new name aborts no requests in vLLM
     abort_all_requests: bool = False
 
 
@@ -153,7 +153,7 @@ class CheckBody(Body, kw_only=True):
 
 
 class BroadcastBody(DistributedBody, kw_only=True):
-    """A distributed update that comes in buckets of a size."""
+    """A distributed update in buckets of a given size."""
 
     bucket_bytes: int | None = None
 
@@ -176,13 +176,13 @@ class HandlesBody(SGLangsUpdate, kw_only=True):
             shapes=info.shapes,
             handles=info.ipc_handles_pickled,
             sizes=info.tensor_sizes,
-            # SkyRL shares a buffer for each call, and vLLM one for all calls of an update
+            # SkyRL shares a new buffer for each call, vLLM one buffer for a whole update
             keeps_buffer=info.tensor_sizes is not None,
         )
 
 
 def choose_pause_mode(mode: VLLMPauseMode, *, clears_cache: bool) -> PauseMode:
-    """vLLM preempts what it keeps when it clears the cache, whatever it documents."""
+    """Return our mode. Unlike its docs, vLLM preempts kept requests when it clears the cache."""
     if mode == "keep":
         return "retract" if clears_cache else "in_place"
     return mode

@@ -1,4 +1,4 @@
-"""Checksums of the weights that are served, in vLLM's form."""
+"""Checksums of the served weights, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 async def read_checksums(tokenizer_manager: TokenizerManager) -> dict[str, str]:
-    """By ``dp….pp….tp….<name of the tensor>``. Holds the schedulers' loops while it reads.
+    """Return checksums by ``dp….pp….tp….<tensor name>``. Blocks the schedulers' loops meanwhile.
 
-    Raises ``RankFailed`` where a rank could not read its weights.
+    Raises ``RankFailed`` if a rank cannot read its weights.
     """
     success, message, ranks, _ = await tokenizer_manager.check_weights(
         CheckWeightsReqInput(action="checksum", selector="target")
@@ -34,7 +34,7 @@ def _prefix(place: dict[str, Any]) -> str:
 
 
 def mismatches(ours: dict[str, str], baseline: dict[str, str]) -> list[str]:
-    """Names that differ, or that only one of the two has."""
+    """Return tensors with different checksums, or missing in one of the two."""
     return sorted(
         name for name in ours.keys() | baseline.keys() if ours.get(name) != baseline.get(name)
     )

@@ -1,4 +1,4 @@
-"""What SGLang says of an output, in the form of vLLM's ``/inference/v1/generate``."""
+"""Convert SGLang's outputs to vLLM's form, for ``/inference/v1/generate``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from sglang_inflight.messages import ADAPTER_VERSIONS
 # vLLM's floor: JSON has no infinity
 LOWEST = -9999.0
 
-# value, token, and the token's text, which is not asked for
+# value, token, and the token's text, not requested here
 Logprob = tuple[float | None, int, str | None]
 
 
 def describe_choice(
     index: int, tokens: Sequence[int], meta: dict[str, Any], logprobs: int | None, *, since: int = 0
 ) -> dict[str, Any]:
-    """Of the output's ``tokens``, whose first is its ``since``-th.
+    """Return vLLM's choice for ``tokens``, beginning at the output's ``since``-th.
 
-    ``weight_versions``, and of an adapter's ``adapter_versions``, are the spans of the whole
-    output up to here.
+    ``weight_versions``, and with an adapter ``adapter_versions``, span the whole output so far.
     """
     reason = meta["finish_reason"]
     adapters = meta.get(ADAPTER_VERSIONS)
@@ -38,7 +37,7 @@ def describe_choice(
 
 
 def describe_usage(prompt_tokens: int, metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Of all outputs of one prompt. What ended before it ran has nothing to say of a cache."""
+    """Return the usage of one prompt's outputs. SGLang sets no ``cached_tokens`` before a run."""
     made = sum(meta["completion_tokens"] for meta in metas)
     return {
         "prompt_tokens": prompt_tokens,
@@ -49,8 +48,8 @@ def describe_usage(prompt_tokens: int, metas: Sequence[dict[str, Any]]) -> dict[
 
 
 def describe_prompt(token_ids: Sequence[int], meta: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Logprobs of the prompt's tokens, each the first of its position; the first has none."""
-    # SGLang calls the vocabulary's last token 0
+    """Return logprobs by position: the prompt's own token first. Position 0 has none."""
+    # token ids come from the prompt: SGLang reports the vocabulary's last token as 0
     sampled: list[Logprob] = [
         (value, token, text)
         for token, (value, _, text) in zip(token_ids, meta["input_token_logprobs"], strict=True)
@@ -79,12 +78,12 @@ def _content(meta: dict[str, Any], logprobs: int, since: int, until: int) -> lis
 
 
 def _first(own: Logprob, others: Iterable[Logprob]) -> list[Logprob]:
-    """A position's own token, and the rest in the order of their rank."""
+    """Return a position's own token, then the others by rank."""
     return [own, *(other for other in others if other[1] != own[1])]
 
 
 def _named(logprob: Logprob) -> dict[str, Any]:
-    """vLLM 0.32 names a token by ``token``, and later ones by ``token_id``."""
+    """Return a token's entry: vLLM 0.32 reads ``token``, later versions ``token_id``."""
     value, token, _ = logprob
     return {"token": f"token_id:{token}", "token_id": token, "logprob": _floored(value)}
 

@@ -1,14 +1,14 @@
-"""vLLM's ``/collective_rpc``, for the methods by which SkyRL sends its weights.
+"""vLLM's ``/collective_rpc``, for SkyRL's weight sync.
 
-vLLM runs a method of that name in every worker, whatever it is. SkyRL brings its own, and calls
-them in this order, between a ``/pause`` that keeps requests and a ``/resume``:
+vLLM runs any method of that name in every worker. SkyRL adds methods of its own, and calls them
+in this order, between a ``/pause`` with mode ``keep`` and a ``/resume``:
 
-    skyrl_sleep_for_weight_sync     frees memory; here none has to be free, because the weights
-    skyrl_wake_for_weight_sync      are staged beside those that serve, and requests stay as
-                                    they are: both only hold the caller to its pause
+    skyrl_sleep_for_weight_sync     only checks for the pause: in vLLM it frees memory, but here
+                                    weights are staged beside the served ones
+    skyrl_wake_for_weight_sync      only checks for the pause
     skyrl_start_weight_update       begins a session
-    update_weights_nccl             takes in a broadcast
-    update_weights_ipc              takes in what is in the trainer's memory on the same GPU
+    update_weights_nccl             stages a broadcast
+    update_weights_ipc              stages tensors in the trainer's memory on the same GPU
     skyrl_finish_weight_update      commits
 """
 
@@ -65,11 +65,11 @@ class CollectiveRPC:
         method = self._methods.get(body.method)
         if method is None or body.args:
             raise NotOffered(
-                f"no worker runs {body.method[:100]!r} with {len(body.args)} unnamed arguments "
-                f"here: there are {', '.join(self._methods)}, whose arguments are named"
+                f"/collective_rpc does not offer {body.method[:100]!r} with {len(body.args)} "
+                f"positional arguments: it offers {', '.join(self._methods)}, with kwargs"
             )
         await method(body.kwargs)
-        # of each worker, and these methods return nothing
+        # one result per worker; these methods return None
         return {"results": [None] * self._ranks.count}
 
     async def _sleep(self, arguments: dict[str, Any]) -> None:
@@ -82,14 +82,14 @@ class CollectiveRPC:
 
     async def _require_pause(self) -> None:
         if not await self._pauses.is_paused():
-            raise Conflict("generation is not paused: /pause comes first")
+            raise Conflict("generation is not paused: call /pause first")
 
     async def _start(self, arguments: dict[str, Any]) -> None:
         convert(arguments, StartBody, "kwargs")
         await self._transfer.start("target")
 
     async def _receive(self, arguments: dict[str, Any]) -> None:
-        # whatever is wrong with the arguments, the trainer may broadcast already
+        # not converted here: ``receive`` handles bad arguments of a trainer already broadcasting
         await self._transfer.receive(msgspec.json.encode(arguments))
 
     async def _finish(self, arguments: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``/detokenize`` for SGLang's clients, who read ``text``, and vLLM's, who read ``prompt``."""
+"""``/detokenize`` with ``text`` for SGLang's clients and ``prompt`` for vLLM's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.openai.protocol import DetokenizeRequest, Detokenize
 
 
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """vLLM leaves special tokens in, SGLang leaves them out where nobody says otherwise."""
+    """Return both texts: by default vLLM keeps special tokens, SGLang skips them."""
     text = await _decode(body, request)
     if not isinstance(text, DetokenizeResponse):
         return text
@@ -24,5 +24,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
 
 
 async def _decode(body: DetokenizeRequest, request: Request) -> Any:
-    """SGLang's own, which answers an error where it cannot."""
+    """Call SGLang's own handler; return its answer or its error response."""
     return await request.app.state.openai_serving_detokenize.handle_request(body, request)

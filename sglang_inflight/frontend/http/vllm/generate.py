@@ -1,7 +1,7 @@
 """vLLM's ``/inference/v1/generate``: token ids in, token ids out.
 
-A request is SGLang's own, as ``/generate`` makes it, and lives through pauses and updates as
-every other. Each choice has besides vLLM's fields the spans of its tokens' versions.
+A request is made as by SGLang's ``/generate``, and lives through pauses and updates as every
+other. Each choice has vLLM's fields, and the spans of its tokens' versions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 DP_RANK_HEADER = "X-data-parallel-rank"
 
-# each would be another input than the caller means
+# refused, because ignoring one would change the input
 _NOT_OFFERED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
 
 
@@ -51,7 +51,7 @@ class GenerateBody(Body, kw_only=True, forbid_unknown_fields=False):
     model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    # only requests of one salt share prefixes
+    # only requests with the same salt share cached prefixes
     cache_salt: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)] | None = None
     priority: int = 0
     output_mode: Literal["tokens", "text"] = "tokens"
@@ -63,7 +63,7 @@ class GenerateBody(Body, kw_only=True, forbid_unknown_fields=False):
 
 
 class EngineRefused(InflightError):
-    """SGLang ended the request, with a status of its own."""
+    """SGLang ended the request with an HTTP status."""
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class EngineRefused(InflightError):
 
 
 class Generate:
-    """Lives on the front end's event loop, and keeps nothing between requests."""
+    """Answer the route. Lives on the front end's event loop, and keeps no state."""
 
     def __init__(self, tokenizer_manager: TokenizerManager, model_names: ModelNames) -> None:
         self._tokenizer_manager = tokenizer_manager
@@ -86,7 +86,7 @@ class Generate:
                 return StreamingResponse(
                     self._stream(body, rid, obj, request),
                     media_type="text/event-stream",
-                    # where the connection ends before the stream
+                    # aborts the request if the connection ends before the stream
                     background=self._tokenizer_manager.create_abort_task(obj),
                 )
             return ORJSONResponse(await self._collect(body, rid, obj, request))
@@ -99,13 +99,13 @@ class Generate:
             if getattr(body, name):
                 raise NotOffered(f"{name} is not offered here: the input is token_ids alone")
         if body.output_mode != "tokens":
-            raise NotOffered("output_mode has 'tokens' only; SGLang's /generate answers text")
+            raise NotOffered("output_mode must be 'tokens' here; use SGLang's /generate for text")
         if body.priority:
-            raise NotOffered("priority is not offered here; SGLang's /generate takes its own")
+            raise NotOffered("priority is not offered here; use SGLang's /generate for priorities")
         sampling = body.sampling_params
         scores_prompt = sampling.prompt_logprobs is not None
         if scores_prompt and body.stream:
-            raise Refused("prompt_logprobs come with a whole answer: stream must be false")
+            raise Refused("prompt_logprobs needs stream=false: they come with a whole answer")
         return GenerateReqInput(
             rid=rid,
             input_ids=body.token_ids,
@@ -150,7 +150,7 @@ class Generate:
     async def _stream(
         self, body: GenerateBody, rid: str, obj: Any, request: Request
     ) -> AsyncIterator[bytes]:
-        """What each chunk has are the tokens since the one before."""
+        """Yield chunks, each with only the tokens since the previous chunk."""
         options = body.stream_options or StreamOptions()
         prompt_tokens = len(body.token_ids)
         metas: dict[int, dict[str, Any]] = {}
@@ -166,7 +166,7 @@ class Generate:
                 tokens, since = output["output_ids"], 0
                 before = sent.get(index, 0)
                 if not deltas:
-                    # the list may have grown since SGLang spoke of it
+                    # the list may have grown since SGLang wrote this chunk's meta_info
                     since = before
                     tokens = tokens[since : meta["completion_tokens"]]
                 elif meta["completion_tokens"] == before:
@@ -198,7 +198,7 @@ class Generate:
 
 
 def _dp_rank(request: Request) -> int | None:
-    """Where a router says so; vLLM passes over what is no number."""
+    """Return the rank from a router's header, or None. As in vLLM, a non-number is ignored."""
     said = request.headers.get(DP_RANK_HEADER, "")
     return int(said) if said.isdecimal() else None
 

@@ -1,7 +1,7 @@
-"""vLLM's fields in requests to the OpenAI routes, which SGLang would pass over.
+"""Serve or refuse vLLM's fields in requests to the OpenAI routes; SGLang ignores them.
 
-Those that SGLang has something for are served as vLLM does, and the others refused by their
-names. What changes neither tokens nor the answer, as ``request_id``, is passed over.
+A field with an equivalent in SGLang is served as in vLLM; other fields are refused by name. A
+field without effect on tokens or answer, such as ``request_id``, is ignored.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sglang_inflight.errors import Refused
 # value, token, and the token's text
 Logprob = tuple[float | None, int, str | None]
 
-_ELSEWHERE = "SGLang has nothing of the kind"
-_FORMATS = "say regex, ebnf or response_format, which are SGLang's"
-# each would be other tokens, or another answer, than the caller means
+_ELSEWHERE = "SGLang has no equivalent"
+_FORMATS = "use SGLang's regex, ebnf or response_format"
+# refused, because ignoring one would change the tokens or the answer
 _NOT_OFFERED = {
-    "prompt_logprobs": "/inference/v1/generate has them",
+    "prompt_logprobs": "use /inference/v1/generate",
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _FORMATS),
     **dict.fromkeys(
         (
@@ -49,7 +49,7 @@ _NOT_OFFERED = {
         _ELSEWHERE,
     ),
 }
-# with any other value they would change the prompt or the text
+# other values would change the prompt or the text
 _OF_COMPLETIONS = {"add_special_tokens": True, "spaces_between_special_tokens": True}
 _OF_CHATS = {
     "add_generation_prompt": True,
@@ -61,16 +61,16 @@ _OF_CHATS = {
 
 
 class VLLMFields:
-    """The fields of one request that vLLM knows and SGLang does not.
+    """vLLM's fields of one request, unknown to SGLang.
 
-    Made by the task that answers the request, whose context keeps it until the last chunk is
-    sent: a stream is written by tasks that the first one starts.
+    Made by the request's task. The task's context keeps the fields to the last chunk: the task
+    starts the tasks that write the stream, and they inherit the context.
     """
 
     def __init__(
         self, request: CompletionRequest | ChatCompletionRequest, body: dict[str, Any]
     ) -> None:
-        """Raises ``Refused`` for what would be passed over. Changes ``request``."""
+        """Set SGLang's fields in ``request``. Raises ``Refused`` for fields without equivalent."""
         is_chat = isinstance(request, ChatCompletionRequest)
         defaults = _OF_CHATS if is_chat else _OF_COMPLETIONS
         known = type(request).model_fields
@@ -90,7 +90,7 @@ class VLLMFields:
         _asked.set(self)
 
     def finish(self, response: Any) -> Any:
-        """A chat's answer has tokens under SGLang's names, and here under vLLM's too."""
+        """Add token ids to a chat's answer under vLLM's names, beside SGLang's names."""
         if not self._wants_tokens or not isinstance(response, ChatCompletionResponse):
             return response
         content = response.model_dump(by_alias=True)
@@ -111,7 +111,7 @@ def write_completion_logprobs(
     output_top_logprobs: Sequence[Any] | None = None,
     tokenizer: Any = None,
 ) -> Any:
-    """vLLM lists the token itself among the most likely ones, also where none are asked for."""
+    """List the sampled token first among the top logprobs, as vLLM does even for zero of them."""
     asked = _asked.get()
     outputs, tops = output_token_logprobs, output_top_logprobs
     if asked is not None and outputs is not None:
@@ -170,7 +170,7 @@ def _constrain(request: CompletionRequest | ChatCompletionRequest, outputs: Any)
     if regex is None:
         return
     if not isinstance(regex, str):
-        raise Refused("structured_outputs.regex must be a text")
+        raise Refused("structured_outputs.regex must be a string")
     if request.regex not in (None, regex):
-        raise Refused("regex and structured_outputs.regex are two: say one of them")
+        raise Refused("regex and structured_outputs.regex differ: pass only one of them")
     request.regex = regex

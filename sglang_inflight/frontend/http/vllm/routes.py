@@ -1,6 +1,6 @@
-"""vLLM's routes for RL, as aliases of ours. vLLM 0.32 has them in its development mode.
+"""vLLM's routes for RL, mapped to our calls. vLLM 0.32 has them in its development mode.
 
-What cannot be done as vLLM does it is refused with a 501 and a sentence.
+Behaviour of vLLM without an equivalent here is refused with a 501 and the reason.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ if TYPE_CHECKING:
 
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 
-# of /sleep; captured graphs stay, as with vLLM
+# memory released by /sleep; captured graphs stay, as in vLLM
 SLEEP_TAGS = ("kv_cache", "weights")
 
 
 def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
-    """Put vLLM's routes before upstream's, of which some have the same path."""
+    """Put vLLM's routes before SGLang's routes of the same path."""
     routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter(route_class=fails_on_shutdown(frontend.lifetime))
 
@@ -102,7 +102,8 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     for prefix in ("", "/v1", "/skyrl/v1"):
         add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
     add("/v1/unload_lora_adapter", with_body(UnloadAdapterBody, adapters.unload))
-    # for whoever may generate, as /generate is; it ends as its request does
+    # without admin auth, like /generate, and with the default route class: at a shutdown the
+    # request itself is aborted
     router.add_api_route(
         "/inference/v1/generate",
         Generate(tokenizer_manager, frontend.model_names).answer,
@@ -149,7 +150,7 @@ class _Routes:
     async def abort_requests(self, request: Request) -> Content:
         content = await request.body()
         if not content:
-            raise Refused("bad request body: there is none; {} aborts every request")
+            raise Refused("bad request body: there is none. Send {} to abort every request")
         rids = decode(content, AbortBody).request_ids
         if not rids:
             count = len(self._tokenizer_manager.rid_to_state)
@@ -189,7 +190,7 @@ class _Routes:
         return await while_connected(request, receive())
 
     async def _whole_body(self, request: Request) -> bytes:
-        """Around a call that may be a part of the session."""
+        """Return the body; drop the session if the caller leaves before sending all of it."""
         try:
             return await request.body()
         except ClientDisconnect:
@@ -212,9 +213,9 @@ class _Routes:
 
     async def check_weights(self, body: CheckBody) -> Content:
         if body.action == "reset":
-            raise NotOffered("weights that are being served are not set to zero")
+            raise NotOffered("action 'reset' is not offered: it would set served weights to zero")
         if body.action == "compare" and body.baseline is None:
-            raise Refused("action 'compare' needs a baseline, which 'checksum' gives")
+            raise Refused("action 'compare' needs a baseline: pass the checksums of 'checksum'")
         checksums = await read_checksums(self._tokenizer_manager)
         if body.action == "checksum" or body.baseline is None:
             return {"checksums": checksums}
@@ -228,7 +229,7 @@ class _Routes:
         return {"world_size": parallel.tp_size * parallel.pp_size}
 
     async def liveness(self) -> Response:
-        """prime-rl's: whether every rank answers at its next step."""
+        """Answer prime-rl: 200 if every rank answers at its next step, else 503."""
         try:
             await self._pauses.ask_status()
         except InflightError:
@@ -238,15 +239,15 @@ class _Routes:
     # ---- caches and sleep ----------------------------------------------------------
 
     async def reset_prefix_cache(self, request: Request) -> Content:
-        """An external cache is one that a flush refuses to leave behind, asked or not."""
+        """Flush the cache. An external store is refused, also with ``reset_external`` false."""
         query = read_query(request.query_params.multi_items(), ResetCacheQuery)
-        # vLLM asks in the query, and SkyRL in a body
+        # vLLM sends the query, SkyRL a body
         body = decode(await request.body(), ResetCacheBody)
         retract = query.reset_running_requests or body.reset_running_requests
         try:
             await while_connected(request, self._caches.flush(retract=retract))
         except Conflict:
-            # vLLM's word for "later, perhaps"
+            # vLLM's answer if requests run: the client may retry
             return {"success": False}
         return {"success": True}
 
@@ -259,17 +260,17 @@ class _Routes:
         return {}
 
     async def sleep(self, query: SleepQuery) -> Content:
-        """Level 0 pauses; 1 keeps a copy of the weights on the host, and 2 keeps none."""
+        """Pause (level 0), or release memory with (1) or without (2) a host copy of the weights."""
         released = await self._memory.released()
         if query.level > 0 and set(SLEEP_TAGS) <= set(released):
             message = f"{', '.join(released)} are asleep already."
             return {"status": "sleeping", "message": message, "paused": True, "level": query.level}
-        # what is to give its KV back cannot be kept where it is
+        # requests cannot keep KV that is released
         mode = choose_pause_mode(query.mode, clears_cache=query.level > 0)
         answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.level == 0:
             return {**answer, "status": "sleeping", "level": 0}
-        # memory that went all the same has a pause of its own
+        # released memory holds a pause of its own, so this one may be released on a failure
         async with self._pauses.let_go_on_failure(answer.pause_id):
             moved = await self._memory.release(
                 ReleaseMemoryBody(
@@ -295,7 +296,7 @@ class _Routes:
                 "paused": True,
                 "tags": tags,
             }
-        # its requests wait for weights that are hollow, and go on when they have been sent
+        # requests wait for the hollow weights, and continue when an update has filled them
         if moved is not None and moved.hollow is not None:
             await self._let_go_of_pauses()
             return {"status": "awake", "message": moved.message, "paused": True, "tags": tags}

@@ -1,4 +1,4 @@
-"""vLLM's sampling parameters, as SGLang's."""
+"""Convert vLLM's sampling parameters to SGLang's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_inflight.frontend.bodies import Body
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
-# vLLM's name, and SGLang's
+# vLLM's name: SGLang's name
 _NAMES = {
     "n": "n",
     "presence_penalty": "presence_penalty",
@@ -34,7 +34,7 @@ _NAMES = {
     "extra_args": "custom_params",
 }
 
-# they would change the tokens, and SGLang has nothing of the kind, or has it elsewhere
+# refused: they change the tokens, and SGLang has no equivalent or another interface
 _NOT_OFFERED = (
     "allowed_token_ids",
     "bad_words",
@@ -48,7 +48,7 @@ _NOT_OFFERED = (
 
 
 class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
-    """What is not named here changes no token, and clients send much of it."""
+    """vLLM's sampling parameters. Other fields are ignored: they change no token."""
 
     n: Positive = 1
     presence_penalty: float | None = None
@@ -63,10 +63,10 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
     stop: str | list[str] | None = None
     stop_token_ids: list[Count] | None = None
     ignore_eos: bool | None = None
-    # None: as many as the context has room for
+    # None: up to the context's length
     max_tokens: Positive | None = None
     min_tokens: Count | None = None
-    # of the most likely tokens, besides the sampled one's; None: of no token
+    # number of most likely tokens beside the sampled one; None: no logprobs at all
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
     skip_special_tokens: bool | None = None
@@ -85,11 +85,11 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
     trace_decode_token_ids: Any = None
 
     def for_sglang(self) -> dict[str, Any]:
-        """Raises ``NotOffered`` for what would be passed over otherwise."""
+        """Return SGLang's parameters. Raises ``NotOffered`` for parameters without equivalent."""
         for name in _NOT_OFFERED:
             if getattr(self, name):
                 raise NotOffered(
-                    f"sampling_params.{name} is not offered here: see /generate for what SGLang has"
+                    f"sampling_params.{name} is not offered here: see SGLang's /generate"
                 )
         if self.ignore_eos and self.stop_token_ids:
             raise NotOffered(
@@ -104,7 +104,7 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
 
     @property
     def most_likely(self) -> int:
-        """How many of the most likely tokens SGLang must tell of at each position."""
-        # the sampled token is the first that vLLM lists
+        """Number of most likely tokens to request from SGLang at each position."""
+        # vLLM lists the sampled token first, so one logprob needs no others
         listed = self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
         return max(listed, self.prompt_logprobs or 0)

@@ -1,4 +1,4 @@
-"""``/server_info`` for SGLang's clients, and for vLLM's, who read ``vllm_config`` in it."""
+"""``/server_info`` with SGLang's answer, and ``vllm_config`` for vLLM's clients."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class ServerInfo:
-    """SGLang's answer, with vLLM's configuration beside it for who asks as vLLM's clients do.
+    """SGLang's answer, with vLLM's configuration added for ``config_format=json``.
 
-    TRL reads of it how weights are held and served, before it trains. What it does not read is
-    not there: much of vLLM's configuration means nothing here.
+    TRL reads the configuration before it trains. Only fields read by TRL are present: most of
+    vLLM's configuration has no meaning here.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
@@ -38,7 +38,7 @@ class ServerInfo:
                 "model": self._tokenizer_manager.model_path,
                 "dtype": str(model.dtype),
                 "max_model_len": model.context_len,
-                # from before the temperature, or after it
+                # raw: before temperature; processed: after
                 "logprobs_mode": "raw_logprobs" if raw else "processed_logprobs",
             },
             "parallel_config": {
@@ -47,7 +47,7 @@ class ServerInfo:
                 "data_parallel_size": parallel.dp_size,
             },
             "lora_config": _lora_config() if lora.enable_lora else None,
-            # whichever init_weight_transfer_engine names
+            # a placeholder: init_weight_transfer_engine chooses the backend
             "weight_transfer_config": {"backend": "nccl"},
         }
 
@@ -55,7 +55,7 @@ class ServerInfo:
 def _lora_config() -> dict[str, Any]:
     lora = get_lora()
     return {
-        # not said: that of the adapters which the server was started with, if any
+        # 0 if unset: SGLang then takes the rank from the adapters loaded at start
         "max_lora_rank": lora.max_lora_rank or 0,
         "max_loras": lora.max_loras_per_batch,
         "max_cpu_loras": lora.max_loaded_loras,

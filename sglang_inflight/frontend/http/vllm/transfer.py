@@ -1,4 +1,4 @@
-"""vLLM's weight transfer engine, as sessions of updates from the trainer that is joined."""
+"""vLLM's weight transfer engine: update sessions from one joined trainer."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, Selector
 
-# what a client of vLLM's can do about a session
+# how vLLM's clients end a session
 ENDS_IT = (
-    "finish_weight_update commits it, and init_weight_transfer_engine or abort_weight_update drops "
-    "it where its trainer is gone"
+    "finish_weight_update commits it; if its trainer is gone, init_weight_transfer_engine or "
+    "abort_weight_update drops it"
 )
 
 
 @dataclass(frozen=True)
 class _Link:
-    """How the trainer that is joined sends its weights."""
+    """The joined trainer's way of sending weights."""
 
-    # by broadcasts in a group; otherwise it hands over handles to its memory, and none is formed
+    # true: broadcasts in a group; false: handles to its memory, without a group
     is_group: bool
-    # of its broadcasts; None: one for each tensor
+    # bucket size of broadcasts; None: one broadcast per tensor
     bucket_bytes: int | None = None
 
 
 class Transfer:
-    """Joins a trainer and takes its weights in, as vLLM's ``nccl`` and ``ipc`` backends do.
+    """Join a trainer and receive its weights, as vLLM's ``nccl`` and ``ipc`` backends do.
 
-    vLLM has one trainer at a time and knows no name of a group: it is the default one of
+    vLLM has one trainer at a time, and no group names: the group is the default one of
     ``/init_weights_update_group``. Lives on the front end's event loop.
     """
 
@@ -68,23 +68,22 @@ class Transfer:
         self._updates = updates
         self._backend = backend
         self._on_cuda = on_cuda
-        # vLLM has no call that drops a session: one that was left must end by itself
+        # vLLM has no call to drop a session, so an abandoned session must end by itself
         self._session_lease_s = session_lease_s
         self._link: _Link | None = None
-        # of the session begun last; vLLM's calls name none
+        # id of the last session begun; vLLM's calls carry no id
         self._session_id: str | None = None
 
     async def connect(self, init_info: dict[str, Any]) -> None:
-        """Leave the trainer before, if there is one, and form a group with this one.
+        """Leave the previous trainer, if any, and join this one.
 
-        A session that the one before left open is dropped: nobody will send the rest.
-        vLLM is started for one backend; here ``init_info`` tells which it is of. Raises
-        ``NotOffered`` for other ways of vLLM's to transfer weights, ``Refused`` where the group
-        was not formed, or no memory can be in common.
+        Drop the previous trainer's open session: its remaining pieces will not come. vLLM fixes
+        the backend at its start; here ``init_info`` selects the backend. Raises ``NotOffered`` for
+        vLLM's other backends, ``Refused`` if the group was not formed or memory cannot be shared.
         """
         if "nccl_unique_id_b64" in init_info:
             raise NotOffered(
-                "a trainer is met at master_address and master_port, not by nccl_unique_id_b64"
+                "nccl_unique_id_b64 is not offered: pass master_address and master_port"
             )
         if init_info.keys() <= {*InitHandles.__struct_fields__}:
             await self._share_memory(convert(init_info, InitHandles, "init_info"))
@@ -94,7 +93,7 @@ class Transfer:
     async def _share_memory(self, _: InitHandles) -> None:
         if not self._on_cuda:
             raise Refused(
-                f"init_info names no trainer to meet, as vLLM's ipc backend has it. {NEEDS_ONE_GPU}"
+                f"init_info has no master_address, as for vLLM's ipc backend. {NEEDS_ONE_GPU}"
             )
         await self._part()
         self._link = _Link(is_group=False)
@@ -115,7 +114,7 @@ class Transfer:
         self._link = _Link(is_group=True, bucket_bytes=bucket_bytes)
 
     async def _part(self) -> None:
-        """From the trainer before, and from what it has begun."""
+        """Drop the previous trainer's session, and leave its group."""
         if self._updates.has_session:
             await self._updates.abort(AbortUpdateBody())
         await self._leave()
@@ -126,7 +125,7 @@ class Transfer:
         await self._leave()
 
     def require_no_session(self) -> None:
-        """Raises ``Conflict`` where one is open."""
+        """Raise ``Conflict`` if a session is open."""
         if self._updates.has_session:
             raise Conflict(f"a weight update is going on: {ENDS_IT}")
 
@@ -140,15 +139,15 @@ class Transfer:
         self._session_id = begun.session_id
 
     async def receive(self, content: bytes) -> None:
-        """Take in what the trainer sends now; it goes live at ``finish``.
+        """Stage a piece from the trainer; the session goes live at ``finish``.
 
-        ``content`` is the request's body, because one that cannot be read ends its session
-        as well, as every call does that is refused.
+        ``content`` is the undecoded body, because an unreadable body must drop the session, like
+        every refused piece.
         """
         link = self._require_link()
         async with self._in_step(link):
             try:
-                session_id = self._require_session("start_weight_update comes first")
+                session_id = self._require_session("call start_weight_update first")
                 body = _read(link, decode(content, UpdateBody).update_info, session_id)
             except Refused:
                 if self._updates.has_session:
@@ -157,16 +156,14 @@ class Transfer:
         await self._updates.update(body)
 
     async def lose(self) -> None:
-        """Drop the session, of which a call has not arrived whole: its trainer may finish it all
-        the same.
-        """
+        """Drop the session after an incomplete body: its trainer may still call ``finish``."""
         if self._updates.has_session and self._session_id is not None:
             with suppress(Refused):
                 await self._updates.abort(AbortUpdateBody(session_id=self._session_id))
 
     async def finish(self, weight_version: str | None) -> None:
-        """Commit. vLLM keeps the KV of its running requests here, and so do we."""
-        session_id = self._require_session("there is none to finish")
+        """Commit the session. Running requests keep their KV, as in vLLM."""
+        session_id = self._require_session("there is nothing to finish")
         await self._updates.end(
             EndBody(
                 session_id=session_id,
@@ -182,19 +179,19 @@ class Transfer:
             await self._groups.leave(LeaveGroupBody())
 
     def _in_step(self, link: _Link) -> AbstractAsyncContextManager[None]:
-        """Where a call is refused, its trainer may have begun to broadcast all the same."""
+        """Mark the group broken if the block raises: its trainer may be broadcasting already."""
         return self._groups.in_step_by_name(DEFAULT_GROUP) if link.is_group else nullcontext()
 
     def _require_link(self) -> _Link:
         if self._link is None:
-            raise Refused("no trainer is joined: init_weight_transfer_engine comes first")
+            raise Refused("no trainer is joined: call init_weight_transfer_engine first")
         return self._link
 
     def _require_session(self, otherwise: str) -> str:
         if not self._updates.has_session or self._session_id is None:
             raise Refused(
-                f"no weight update is going on: {otherwise} (a call that fails ends it, and so "
-                "does time)"
+                f"no weight update is going on: {otherwise} (a failed call ends it, and so does "
+                "its lease)"
             )
         return self._session_id
 
@@ -203,7 +200,7 @@ def _read(
     link: _Link, update_info: dict[str, Any] | list[dict[str, Any]], session_id: str
 ) -> BroadcastBody | HandlesBody:
     if isinstance(update_info, list):
-        raise NotOffered("update_info cannot differ from rank to rank: all read the same")
+        raise NotOffered("update_info must be one object: every rank reads the same")
     if link.is_group:
         return _broadcast(link, convert(update_info, UpdateInfo, "update_info"), session_id)
     info = convert(update_info, HandlesInfo, "update_info")

@@ -1,4 +1,4 @@
-"""prime-rl's ``/update_weights``: a checkpoint in a directory, by the path of vLLM's own call."""
+"""prime-rl's ``/update_weights``: vLLM's path, with a checkpoint in a directory."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def names_weight_dir(content: bytes) -> bool:
 
 
 async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | StagedSoFar:
-    """Commit what the directory holds, as one update.
+    """Update from the directory's checkpoint, in one commit.
 
-    prime-rl holds a pause around the call, and has salted its requests by version: what runs
-    keeps its KV, and the fence keeps it from requests without a salt.
+    prime-rl pauses around the call, and salts its requests' cache by version. So running requests
+    keep their KV, and the fence keeps that KV from later requests without a salt.
     """
     path = decode(content, WeightDirBody).weight_dir
     if path is None:
         raise Refused(
-            "weight_dir is null: weights are taken from a directory here, so prime-rl's "
-            "weight_broadcast.type must be 'filesystem'"
+            "weight_dir is null: this server reads weights from a directory. Set prime-rl's "
+            "weight_broadcast.type to 'filesystem'"
         )
     return await updates.update(DiskBody(model_path=path, non_blocking=True, kv_cache="fence"))
