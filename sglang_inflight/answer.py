@@ -1,4 +1,4 @@
-"""What the answers to callers have in common. Imports no SGLang, as a trainer reads them too."""
+"""Base class of answers to callers. Imports no SGLang, because trainers read answers too."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import msgspec
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Its fields are attributes, and keys as well, because as JSON it is an object.
+    """An answer with fields as attributes and as keys, like a JSON object.
 
-    It is not a ``dict``: ``as_json`` makes one, down to the last of its parts.
+    An answer is no ``dict``. ``as_json`` converts it, nested answers included.
     """
 
     def as_json(self) -> dict[str, Any]:
@@ -39,5 +39,5 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         return getattr(self, name) if name in self else default
 
 
-# not a base class: its metaclass is another one
+# registered, not inherited: Mapping and Struct have different metaclasses
 Mapping.register(Answer)

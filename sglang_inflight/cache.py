@@ -1,4 +1,4 @@
-"""Where things are kept that take long to fetch or to make, and can be made again."""
+"""Folder of files that are slow to fetch or to make, and can be made again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def default_cache() -> Path:
-    """``SGLANG_INFLIGHT_CACHE``, or a folder of ours where this user's caches are."""
+    """Return ``SGLANG_INFLIGHT_CACHE``, or our folder among this user's caches."""
     chosen = os.environ.get("SGLANG_INFLIGHT_CACHE")
     if chosen:
         return Path(chosen)

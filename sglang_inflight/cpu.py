@@ -1,5 +1,7 @@
-"""What torch's kernels do well on this CPU. Measured nowhere, asked for: so it is the same
-each time, in each process, however busy the machine is."""
+"""Dtype and threads suited to torch's kernels on this CPU.
+
+The choice reads the CPU's features and measures nothing, so all processes agree under any load.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,12 @@ import torch
 
 DType = Literal["bfloat16", "float32"]
 
-# oneDNN, which has torch's matmuls in bfloat16, stays below the instructions named here
+# oneDNN runs torch's bfloat16 matmuls; these variables cap its instruction set
 _ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-# of these oneDNN takes bfloat16, and computes it as float32
+# oneDNN accepts bfloat16 at these caps, but computes it in float32
 _ISAS_WITHOUT_BFLOAT16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
 
-# weights of a matrix for which waking one more thread pays, when few tokens are decoded
+# weights of a matrix per thread: below this, waking another thread costs more than it saves
 WEIGHTS_A_THREAD = 1 << 20
 
 
@@ -26,8 +28,10 @@ class Choice(NamedTuple):
 
 
 def fast_dtype() -> Choice:
-    """bfloat16 where the CPU computes in it and torch may. Elsewhere float32 is several times
-    as fast, and in training a hundred times."""
+    """Return bfloat16 if the CPU and torch compute in it, else float32.
+
+    Emulated bfloat16 is several times slower than float32, and a hundred times in training.
+    """
     limit = next((name for name in _ISA_LIMITS if os.environ.get(name)), None)
     if not _has_bfloat16_instructions():
         return Choice("float32", "this CPU has no instructions for bfloat16")
@@ -42,16 +46,19 @@ def fast_dtype() -> Choice:
 
 def _has_bfloat16_instructions() -> bool:
     if platform.machine().lower() in ("x86_64", "amd64"):
-        # AMX in any of its forms has bfloat16
+        # every form of AMX includes bfloat16
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return _takes_bfloat16()
 
 
 def _takes_bfloat16() -> bool:
-    """What oneDNN says, its limits included."""
+    """Return whether oneDNN accepts bfloat16 under its cap."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def threads_for(weights: int, cores: int) -> int:
-    """How many of ``cores`` work on a matrix of so many weights. They meet at each matrix."""
+    """Return the number of threads for matrices of ``weights`` weights.
+
+    Threads synchronize at each matrix.
+    """
     return max(1, min(cores, weights // WEIGHTS_A_THREAD))

@@ -1,4 +1,4 @@
-"""Would a server start here, and as what? Looked at without starting or changing one."""
+"""Predict whether a server would start here, with or without us, without starting one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from sglang_inflight.porting.source_tree import SourceTree
 
 @dataclass(frozen=True)
 class HookedFunction:
-    """``reason`` says why the hook cannot be put in place, or None where it can."""
+    """A hook. ``reason`` says why it cannot be installed, and is None if it can."""
 
     target: str
     kind: str
@@ -44,15 +44,16 @@ class HookedFunction:
 
 @dataclass(frozen=True)
 class Report:
-    """``problems`` holds a sentence for everything that would stop a server.
+    """The doctor's findings. A list of texts has a sentence for each finding.
 
-    ``inactive`` holds one for everything that would make it run as SGLang ships it, where
-    ``SGLANG_INFLIGHT_UNSUPPORTED=off``. ``refused`` are the server arguments that would do the
-    one or the other, whether asked for here or not.
-    ``notes`` hold one for what stops no server, and is to be known.
-    ``supported`` are versions of SGLang, and ``upstream`` counts the members of its classes,
-    and the names of its modules, that were looked for in its source.
-    ``on_cpu`` is what the reference platform chooses, and empty on any other.
+    ``problems``: reasons why a server would not start.
+    ``inactive``: reasons why it would run as SGLang ships it
+    (``SGLANG_INFLIGHT_UNSUPPORTED=off``).
+    ``refused``: all unsupported server arguments, given here or not.
+    ``notes``: facts worth knowing, harmless to a start.
+    ``supported``: supported versions of SGLang.
+    ``upstream``: number of SGLang's names (classes' members, modules) looked for in its source.
+    ``on_cpu``: choices of the reference platform, empty on others.
     """
 
     versions: dict[str, str]
@@ -79,11 +80,11 @@ class Report:
 
 
 def report(server_flags: Sequence[str] = ()) -> Report:
-    """``server_flags`` are those of ``sglang serve``, if a server with them is what one wants."""
+    """Examine this installation and, if given, a server with the flags of ``sglang serve``."""
     problems: list[str] = []
     inactive: list[str] = []
     settings = _settings(problems)
-    # what the launch of a server refuses, and what it then says instead
+    # where a launch would put its refusals
     unsupported = inactive if settings.get("unsupported") == "off" else problems
     series, already_applied, functions = None, False, list[AppliedFunction]()
     try:
@@ -96,7 +97,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     chosen = _platform(problems)
     others = foreign.look(patched={f.file for f in functions if f.in_fork})
     problems += others.problems
-    # where nothing is installed nothing is hooked
+    # an inactive server installs no hooks, so their problems do not count
     looked_for = [] if inactive else problems
     _left_out(problems, inactive)
     found = Report(
@@ -116,7 +117,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         notes=others.notes,
     )
     if server_flags:
-        # a process of its own: SGLang prepares its environment while it reads flags
+        # in a process of its own: SGLang changes its environment while it reads flags
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
             refusals, why = elsewhere.submit(_look_at_flags, server_flags).result()
         problems += refusals
@@ -129,7 +130,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
 
 
 def _left_out(problems: list[str], inactive: list[str]) -> None:
-    """Why SGLang would not load our plugin, of which its log says no more than that."""
+    """Report why SGLang would not load our plugin. SGLang's log does not give the reason."""
     from sglang.srt.environ import envs
     from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, _get_excluded_dists
 
@@ -137,10 +138,9 @@ def _left_out(problems: list[str], inactive: list[str]) -> None:
     (plugin,) = ours.entry_points.select(group=GENERAL_PLUGINS_GROUP)
     if ours.name in _get_excluded_dists():
         problems.append(
-            f"SGLANG_PLATFORM={envs.SGLANG_PLATFORM.get()}: SGLang loads no plugin of a "
-            "distribution that has another platform than the one that is named, and ours has one "
-            "for CPUs. A server runs as SGLang ships it. Unset SGLANG_PLATFORM: our platform steps "
-            "aside where there is an accelerator"
+            f"SGLANG_PLATFORM={envs.SGLANG_PLATFORM.get()}: SGLang then loads no plugin of a "
+            "distribution with another platform, and ours has one for CPUs. A server runs as "
+            "SGLang ships it. Unset SGLANG_PLATFORM: our platform yields to any accelerator"
         )
     allowed = envs.SGLANG_PLUGINS.get()
     if allowed and plugin.name not in {name.strip() for name in allowed.split(",")}:
@@ -150,7 +150,10 @@ def _left_out(problems: list[str], inactive: list[str]) -> None:
 
 
 def _hooks(problems: list[str]) -> list[HookedFunction]:
-    """Every hook and whether SGLang has what it is for. The registry would only log that."""
+    """Return every hook, with the reason if SGLang lacks its target.
+
+    SGLang's registry would only log a missing target.
+    """
     hooks: list[HookedFunction] = []
     for name in HOOK_LISTS:
         try:
@@ -169,7 +172,10 @@ def _hooks(problems: list[str]) -> list[HookedFunction]:
 
 
 def why_not_hooked(target: str, hook: Callable[..., Any], kind: str) -> str | None:
-    """Found the way that SGLang's registry finds it; what it takes is in the source."""
+    """Return why ``hook`` cannot be installed, or None.
+
+    Resolves ``target`` as SGLang's registry does, and reads its parameters in the source.
+    """
     owner, _, name = target.rpartition(".")
     try:
         function = inspect.getattr_static(pkgutil.resolve_name(owner), name)
@@ -183,7 +189,7 @@ def why_not_hooked(target: str, hook: Callable[..., Any], kind: str) -> str | No
 
 
 def _upstream(problems: list[str]) -> int:
-    """How many names of SGLang's we know it by; what is not as we know it is a problem."""
+    """Return the number of SGLang's names we use. A changed or missing one is a problem."""
     try:
         findings = _look_at_names()
     except Exception as error:
@@ -200,7 +206,7 @@ def _installed() -> SourceTree:
 
 @functools.cache
 def _look_at_names() -> tuple[Finding, ...]:
-    """Once in a process: the installed source does not change."""
+    """Look once per process: the installed source does not change."""
     tree = _installed()
     return (*look_at_protocols(tree, version("sglang")), *look_at_imports(tree))
 
@@ -216,7 +222,7 @@ def _versions() -> dict[str, str]:
 
 
 def _platform(problems: list[str]) -> str | None:
-    """The class SGLang chooses. Choosing activates platform plugins, which may fail anyhow."""
+    """Return the class chosen by SGLang. The choice runs platform plugins, and any may raise."""
     try:
         chosen = importlib.import_module("sglang.srt.platforms").current_platform
     except Exception as error:
@@ -237,7 +243,7 @@ def _settings(problems: list[str]) -> dict[str, Any]:
 
 
 def _on_cpu(chosen: str | None) -> dict[str, str]:
-    """What the reference platform does where the user says nothing, and why."""
+    """Return the reference platform's default choices, with reasons."""
     if chosen != "sglang_inflight.platform.ReferencePlatform":
         return {}
     from sglang_inflight import cpu
@@ -256,7 +262,7 @@ def _refused(problems: list[str]) -> list[str]:
 
 
 def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
-    """Why ``sglang serve`` with these flags would not start, and why not with us."""
+    """Return why ``sglang serve`` refuses these flags, and why such a server cannot run with us."""
     said = io.StringIO()
     try:
         from sglang.srt.server_args import prepare_server_args
@@ -269,11 +275,11 @@ def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
     except SystemExit as refusal:
         code = refusal.code
         if not code:
-            # it was asked for its help, and gave it
+            # --help ends with code 0
             return [], None
         if isinstance(code, str):
             return [code], None
-        # argparse says why on stderr, and ends with a number
+        # argparse prints the reason on stderr, and exits with a number
         lines = said.getvalue().splitlines() or [f"SGLang refuses these flags: it ends with {code}"]
         return lines[-1:], None
     except Exception as error:

@@ -1,11 +1,11 @@
 """Errors, named for what a caller can do about them.
 
-All but ``BadSetting`` are answers to a caller, never faults of the server, and each says
-truly whether something has changed:
+All but ``BadSetting`` are answers to a caller, never faults of the server. Each class says
+whether something has changed:
 
-    ``Refused``          nothing has. Mend the call, or the server's state, and call again.
-    ``OutcomeUnknown``   perhaps: it was under way when it was last heard of. Ask the status.
-    ``HalfDone``         a part is done and stays so. The message says which.
+    ``Refused``          nothing. Mend the call, or the server's state, and call again.
+    ``OutcomeUnknown``   perhaps: the call was sent, and a rank did not answer. Ask the status.
+    ``HalfDone``         a part is done and stays so. The message says which part.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import errno
 import os
 
 _NONE_LEFT = (errno.EMFILE, errno.ENFILE)
-# also in what C++ raises, which has no number
+# errors raised by C++ carry this text but no errno
 _SAYS_SO = os.strerror(errno.EMFILE)
 _HINT = (
     "Nothing has changed. Call again when the server has fewer connections and files open, or "
@@ -23,55 +23,55 @@ _HINT = (
 
 
 class BadSetting(SystemExit):
-    """An environment setting cannot be used: mend it and start again.
+    """An unusable environment setting. Mend the setting and start again.
 
     A ``SystemExit``, because SGLang swallows every ``Exception`` of a plugin.
     """
 
 
 class InflightError(Exception):
-    """An answer to a caller, with the HTTP status that it has."""
+    """An error answered to a caller, with its HTTP status."""
 
     status = 500
 
     @property
     def status_code(self) -> int:
-        """The name under which upstream's routes look for it."""
+        """HTTP status, under the name read by SGLang's routes."""
         return self.status
 
 
 class Refused(InflightError):
-    """The call cannot be done as it stands, and nothing has changed. Mend it and call again."""
+    """The call is refused, and nothing has changed. Mend the call and repeat it."""
 
     status = 400
 
 
 class Conflict(Refused):
-    """The call is sound, but the server's state is another one than the caller thinks."""
+    """The call is sound, but the server's state is not as the caller expects."""
 
     status = 409
 
 
 class NotFound(Refused):
-    """What the call names is not here."""
+    """The server has nothing of the name in the call."""
 
     status = 404
 
 
 class TooLarge(Refused):
-    """There is too much in the call. The message names a way that takes it."""
+    """The call's body is too large. The message names another way to send it."""
 
     status = 413
 
 
 class NotOffered(Refused):
-    """No change to the call and no state of this server makes it possible: do without it."""
+    """This server can never do it: no change to the call or to the server's state helps."""
 
     status = 501
 
 
 class Gone(Refused):
-    """The server ends, or the engine was shut down: no rank is there to answer. Ask another."""
+    """The server or engine is shutting down: no rank answers. Ask another server."""
 
     status = 503
 
@@ -88,7 +88,7 @@ class Exhausted(Refused):
 
     @staticmethod
     def is_cause_of(error: BaseException) -> bool:
-        """Whether ``error``, or what it was raised from, says that no descriptor is left."""
+        """Return whether ``error`` or one of its causes is a lack of file descriptors."""
         cause: BaseException | None = error
         while cause is not None:
             if getattr(cause, "errno", None) in _NONE_LEFT or _SAYS_SO in str(cause):
@@ -98,11 +98,11 @@ class Exhausted(Refused):
 
 
 class RankFailed(Refused):
-    """A rank could not do its part. The old weights go on serving everywhere."""
+    """A rank failed before the commit. Every rank goes on serving the old weights."""
 
 
 class RankSilent(Refused):
-    """A rank did not answer in time, so the call was given up and nothing has changed."""
+    """A rank did not answer in time. The call was cancelled, and nothing has changed."""
 
     status = 504
 
@@ -112,17 +112,17 @@ class Dropped(Refused):
 
 
 class OutcomeUnknown(InflightError):
-    """It was sent where it cannot be called back, and not every rank said how it ended."""
+    """The call was sent and cannot be cancelled, and a rank did not report its outcome."""
 
     status = 504
 
 
 class HalfDone(InflightError):
-    """It failed in the middle, and what was done before stays done."""
+    """The call failed midway. The finished part stays done."""
 
 
 class HandlerFailed(HalfDone):
-    """A handler of SGLang's own raised on a rank, which goes on."""
+    """One of SGLang's own handlers raised on a rank. The rank goes on serving."""
 
 
 def _all(error: type[InflightError]) -> dict[str, type[InflightError]]:
@@ -132,5 +132,5 @@ def _all(error: type[InflightError]) -> dict[str, type[InflightError]]:
     return found
 
 
-# by the names under which they cross processes
+# class name -> class: errors cross processes by name
 ERRORS = _all(InflightError)

@@ -1,4 +1,4 @@
-"""Finds installed distributions that overwrite SGLang, or that do not run with it."""
+"""Find installed distributions that overwrite SGLang or do not run with it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
-# how many files a sentence names
+# most files named in a sentence
 _SHOWN = 3
 
 
 @dataclass
 class Foreign:
-    """``problems`` are sentences for what is not SGLang as it was installed.
+    """Sentences about other distributions.
 
-    ``notes`` are of what works without it, and not with it.
+    ``problems`` report changed files of SGLang. ``notes`` report distributions that do not work
+    with this SGLang, and changes to it of unknown origin.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -25,9 +26,9 @@ class Foreign:
 
 
 def look(installed: Iterable[Distribution] | None = None, patched: Collection[str] = ()) -> Foreign:
-    """``installed`` are all distributions, unless given.
+    """Check ``installed``, by default all distributions.
 
-    ``patched`` are files that a fork of SGLang has of ours, by their path from SGLang's parent.
+    ``patched`` holds the files of a fork with our patches, as paths from SGLang's parent.
     """
     found = Foreign()
     by_name = {_name(each): each for each in (distributions() if installed is None else installed)}
@@ -44,9 +45,9 @@ def _look_at_files(
     others: Iterable[Distribution],
     patched: Collection[str],
 ) -> None:
-    """Where two distributions have one file, the one that was installed last wrote it.
+    """Report SGLang's files changed by, or mixed with, another distribution's.
 
-    Whichever that is, files that the other one alone has are left beside it.
+    The distribution installed last wrote a shared file. The other one's own files stay beside it.
     """
     own = _files(sglang)
     changed = {
@@ -58,7 +59,7 @@ def _look_at_files(
         theirs = {
             path: digest
             for path, digest in _files(other).items()
-            # what the file is that lies there, or one that SGLang has not at all
+            # the file on disk is the other's version of SGLang's file, or SGLang has no such file
             if (path in changed and not _is_other(other, path, digest)) or path not in own
         }
         overwritten = sorted(theirs.keys() & changed)
@@ -70,8 +71,8 @@ def _look_at_files(
         found.problems.append(
             f"foreign sglang: {whose} has overwritten {_count(overwritten)} of sglang "
             f"{sglang.version} and put {_count(added)} beside them "
-            f"({_some(overwritten or added)}). What runs is no sglang {sglang.version}, and may "
-            f"load no plugins, so nothing of SGLang Inflight: keep {_name(other)} in an "
+            f"({_some(overwritten or added)}). These files are not sglang {sglang.version}, and "
+            f"may not load plugins, SGLang Inflight among them: keep {_name(other)} in an "
             "environment of its own, or remove it and install sglang again"
         )
     if changed:
@@ -83,7 +84,7 @@ def _look_at_files(
 
 
 def _look_at_verl(found: Foreign, verl: Distribution) -> None:
-    """verl's server is SGLang's own, started and called by classes of verl's."""
+    """Check verl's classes that start and call SGLang's server."""
     folder = "verl/workers/rollout/sglang_rollout"
     broken = []
     adapter = _text(verl, f"{folder}/http_server_engine.py")
@@ -105,9 +106,9 @@ def _look_at_verl(found: Foreign, verl: Distribution) -> None:
 
 
 def _files(distribution: Distribution) -> dict[str, str]:
-    """Digests of the modules that it has in SGLang's package, by their paths.
+    """Return path -> digest of the distribution's modules in SGLang's package.
 
-    None of a distribution whose files were not recorded, as of one that is edited in place.
+    Empty if its files are not recorded, as after an editable install.
     """
     if "\nsglang/" not in f"\n{distribution.read_text('RECORD') or ''}":
         return {}

@@ -1,7 +1,7 @@
 """The fork: a copy of the installed SGLang with the series in its files.
 
-For images that are built from a source tree. ``patch -p1`` with the files of
-``patches/`` gives the same tree; the plugin finds the series in it and adds nothing.
+The fork is for images built from a source tree. ``patch -p1`` with the files of ``patches/``
+gives the same tree. The plugin finds the series in it and patches nothing.
 """
 
 from __future__ import annotations

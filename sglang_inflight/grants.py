@@ -1,4 +1,4 @@
-"""What the calls of pauses answer with."""
+"""Answers of pauses and of memory calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_inflight.status import PauseMode
 
 
 class RankGrant(Answer, frozen=True, kw_only=True):
-    """What the pause did with the requests of one rank."""
+    """Counts of one rank's requests at the pause."""
 
     dp_rank: int
     tp_rank: int
@@ -20,7 +20,7 @@ class RankGrant(Answer, frozen=True, kw_only=True):
 
 
 class Grant(Answer, frozen=True, kw_only=True):
-    """Every rank stands still. ``pause_id`` renews the pause, and lets go of it."""
+    """Every rank is paused. ``pause_id`` renews and releases the pause."""
 
     status: str = "ok"
     message: str = "Generation paused successfully."
@@ -32,7 +32,7 @@ class Grant(Answer, frozen=True, kw_only=True):
 
 
 class NamelessGrant(Answer, frozen=True, kw_only=True):
-    """SGLang's own pause, see ``frontend/sglangs_pause.py``: all requests have ended."""
+    """SGLang's own pause has ended all requests (``frontend/sglangs_pause.py``)."""
 
     status: str = "ok"
     message: str = "Generation paused successfully."
@@ -42,7 +42,7 @@ class NamelessGrant(Answer, frozen=True, kw_only=True):
 
 
 class Release(Answer, frozen=True, kw_only=True):
-    """A pause was let go of, or all were; ``paused`` where others still hold one."""
+    """One pause or all were released. ``paused`` is true if another one is still held."""
 
     status: str = "ok"
     message: str
@@ -50,7 +50,7 @@ class Release(Answer, frozen=True, kw_only=True):
 
 
 class RankMemory(Answer, frozen=True, kw_only=True):
-    """What one rank gave back, or took again."""
+    """Memory released or resumed by one rank."""
 
     dp_rank: int
     tp_rank: int
@@ -61,9 +61,10 @@ class RankMemory(Answer, frozen=True, kw_only=True):
 
 
 class MemoryMoved(Answer, frozen=True, kw_only=True):
-    """Memory was given back by every rank, or taken again.
+    """Every rank released or resumed memory.
 
-    ``paused`` where generation stands still after it, ``hollow`` where the weights are to be sent.
+    ``paused`` is true if generation is paused afterwards. ``hollow`` says why weights must be sent
+    first.
     """
 
     status: str = "ok"
@@ -75,9 +76,9 @@ class MemoryMoved(Answer, frozen=True, kw_only=True):
 
 
 class WindowGrant(Answer, frozen=True, kw_only=True):
-    """Nothing stands still, see ``frontend/transparent.py``: what is sent now goes live in flight.
+    """Transparent mode: generation goes on, and weights sent from here on go live in flight.
 
-    ``paused`` where there was a reason to stand still all the same.
+    ``paused`` is true if generation had to pause all the same (``frontend/transparent.py``).
     """
 
     status: str = "ok"
@@ -89,7 +90,7 @@ class WindowGrant(Answer, frozen=True, kw_only=True):
 
 
 class WindowRelease(Answer, frozen=True, kw_only=True):
-    """What was sent has gone live; no ``receipt`` where nothing was."""
+    """The end of a transparent pause. ``receipt`` is None if no weights were sent."""
 
     status: str = "ok"
     message: str
@@ -98,7 +99,7 @@ class WindowRelease(Answer, frozen=True, kw_only=True):
 
 
 class Deferred(Answer, frozen=True, kw_only=True):
-    """Of a call that is made for nothing, until ``continue_generation`` does it."""
+    """Transparent mode recorded the call. ``continue_generation`` performs it."""
 
     success: bool = True
     message: str

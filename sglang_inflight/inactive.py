@@ -1,9 +1,9 @@
-"""Why a server runs without us: it is as SGLang ships it, and asks for what we cannot do.
+"""Servers running as SGLang ships them, without SGLang Inflight, and the reason.
 
-It is decided where the server is launched, before its first child process starts, because
-all its processes must decide alike. A child loads plugins before it knows its arguments, so
-it is told by the environment that it inherits, and then loads nothing of ours. The launching
-process has loaded us by then: there our hooks leave whatever belongs to no ``Frontend`` alone
+All processes of a server must decide alike, so the launching process decides before it starts
+the first child. A child loads plugins before it knows its arguments. The launching process tells
+the child by an environment variable, and the child loads nothing of ours. In the launching
+process our hooks are installed already: there they act only on objects of a ``Frontend``
 (``frontend/hook_guard.py``).
 """
 
@@ -14,26 +14,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 VARIABLE = "SGLANG_INFLIGHT_INACTIVE"
-# for tokenizer workers, which load no plugins: it says why on our routes
+# the reason, for tokenizer workers to answer on our routes: they load no plugins
 OF_WORKERS = "SGLANG_INFLIGHT_INACTIVE_WORKERS"
 
-# of the server that this process launched last, as what SGLang publishes in it is
+# reason for the server launched last; SGLang's own globals are of that server, too
 _why: str | None = None
 
 
 def why_inactive() -> str | None:
-    """Why the server of this launching process runs without us; None where it runs with us."""
+    """Return why this process' server runs without us, or None if it runs with us."""
     return _why
 
 
 def is_child_of_inactive() -> bool:
-    """Whether this process was started by a server that runs without us."""
+    """Return whether an inactive server started this process."""
     return VARIABLE in os.environ
 
 
 @contextmanager
 def launching(why: str | None) -> Iterator[None]:
-    """Around the start of a server's children. What else this process starts is told nothing."""
+    """Set the variable while a server's children start, and for no other child process."""
     begin(why)
     try:
         yield
@@ -42,7 +42,7 @@ def launching(why: str | None) -> Iterator[None]:
 
 
 def begin(why: str | None) -> None:
-    """Children that are started from here on are told, until ``children_have_started``."""
+    """Set the variable for children started before ``children_have_started``."""
     global _why
     _why = why
     children_have_started()

@@ -1,9 +1,9 @@
 """Every message of ours that crosses a process.
 
-The front end sends a ``…Call`` to the schedulers on SGLang's own request socket; SGLang
-hands it to every rank of a replica in the same pass of the loop. Each rank answers on a
-socket of its own, so a failure on any rank is seen: with the type that the call names as its
-``answer``, or with ``Failed``.
+The front end sends a ``…Call`` to the schedulers on SGLang's own request socket. SGLang
+hands the call to every rank of a replica in the same pass of the loop. Each rank answers on its
+own socket, so the front end sees a failure on any rank. The answer has the type named by the
+call's ``answer``, or is ``Failed``.
 
 Times are seconds, sizes are bytes.
 """
@@ -56,35 +56,34 @@ else:
         PauseGenerationReqInput,
     )
 
-# of a rank's answer to an unloading, after how many there are
+# end of a rank's error text when it refuses to unload an adapter; starts with a count
 ADAPTER_IN_USE = "requests of it have not ended"
 
 KVPolicy = Literal["recompute", "fence", "keep"]
-# of requests that go on with another adapter: prefixes of one are never another's
+# for requests that move to another adapter; no "keep", because adapters share no prefixes
 AdapterKVPolicy = Literal["recompute", "fence"]
-# what becomes of weights whose memory is released
+# a release either copies the weights to the host or discards them
 KeepWeights = Literal["host", "discard"]
 Selector = Literal["target", "draft", "all"]
-# how a trainer is met: through torch.distributed, or by vLLM's StatelessProcessGroup
+# rendezvous with a trainer: torch.distributed, or vLLM's StatelessProcessGroup
 MeetBy = Literal["torch", "stateless"]
 
-# what a request's answer, and a request's custom_params, call these
+# names in a request's meta_info and custom_params
 KV_VERSIONS = "kv_versions"
 ADAPTER_VERSIONS = "adapter_versions"
 MAX_VERSION_LAG = "max_version_lag"
 
-# how the ids of SGLang's own control calls begin, which every rank is to answer
+# prefix of a control request's id: every rank answers such a request of SGLang's
 CONTROL_CALL = "inflight-control-"
 
-# of tensors that are not sent
 NEEDS_ONE_GPU = (
-    "Tensors by CUDA IPC need a trainer and a server on one machine, each of whose ranks has its "
-    "GPU in common with a rank of the trainer"
+    "CUDA IPC needs the trainer and the server on one machine, and a trainer's rank on the GPU "
+    "of each server rank"
 )
 
-# a load_format: tensors one after the other in one tensor of bytes
+# a load_format: tensors concatenated into one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
-# a load_format: parameters of this rank, by their own names
+# a load_format: this rank's parameters, under the model's own names
 DIRECT = "direct"
 
 
@@ -96,9 +95,9 @@ class DiskSource(msgspec.Struct, tag=True, kw_only=True):
 
 
 class PayloadFile(msgspec.Struct, tag=True, kw_only=True):
-    """A payload too large for a message: a file of the front end's that has no name."""
+    """A payload too large for a message, in an unnamed file of the front end's."""
 
-    # under /proc, for as long as the call is not answered
+    # under /proc; valid until the call is answered
     path: str
 
 
@@ -108,7 +107,7 @@ Payload = bytes | PayloadFile
 class TensorSource(msgspec.Struct, tag=True, kw_only=True):
     """Tensors serialized by ``MultiprocessingSerializer``, one payload per rank.
 
-    Replicas, and stages of a pipeline, may share them.
+    Replicas may share payloads, and so may the stages of a pipeline.
     """
 
     serialized_named_tensors: list[Payload]
@@ -121,37 +120,37 @@ class TensorSource(msgspec.Struct, tag=True, kw_only=True):
 
 
 class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
-    """Tensors that rank 0 of ``group_name`` broadcasts, in this order."""
+    """Tensors in the order in which rank 0 of ``group_name`` broadcasts them."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
     group_name: str
     load_format: str | None = None
-    # with a bucket as load_format: the tensor that takes a bucket beyond this size ends it,
-    # and another one follows; None: one bucket for all
+    # size limit of a flattened_bucket: the tensor that exceeds it is the bucket's last one.
+    # None: one bucket for all tensors
     bucket_bytes: int | None = None
-    # of the broadcasts that belong to this call, and to no other
+    # id of this call's broadcasts
     transfer_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class IPCSource(msgspec.Struct, tag=True, kw_only=True):
-    """Buffers that a checkpoint-engine process hands over, keyed by device UUID."""
+    """Buffers handed over by a checkpoint-engine process, keyed by device UUID."""
 
     zmq_handles: dict[str, str]
 
 
 class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
-    """Tensors in a trainer's memory on each rank's GPU, which CUDA IPC opens to the rank."""
+    """Tensors in a trainer's memory on each rank's GPU, opened by CUDA IPC."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    # pickled by the trainer, by the UUID of a GPU: for each tensor, or for one buffer of all
+    # pickled by the trainer: GPU's UUID -> a handle for each tensor, or one for a shared buffer
     handles: bytes
-    # of each tensor in the buffer, in bytes, where the trainer says them
+    # bytes of each tensor in the shared buffer, if the trainer passes them
     sizes: list[int] | None = None
-    # whether the trainer shared its buffer once, for this call and others
+    # the trainer shared one buffer for this call and later ones
     keeps_buffer: bool = False
 
 
@@ -162,7 +161,7 @@ Source = DiskSource | TensorSource | DistributedSource | IPCSource | GPUMemorySo
 
 
 class RankAnswer(BaseReq, kw_only=True):
-    """What one rank says to a call. Whom it is for, and whose it is, is set when it is sent."""
+    """One rank's reply to a call. ``AnswerChannel`` fills in the call's id and the rank."""
 
     call_id: str = ""
     dp_rank: int = 0
@@ -171,21 +170,21 @@ class RankAnswer(BaseReq, kw_only=True):
 
 
 class Failed(RankAnswer, kw_only=True):
-    """The answer to any call that raised."""
+    """Answer to a call whose handler raised."""
 
     message: str
-    # name of the error's class in sglang_inflight.errors
+    # name of a class in sglang_inflight.errors
     error: str
 
 
 class Done(RankAnswer, kw_only=True):
-    """There is no more to say."""
+    """Success without further fields."""
 
 
 class Paused(RankAnswer, kw_only=True):
-    # None where generation stands still for others, and this pause took nothing
+    # None: the call yielded to another pause, and holds none itself
     mode: PauseMode | None
-    # requests
+    # counts of requests
     running: int
     waiting: int
     retracted: int
@@ -193,12 +192,12 @@ class Paused(RankAnswer, kw_only=True):
 
 
 class Resumed(RankAnswer, kw_only=True):
-    # others still hold a pause
+    # true if other pauses are still held
     paused: bool
 
 
 class Opened(RankAnswer, kw_only=True):
-    # it is written in place: from the first write on requests wait for the commit
+    # weights are written in place: requests wait from the first write to the commit
     in_place: bool
 
 
@@ -218,35 +217,35 @@ class Committed(RankAnswer, kw_only=True):
     weight_version: str
     base_version: str
     epoch: int
-    # how long the loop was held
+    # how long the commit held the loop
     stall_ms: float
-    # requests that went back to the queue
+    # requests sent back to the queue
     retracted: int
     digest: str
-    # why they are not served yet: parts of hollow weights are still to be sent
+    # why the rank serves no requests yet: some released weights are still missing
     hollow: str | None = None
 
 
 class Moved(RankAnswer, kw_only=True):
-    """Memory was given back, or is here again."""
+    """Memory was released or resumed."""
 
-    # by kind of memory, and what its shadow had
+    # by kind of memory, and "shadow"
     bytes: dict[str, int]
     seconds: float
-    # whether generation stands still after it
+    # whether generation is paused afterwards
     paused: bool
     hollow: str | None
 
 
 class RequestsMoved(RankAnswer, kw_only=True):
-    # of the requests that go on with the other adapter
+    # requests moved to the other adapter
     rids: list[str]
-    # requests that went back to the queue
+    # requests sent back to the queue
     retracted: int
 
 
 class TransferGivenUp(RankAnswer, kw_only=True):
-    # the group is out of step with its trainer now
+    # the group has lost step with its trainer, and must be formed anew
     broken: bool
 
 
@@ -281,7 +280,7 @@ A_co = TypeVar("A_co", bound=RankAnswer, covariant=True)
 
 
 class InflightCall(Protocol[A_co]):
-    """What every call has: the id that its answers name, and the type that they have."""
+    """Common members of all calls: an id, repeated in the answers, and the answers' type."""
 
     call_id: str
     http_worker_ipc: str | None
@@ -291,77 +290,77 @@ class InflightCall(Protocol[A_co]):
 
 
 class TimedCall(InflightCall[A_co], Protocol[A_co]):
-    """A call that may take ``timeout_s`` seconds on a rank."""
+    """A call with ``timeout_s`` seconds for each rank's work."""
 
     timeout_s: float
 
 
 class Call(BaseReq, kw_only=True):
-    # set when it is sent
+    # set on sending
     call_id: str = ""
 
 
 class UpdateCall(Call, kw_only=True):
-    """A call of an update that takes its time."""
+    """A slow call of an update."""
 
     update_id: str
-    # how long a rank may take for it
+    # time limit of a rank's work
     timeout_s: float
 
 
 class PauseCall(PauseGenerationReqInput, kw_only=True):
-    """One of SGLang's own kind, so that tools which look for that on its way see it."""
+    """Take or renew a pause. A subclass, so that tools hooked on SGLang's request see it."""
 
     answer = Paused
 
     call_id: str = ""
-    # None only to renew: keep the mode
+    # None, allowed only with renews, keeps the mode
     mode: PauseMode | None
     pause_id: str
-    # renew a pause that is held, rather than take one
+    # renew a held pause; refused if pause_id is not held
     renews: bool = False
-    # renew it only where it is held: the answer of the call that took it may have been lost
+    # renew if pause_id is held, else take it: a caller may repeat a call after a lost answer
     may_be_held: bool = False
-    # take none where generation stands still already
+    # take no pause if generation is frozen already
     yields: bool = False
     lease_s: float | None = None
-    # only for "wait": how long running requests may take
+    # only for "wait": time limit of running requests
     timeout_s: float | None = None
 
 
 class ContinueCall(ContinueGenerationReqInput, kw_only=True):
-    """One of SGLang's own kind, for the same reason."""
+    """Release a pause. A subclass of SGLang's request, as ``PauseCall`` is."""
 
     answer = Resumed
 
     call_id: str = ""
-    # None lets go of every pause
+    # None releases every pause
     pause_id: str | None = None
 
 
 class TimesOver(BaseReq, kw_only=True):
-    """What has run out by the clock of a pipeline's first rank, which every stage goes by.
+    """Leases and waits expired by the clock of a pipeline's first rank.
 
-    It travels as a request's time limit does: made at the first rank, taken in by every rank of
-    every stage in turns of the same number.
+    The first rank creates the message, and every stage's ranks handle it in the same turn. SGLang
+    distributes a request's time limit in the same way.
     """
 
     # ids of pauses
     leases: list[str]
     waits: list[str]
-    # how many events a rank's pauses had seen when it was made; it is void after one more
+    # the sender's count of pause events; a rank with another count ignores the message
     seen: int
 
 
 class OpenCall(UpdateCall, kw_only=True):
-    """Begin to stage an update, which many ``StageCall`` may fill."""
+    """Begin to stage an update. Any number of ``StageCall`` follow."""
 
     answer = Opened
 
     selector: Selector | None = None
     partial: bool
     expected_version: str | None = None
-    # something else may write the weights until the seal, as a trainer does over RDMA
+    # allow a seal without any StageCall: a trainer may write the weights over RDMA
     may_be_empty: bool = False
 
 
@@ -373,13 +372,13 @@ class StageCall(UpdateCall, kw_only=True):
 
 
 class SealCall(UpdateCall, kw_only=True):
-    """Nothing more will be staged: check the whole and vote."""
+    """End staging: check the whole update and vote."""
 
     answer = Voted
 
 
 class MayRecomputeCall(Call, kw_only=True):
-    """A vote on the KV, between two servers: can all of it be made anew by the new weights?"""
+    """Vote, with disaggregation, whether the new weights can recompute all KV."""
 
     answer = Done
 
@@ -401,7 +400,7 @@ class DropCall(Call, kw_only=True):
 
 
 class RenameCall(Call, kw_only=True):
-    """Another name for the weights that are in place."""
+    """Rename the served weights' version."""
 
     answer = Described
 
@@ -417,33 +416,33 @@ class RollbackCall(Call, kw_only=True):
 
 
 class PrepareReleaseCall(Call, kw_only=True):
-    """Phase one of a release: may it be, and copy what is to be kept.
+    """Phase one of a release: check whether it is possible, copy the kept contents, and vote.
 
-    The rank makes no step from its vote on, until the memory is back or
-    ``CancelReleaseCall`` comes.
+    From its vote on the rank makes no step, until the memory is resumed or
+    ``CancelReleaseCall`` arrives.
     """
 
     answer = Done
 
     tags: list[str]
-    # None: as the server was started
+    # None: the server's start decides
     keep_weights: KeepWeights | None
 
 
 class ReleaseCall(Call, kw_only=True):
-    """Phase two: give back what all ranks have voted for."""
+    """Phase two: release the memory. All ranks have voted for it."""
 
     answer = Moved
 
 
 class CancelReleaseCall(Call, kw_only=True):
-    """Instead of phase two: not all have voted for it."""
+    """Cancel a prepared release, because a rank voted against it."""
 
     answer = Done
 
 
 class PrepareResumeCall(Call, kw_only=True):
-    """Phase one of the return: was it released, and is there room for it?"""
+    """Phase one of a resume: check that the memory was released and that it fits."""
 
     answer = Done
 
@@ -451,21 +450,21 @@ class PrepareResumeCall(Call, kw_only=True):
 
 
 class ResumeCall(Call, kw_only=True):
-    """Phase two of the return. Generation goes on when all is back."""
+    """Phase two of a resume. Generation continues once all memory is back."""
 
     answer = Moved
 
     tags: list[str]
-    # go on holding requests back, rather than end them, while weights are hollow
+    # while weights are hollow: hold requests back instead of aborting them
     until_filled: bool = False
 
 
 class FlushCall(Call, kw_only=True):
-    """Forget every cached prefix."""
+    """Drop every cached prefix."""
 
     answer = Done
 
-    # send running requests, which hold KV, back to the queue; False refuses where there are any
+    # retract running requests, because they hold KV; False refuses the call if any run
     retract: bool
 
 
@@ -474,16 +473,16 @@ class ForgetEmbeddingsCall(Call, kw_only=True):
 
 
 class NameAdaptersCall(Call, kw_only=True):
-    """A name passes from one adapter to another, which ranks know by their ids."""
+    """Give a name to another adapter."""
 
     answer = Done
 
-    # by the id of the adapter
+    # adapter's id -> name
     names: dict[str, str]
 
 
 class MoveRequestsCall(Call, kw_only=True):
-    """Requests of one adapter go on with another, from this step boundary on."""
+    """Move one adapter's requests to another adapter at this step boundary."""
 
     answer = RequestsMoved
 
@@ -508,18 +507,17 @@ class LeaveGroupCall(Call, kw_only=True):
     answer = Done
 
     group_name: str
-    # of the JoinGroupCall that is given up: leave what it forms or has formed, and no other
-    # group of the name
+    # call_id of an abandoned JoinGroupCall: leave only its group, not another of the name
     join_id: str | None = None
 
 
 class GiveUpTransferCall(Call, kw_only=True):
-    """A distributed update failed: break its group where its broadcasts were not taken in."""
+    """Mark a failed distributed update's group broken if its broadcasts were not received."""
 
     answer = TransferGivenUp
 
     group_name: str
-    # None where the call was refused before it had one
+    # None if the call was refused before it got an id
     transfer_id: str | None
     reason: str
 
@@ -529,10 +527,10 @@ class StatusCall(Call, kw_only=True):
 
 
 class LoadAdapter(LoadLoRAAdapterReqInput, kw_only=True):
-    """SGLang's own, which its handlers take and answer.
+    """SGLang's own request, handled and answered by SGLang, with two fields more.
 
-    ``adapter`` is what requests call it. ``lora_name`` may be another name, which ranks know it
-    by until it takes the place of the one that has the name.
+    Requests name the adapter by ``adapter``. ``lora_name`` differs while ``adapter`` still
+    names the predecessor: ranks use it until the adapter is renamed.
     """
 
     adapter: str
@@ -540,24 +538,24 @@ class LoadAdapter(LoadLoRAAdapterReqInput, kw_only=True):
 
 
 class LoadAdapterFromTensors(LoadLoRAAdapterFromTensorsReqInput, kw_only=True):
-    """The same."""
+    """``LoadAdapter`` with tensors instead of a path."""
 
     adapter: str
     adapter_version: str
 
 
 class GenerationContinues(BaseReq, kw_only=True):
-    """The first rank of a replica says that nobody asked for it: the last lease ran out."""
+    """Sent by a replica's first rank when generation continues because the last lease expired."""
 
 
 class Pulse(RankAnswer, kw_only=True):
-    """A rank of another node is there. Goes no further than the first rank."""
+    """Heartbeat of a rank on another node. The first rank does not forward it."""
 
 
 class RankIsSilent(RankAnswer, kw_only=True):
-    """The first rank says so of a rank on another node; or that it is heard of again."""
+    """Sent by the first rank when a rank on another node falls silent, or answers again."""
 
-    # seconds; None: it is heard of again
+    # seconds of silence; None: the rank answers again
     for_s: float | None
 
 

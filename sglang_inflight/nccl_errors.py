@@ -1,4 +1,4 @@
-"""What NCCL does to a process in which a broadcast failed. Imports no SGLang."""
+"""NCCL's handling of a failed broadcast: end the group, not the process. Imports no SGLang."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-# longer than any update, and short enough for a count of milliseconds
+# longer than any update, and small enough for torch's count of milliseconds
 NEVER = timedelta(days=365)
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-# read where there is none of the name above
+# torch reads this one if the one above is not set
 _OLDER_HANDLING = "NCCL_ASYNC_ERROR_HANDLING"
-# of torch, where there is neither: end the process
+# torch's default if neither is set: end the process
 _DEFAULT = "3"
-# end the communicator, and not the process
+# end the communicator, not the process
 _CLEAN_UP_ONLY = "2"
 _environment = threading.Lock()
 
 
 def name_error_handling() -> None:
-    """Write into the environment how torch handles errors anyway. Call it at a process's start.
+    """Set torch's error handling in the environment to its default, at a process' start.
 
-    A variable that is added, or taken away, moves others, while C++ of other threads may read
-    them. One that is there already only gets another value, at one stroke.
+    Adding or removing a variable moves others, while other threads' C++ may read them. Changing
+    the value of an existing variable is one atomic store.
     """
     os.environ.setdefault(_HANDLING, os.environ.get(_OLDER_HANDLING, _DEFAULT))
 
 
 @contextmanager
 def errors_cost_the_group_only() -> Iterator[None]:
-    """For groups that are made within: torch reads the variable when it makes one, and has no
-    option for it.
+    """Make NCCL errors end only the groups created in the block, not the process.
 
-    A rendezvous should be over by then, so that the lock is not held for long.
+    Torch has no option for this, and reads the variable when it creates a group. Finish the
+    rendezvous before the block, because the block holds a lock.
     """
     with _environment:
         name_error_handling()

@@ -1,10 +1,9 @@
 """The reference platform: the real SGLang server on a CPU, with torch kernels only.
 
-SGLang's own CPU engine needs compiled kernels that its wheel does not carry. This
-out-of-tree platform (entry-point group ``sglang.srt.platforms``) asks for the
-``torch_native`` attention backend and for no compiled kernel, so that scheduler, radix
-cache, tensor and data parallelism run anywhere. It is for development, tests and the
-demo, and it steps aside wherever something better is there.
+SGLang's own CPU engine needs compiled kernels, missing from its wheel. This out-of-tree platform
+(entry-point group ``sglang.srt.platforms``) asks for the ``torch_native`` attention backend and
+for no compiled kernel. Scheduler, radix cache, tensor and data parallelism then run anywhere. The
+platform is for development, tests and the demo. It yields to any accelerator.
 """
 
 from __future__ import annotations
@@ -27,33 +26,32 @@ from sglang_inflight.sglang_types.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
-# of our entry point
+# name of our entry point
 NAME = "inflight_reference"
 DEVICES = Path("/dev")
 THREADS = "OMP_NUM_THREADS"
-# how threads wait for the next matrix; those of torch's wheels are GNU's
+# settings of how OpenMP threads wait for work; torch's wheels use GNU's OpenMP
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 THREADS_BIND = "SGLANG_CPU_OMP_THREADS_BIND"
-# oneDNN's, and that of torch's layer above it, which keeps what oneDNN's lets go
+# caches of oneDNN, and of torch's layer above it, with the kernels evicted by oneDNN
 KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-# enough for decode batches, which come again and again
+# kernels per cache; enough for the recurring shapes of decode batches
 KERNELS = 64
 
 
 def activate() -> str | None:
-    """Name the platform class, or None where an accelerator or a user's choice decides.
+    """Return the platform class' name, or None if an accelerator or the user's choice decides.
 
-    ``SGLANG_USE_CPU_ENGINE=1`` is the user's choice of SGLang's own CPU engine. SGLang activates
-    only the platform that ``SGLANG_PLATFORM`` names, so where it names another one this is not
-    called.
+    ``SGLANG_USE_CPU_ENGINE=1`` chooses SGLang's own CPU engine. SGLang does not call this function
+    if ``SGLANG_PLATFORM`` names another platform.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" or _has_accelerator():
         return None
     if (gpus := _unusable_gpus()) and envs.SGLANG_PLATFORM.get() != NAME:
         logger.critical(
             "%s is on this machine, and torch cannot use it (does nvidia-smi work? do torch and "
-            "the driver fit?). Nothing is served on the CPU in its place: set SGLANG_PLATFORM=%s, "
-            "or CUDA_VISIBLE_DEVICES to nothing, where that is wanted.",
+            "the driver fit?). Nothing is served on the CPU in its place. To serve on the CPU, set "
+            "SGLANG_PLATFORM=%s, or set CUDA_VISIBLE_DEVICES to nothing.",
             gpus[0],
             NAME,
         )
@@ -66,7 +64,7 @@ def _has_accelerator() -> bool:
 
 
 def _unusable_gpus() -> list[Path]:
-    """NVIDIA's devices, unless the user has hidden them. ``torch`` sees none of them."""
+    """Return NVIDIA's devices, unless the user has hidden them. ``torch`` sees none of them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return []
     return sorted(DEVICES.glob("nvidia[0-9]*"))
@@ -82,7 +80,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         return "torch_native"
 
     def get_device(self, device_id: int = 0) -> str:
-        # upstream's CPU mixin gives a torch.device, its argument resolution splits a string
+        # SGLang's CPU mixin returns a torch.device, but its argument resolution splits a string
         return "cpu"
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
@@ -95,11 +93,11 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         return torch.profiler.ProfilerActivity.CPU
 
     def init_backend(self) -> None:
-        """Called in each process that runs a model, before it makes one."""
+        """Prepare a process before it creates a model."""
         _save_pages()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        # it imports what asks for the platform
+        # imported late: these modules import SGLang modules that ask for the platform
         from sglang_inflight.reference.host_tier import keep_a_host_tier
         from sglang_inflight.reference.transfer import send_without_events
 
@@ -108,16 +106,15 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         send_without_events()
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:
-        """What the user left open: dtype, threads, idle loops, cores of ranks, kernels' memory.
+        """Choose what the user left open: dtype, threads, idle loops, cores, kernel caches.
 
-        The environment is what schedulers are started with: each is a new process, whose
-        OpenMP reads it when torch is imported, and the process that comes here computes
-        nothing itself. SGLang otherwise gives each rank a NUMA node of its own, and stops
-        where there are more ranks than nodes. ``"0|1"`` means rank 0 on core 0, rank 1 on
-        core 1. A kernel of up to a MiB is kept for each shape of a matmul, by default 1024
-        of them, and nearly every prefill has a shape of its own.
+        Schedulers inherit this process' environment, and their OpenMP reads it when they import
+        torch. This process itself computes nothing. By default SGLang gives each rank a NUMA node
+        of its own, and stops if there are more ranks than nodes. ``"0|1"`` means rank 0 on core 0,
+        rank 1 on core 1. By default torch caches 1024 kernels of up to 1 MiB, one for each shape
+        of a matmul, and nearly every prefill has a new shape.
         """
-        # here, too: processes are started by way of a memory saver
+        # here, too: the launcher starts processes through SGLang's memory saver
         _save_pages()
         for cache in KERNEL_CACHES:
             os.environ.setdefault(cache, str(KERNELS))
@@ -131,7 +128,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
             os.environ[THREADS_BIND] = _share_cores(ranks)
 
     def _choose_dtype(self, server_args: ServerArgs, config: Any) -> None:
-        """Quantized weights come with a dtype that their kernels want."""
+        """Choose the dtype, except for quantized weights: their kernels need a certain one."""
         quantized = server_args.quantization or getattr(config, "quantization_config", None)
         if server_args.dtype == "auto" and not quantized:
             dtype, why = cpu.fast_dtype()
@@ -139,20 +136,20 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
             logger.info("The reference platform serves in %s: %s", dtype, why)
 
     def _let_idle_loops_sleep(self, server_args: ServerArgs) -> None:
-        """An idle scheduler polls its sockets without a rest: here it is the core of another.
+        """Let idle schedulers sleep. Polling sockets takes a core from other processes.
 
-        Under attention DP several ranks have a socket, and a message wakes one of them alone:
-        it would wait for those that sleep. A script of SGLang's own tests steps with each pass
-        of an idle loop.
+        Not under attention DP: several ranks have a socket, a message wakes only one, and that
+        rank would wait for the sleeping ones. Not under SGLang's scripted test runtime: its
+        script steps with each pass of an idle loop.
         """
         if not (_has_attention_dp(server_args) or envs.SGLANG_TEST_SCRIPTED_RUNTIME.get()):
             server_args.sleep_on_idle = True
 
     def _choose_threads(self, server_args: ServerArgs, config: Any, ranks: int) -> None:
-        """Threads that sleep while they wait, and no more of them than the matrices feed.
+        """Let waiting threads sleep, and use no more threads than the matrices can feed.
 
-        By default they spin, one on each core, so that beside any other busy process the one
-        that all wait for is the one that has no core: steps then take ten times as long.
+        By default one thread spins on each core. Beside another busy process, spinning threads
+        wait for a thread without a core, and steps take ten times as long.
         """
         if not any(name in os.environ for name in WAITING):
             os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -167,14 +164,14 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
 
 def _save_pages() -> None:
-    # it imports what asks for the platform
+    # imported late: the module imports SGLang modules that ask for the platform
     from sglang_inflight.reference.memory import save_pages
 
     save_pages()
 
 
 def describe_threads() -> str:
-    """What ``_choose_threads`` does in this environment."""
+    """Describe the choice of ``_choose_threads`` in this environment."""
     waiting = next((name for name in WAITING if name in os.environ), None)
     wait = f"wait as {waiting}={os.environ[waiting]} says" if waiting else "sleep while they wait"
     if THREADS in os.environ and THREADS not in _own:
@@ -185,17 +182,17 @@ def describe_threads() -> str:
     )
 
 
-# what was set here and not by the user: another Engine of this process may need another
+# variables set here, not by the user: another Engine of this process may need other values
 _own: dict[str, str] = {}
 
 
 def _has_attention_dp(server_args: ServerArgs) -> bool:
-    """In either of the two ways to ask for it; ``dp_size`` is its width in the older one."""
+    """Return whether attention DP is on, by SGLang's older flag (width: ``dp_size``) or newer."""
     return server_args.enable_dp_attention or server_args.attn_dp_size > 1
 
 
 def _read_config(server_args: ServerArgs) -> Any:
-    """The language model's configuration, or None where it cannot be read."""
+    """Return the language model's configuration, or None if it cannot be read."""
     from sglang.srt.utils.hf_transformers_utils import get_config, get_hf_text_config
 
     try:
@@ -204,15 +201,15 @@ def _read_config(server_args: ServerArgs) -> Any:
             trust_remote_code=server_args.trust_remote_code,
             revision=server_args.revision,
         )
-        # SGLang keeps what it read, and changes copies of it only
+        # a copy: SGLang caches the configuration
         return get_hf_text_config(copy.deepcopy(config))
     except Exception:
-        # SGLang reads it next, and says what is wrong with it
+        # SGLang reads it next, and reports the error
         return None
 
 
 def _largest_matrix(config: Any) -> int | None:
-    """The weights of a layer's largest matrix, or None where the model does not tell."""
+    """Return the number of weights of a layer's largest matrix, or None if it is unknown."""
     sizes = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size")]
     hidden, intermediate = (size if isinstance(size, int) else None for size in sizes)
     return None if hidden is None or intermediate is None else hidden * intermediate

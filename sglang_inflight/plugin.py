@@ -1,7 +1,7 @@
 """Entry point of the group ``sglang.srt.plugins``: SGLang calls it in every process.
 
-It imports nothing of ours or SGLang's at its top, because SGLang would log and swallow
-what that raises too.
+The module imports nothing of ours or SGLang's at its top: SGLang would log and swallow an import
+error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-# modules, each with its ``HOOKS``
+# modules with a list ``HOOKS``
 HOOK_LISTS = (
     "sglang_inflight.scheduler.hooks",
     "sglang_inflight.frontend.tokenizer_hooks",
@@ -21,7 +21,7 @@ HOOK_LISTS = (
 
 
 def every_hook() -> Iterator[tuple[str, Any, Any]]:
-    """Target, hook and kind."""
+    """Yield the target, hook and kind of every hook."""
     for name in HOOK_LISTS:
         yield from importlib.import_module(name).HOOKS
 
@@ -29,10 +29,10 @@ def every_hook() -> Iterator[tuple[str, Any, Any]]:
 def install() -> None:
     """Make our messages known, apply the patch series, register the hooks.
 
-    SGLang loads plugins before it opens a socket or makes a scheduler. It swallows every
-    ``Exception`` of a plugin and starts without it, so what fails here ends the process:
-    a server never starts half patched. It starts whole, as SGLang ships it, in a child of a
-    server that runs without us, and where ``SGLANG_INFLIGHT_UNSUPPORTED=off`` says so.
+    SGLang loads plugins before it opens a socket or makes a scheduler. SGLang swallows every
+    ``Exception`` of a plugin, so a failure here ends the process: no server starts half patched.
+    Nothing is installed in a child of an inactive server. With
+    ``SGLANG_INFLIGHT_UNSUPPORTED=off`` a failure leaves SGLang unpatched, and the server starts.
     """
     import logging
 
@@ -56,12 +56,12 @@ def install() -> None:
 
 
 def _install() -> None:
-    """Whatever can fail does so before SGLang is changed."""
+    """Install. Every step that can fail comes before the first change to SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_inflight.livepatch import apply_series, expect_hook, load_series
 
-    # whose refusal says more than an import that fails on another version
+    # first, because its refusal explains more than a failed import on another SGLang version
     load_series()
     hooks = [*every_hook()]
     from sglang_inflight import messages

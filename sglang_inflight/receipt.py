@@ -1,4 +1,4 @@
-"""What the calls of updates answer with."""
+"""Answers of update calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sglang_inflight.answer import Answer
 
 
 class RankReceipt(Answer, frozen=True, kw_only=True):
-    """Of one rank that has committed. Equal weights have equal digests, whichever way they came."""
+    """One rank's commit. Equal weights have equal digests, whatever their source."""
 
     dp_rank: int
     tp_rank: int
@@ -17,7 +17,7 @@ class RankReceipt(Answer, frozen=True, kw_only=True):
 
 
 class Receipt(Answer, frozen=True, kw_only=True):
-    """Proof of what is served now, rank by rank."""
+    """Proof of the served weights, rank by rank."""
 
     success: bool = True
     message: str
@@ -25,19 +25,19 @@ class Receipt(Answer, frozen=True, kw_only=True):
     base_version: str
     # commits and rollbacks so far
     epoch: int
-    # the slowest rank's, over all calls of a session
+    # the slowest rank's time, summed over the calls of a session
     staged_s: float
-    # the longest that any rank's loop was held by the commit
+    # longest time that the commit held a rank's loop
     stall_ms: float
     bytes: int
     tensors: int
-    # requests that were sent back to the queue
+    # requests sent back to the queue
     retracted: int
     ranks: tuple[RankReceipt, ...]
 
 
 class StagedSoFar(Answer, frozen=True, kw_only=True):
-    """What a session holds. Nothing of it is served: ``weight_version`` is what still is."""
+    """A session's staged tensors, not served yet. ``weight_version`` is the served version."""
 
     success: bool = True
     message: str
@@ -48,7 +48,7 @@ class StagedSoFar(Answer, frozen=True, kw_only=True):
 
 
 class Begun(Answer, frozen=True, kw_only=True):
-    """A session is open, or its lease renewed."""
+    """A session was opened, or its lease was renewed."""
 
     success: bool = True
     message: str

@@ -1,4 +1,4 @@
-"""Keys and passwords among a server's arguments, which answers and logs leave out."""
+"""Redact keys and passwords among a server's arguments in answers and logs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.engine import Engine
     from sglang_inflight.sglang_types.server_args import ServerArgs
 
-# as SGLang writes it in place of its watermark's keys
+# SGLang's own text for its watermark's keys
 REDACTED = "<redacted>"
 
 _NAMES_A_SECRET = re.compile(
     r"((api|access|secret|private)_?key|secret|passw(or)?d|passphrase|credentials?"
     r"|(access|api|auth|bearer|hf|session)_?token)$"
 )
-# A shorter secret is found in many words, and where it was taken out shows what it is.
+# A shorter secret occurs within other words, and the places of redaction would reveal it.
 _SHORTEST = 4
 
 
 def redact(value: Any) -> Any:
-    """``value`` with each secret in it replaced, also in a text that is a JSON object."""
+    """Return ``value`` with each secret replaced, also within texts of JSON objects."""
     if isinstance(value, Mapping):
         return {
             name: REDACTED if _is_secret(name, item) else redact(item)
@@ -41,7 +41,7 @@ def redact(value: Any) -> Any:
 
 
 def redact_command(command: str | None, server_args: ServerArgs) -> str | None:
-    """``command`` started a server with ``server_args``."""
+    """Return a server's launch command without the secrets in ``server_args``."""
     record: Any = server_args
     secrets = {*_find_secrets(msgspec.structs.asdict(record))}
     if command is None or not secrets:
@@ -85,7 +85,7 @@ def _json_object(value: Any) -> dict[str, Any] | None:
 
 
 def redact_arguments(resolved: dict[str, Any], server_args: ServerArgs) -> dict[str, Any]:
-    """After the one function by which SGLang makes answers and log lines of its arguments."""
+    """Hook after SGLang's only function that turns arguments into answers and log lines."""
     redacted: dict[str, Any] = redact(resolved)
     return redacted
 
@@ -93,7 +93,7 @@ def redact_arguments(resolved: dict[str, Any], server_args: ServerArgs) -> dict[
 def redact_server_info(
     info: dict[str, Any], server_args: ServerArgs, scheduler_info: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """After what HTTP and gRPC answer."""
+    """Hook after the server info of HTTP and gRPC."""
     return {**info, "launch_command": redact_command(info["launch_command"], server_args)}
 
 

@@ -71,13 +71,13 @@ class Settings:
     staging: str = _setting(
         "auto",
         _one_of("auto", "device", "host", "off"),
-        "where new weights wait for their commit; off writes in place",
+        "memory for staged weights until their commit; off writes in place",
     )
     staging_kv_share: float = _setting(
         0.15,
         _share,
-        "of what the KV cache would get on a device, how much staging=auto may set aside for "
-        "a second copy of the weights",
+        "largest share of a device's KV cache that staging=auto may set aside for a second copy "
+        "of the weights",
     )
     update_timeout_s: float = _setting(
         600.0, _positive, "longest time one update call may take, in seconds"
@@ -89,13 +89,13 @@ class Settings:
     max_version_lag: int | None = _setting(
         None,
         _natural,
-        "end a request at the commit that leaves its first token further behind, in commits",
+        "end a request when its first token is more commits behind than this",
     )
     pd_mismatch: str = _setting(
         "keep",
         _one_of("keep", "abort"),
-        "what a decode server does with a request that comes from a prefill server with another "
-        "version: keep says so in its spans; abort ends it with 503",
+        "a decode server's treatment of a request from a prefill server with another version: "
+        "keep shows both versions in its spans; abort ends it with 503",
     )
     pace_bytes_per_s: int | None = _setting(
         None,
@@ -113,8 +113,8 @@ class Settings:
     switch_interval_s: float = _setting(
         0.0002,
         _seconds,
-        "how long a thread of a scheduler keeps the Python interpreter that another one waits "
-        "for, in seconds; 0 leaves Python's 0.005",
+        "longest time a scheduler's thread keeps Python's GIL from a waiting thread, in seconds; "
+        "0 leaves Python's 0.005",
     )
     stage_nice: int = _setting(
         0, _natural, "niceness of the staging thread on a CPU server, 0 to 19"
@@ -122,8 +122,8 @@ class Settings:
     spans: str = _setting(
         "all",
         _one_of("all", "sglang"),
-        "what answers say of their versions: all, or what SGLang says by itself, which is spans "
-        "by name alone and in a stream's last chunk alone",
+        "version spans in answers: all, or sglang, which has SGLang's own spans: by name alone, "
+        "and only in a stream's last chunk",
     )
     sse_comment_s: float = _setting(
         15.0,
@@ -131,45 +131,44 @@ class Settings:
         "how often a silent event stream gets an empty line while paused, in seconds; 0 is never",
     )
     sse_comment: bool = _setting(
-        False, _boolean, "say in that line, as a comment, which mode the pause has"
+        False, _boolean, "put the pause's mode into that line, as a comment"
     )
 
     transparent: bool = _setting(
         False,
         _boolean,
-        "between pause_generation and continue_generation nothing stops, and the weights that "
-        "are sent meanwhile go live in flight",
+        "do not stop generation between pause_generation and continue_generation: commit the "
+        "weights sent meanwhile in flight",
     )
     transparent_grace_s: float = _setting(
         30.0,
         _positive,
-        "how long such a pause may go without an update before it becomes a real one, in seconds",
+        "seconds without an update after which such a pause becomes a real one",
     )
     require_update: bool = _setting(
         False,
         _boolean,
-        "serve nothing before a whole update has come: the weights of the start are noise, as "
-        "--load-format dummy makes them",
+        "serve nothing before the first whole update, for a start with random weights "
+        "(--load-format dummy)",
     )
-    vllm_routes: bool = _setting(
-        False, _boolean, "answer vLLM's routes for RL too, as vLLM does where that is safe"
-    )
+    vllm_routes: bool = _setting(False, _boolean, "answer vLLM's routes for RL too")
     model_names: str = _setting(
         "known",
         _one_of("known", "any"),
-        "what a request's model may say: known is a name of the model that is served or of an "
-        "adapter, and 404 for any other; any serves the model by every other name, as SGLang does",
+        "accepted values of a request's model: known takes a name of the served model or of an "
+        "adapter, and answers 404 to any other; any serves the model under every other name, as "
+        "SGLang does",
     )
     unsupported: str = _setting(
         "refuse",
         _one_of("refuse", "off"),
-        "what becomes of a server that asks for what goes with none of this: refuse stops its "
-        "start; off starts it as SGLang ships it, without SGLang Inflight",
+        "at a server argument unknown to SGLang Inflight: refuse stops the start; off starts the "
+        "server as SGLang ships it, without SGLang Inflight",
     )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Settings:
-        """Raises ``BadSetting`` for a value that cannot be read, and for an unknown name."""
+        """Read the settings. Raises ``BadSetting`` for an unreadable value or an unknown name."""
         known = {PREFIX + f.name.upper(): f for f in fields(cls)}
         chosen = {}
         for name, text in environ.items():
@@ -184,6 +183,6 @@ class Settings:
         return cls(**chosen)
 
 
-# Read where no server is started, by the demo and by porting; and what a server tells its own
-# processes.
+# CACHE is read by the demo and by porting, without a server. A server sets the other two for its
+# own processes.
 _NOT_SETTINGS = {PREFIX + "CACHE", inactive.VARIABLE, inactive.OF_WORKERS}

@@ -1,4 +1,4 @@
-"""What a server says of itself, and each of its ranks: pauses, weights, what is staged."""
+"""Status of a server and of each rank: pauses, weights, staging, memory."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 from sglang_inflight.answer import Answer
 
 PauseMode = Literal["abort", "in_place", "retract", "wait"]
-# of a server of a pair: it makes prompts' KV, or goes on from it. Any other does both
+# prefill or decode server of a pair; "both" without disaggregation
 Role = Literal["prefill", "decode", "both"]
 
-# the pause_id under which memory that is released holds generation back
+# pause_id of the pause held while memory is released
 MEMORY = "memory"
 
 
 class Holder(Answer, frozen=True, kw_only=True):
-    """Whoever keeps generation paused."""
+    """One held pause."""
 
     pause_id: str
     mode: PauseMode
-    # None: for ever
+    # None: no lease
     lease_left_s: float | None
 
 
@@ -29,32 +29,32 @@ class PauseStatus(Answer, frozen=True, kw_only=True):
     # "running", "draining" or "frozen"
     state: str
     paused: bool
-    # the one asked for last among those held
+    # mode of the latest held pause
     mode: PauseMode | None
     holders: tuple[Holder, ...]
-    # requests
+    # counts of requests
     running: int
     waiting: int
 
 
 class WeightsStatus(Answer, frozen=True, kw_only=True):
-    """Which weights are served."""
+    """The served weights."""
 
     weight_version: str
     # commits and rollbacks so far
     epoch: int
-    # None: not computed yet, which the first commit does
+    # None before the first commit, and while weights are lost or hollow
     digest: str | None
-    # what a rollback returns to
+    # target of a rollback
     previous_version: str | None
 
 
-# how a group stands with which nothing is wrong
+# state of an intact group in ``StagingStatus.groups``
 CONTROL_SYNC = "in step"
 
 
 class StagingStatus(Answer, frozen=True, kw_only=True):
-    """The update that is staged, and what may become of the next one."""
+    """The open update, and whether the next one can be taken."""
 
     # "device", "host" or "off"
     mode: str
@@ -64,38 +64,44 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     tensors: int
     bytes: int
     can_roll_back: bool
-    # why the weights that are in place are a mixture
+    # why the live weights are partially written
     dirty: str | None
-    # why no update can be taken in
+    # why the server takes no updates
     refusal: str | None
-    # with trainers, by name, and how each stands
+    # trainers' groups: name -> state
     groups: dict[str, str]
 
 
-# what is given back, of the kinds of memory in ``MemoryStatus``
+# states of released memory in ``MemoryStatus``
 GONE = ("away", "lost")
 
 
 class MemoryStatus(Answer, frozen=True, kw_only=True):
-    """Each kind of memory: "present", "away" (and will be as it was), "lost" (and will be
-    hollow), or "hollow" (its contents are to be sent)."""
+    """State of each kind of memory.
+
+    "present"; "away": released, and restored by a resume; "lost": released without a copy;
+    "hollow": resumed, with contents still to be sent.
+    """
 
     weights: str = "present"
     kv_cache: str = "present"
     cuda_graph: str = "present"
-    # why no request is served until updates have brought all weights
+    # why no request is served: updates must bring all weights first
     hollow: str | None = None
 
 
 class State(PauseStatus, frozen=True, kw_only=True):
-    """All of these, side by side. A struct has one parent: the fields of weights are repeated."""
+    """The status of pauses, weights, staging and memory.
+
+    A struct has one parent, so the fields of ``WeightsStatus`` are repeated here.
+    """
 
     weight_version: str
     epoch: int
     digest: str | None
     previous_version: str | None
     staging: StagingStatus
-    # a server without it has no memory saver that we know of
+    # the default covers servers without a memory saver
     memory: MemoryStatus = MemoryStatus()
 
 
@@ -106,16 +112,16 @@ class RankStatus(State, frozen=True, kw_only=True):
 
 
 class Status(State, frozen=True, kw_only=True):
-    """The state of the first rank, and of each. ``paused`` is true where any rank is."""
+    """The first rank's state, and every rank's. ``paused`` is true if any rank is paused."""
 
-    # a server that runs without us says no more than that it is false, and why
+    # an inactive server answers ``Inactive`` instead
     active: bool = True
     role: Role = "both"
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
 
 
 class Inactive(Answer, frozen=True, kw_only=True):
-    """A server that runs without us, and why."""
+    """Status of a server running without SGLang Inflight, with the reason."""
 
     active: bool = False
     message: str

@@ -1,4 +1,4 @@
-"""Whose memory a tensor lies in: that of a storage, which tensors may share."""
+"""Memory of tensors: storages, shared by several tensors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """Equal for tensors of one storage."""
+    """Return a key of the tensor's storage."""
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Those of ``tensors``, once each, in their order."""
+    """Return the storages of ``tensors``, each once, in order."""
     found: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
     for tensor in tensors:
         found.setdefault(memory_of(tensor), tensor.untyped_storage())
@@ -21,7 +21,6 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStor
 
 
 def give_back_freed(device: torch.device) -> None:
-    """Torch keeps what is freed of ``device``, and of the host's pinned memory, for the next who
-    asks: others are to have it."""
+    """Return torch's cached free memory, of ``device`` and of pinned host memory, to the system."""
     torch.get_device_module(device).empty_cache()
     torch.accelerator.empty_host_cache()

@@ -1,4 +1,4 @@
-"""Threads that begin, or say that they cannot. Imports no SGLang."""
+"""Start a thread, or fail within a time limit. Imports no SGLang."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from typing import Any
 
 from sglang_inflight.errors import Refused
 
-# busy cores take a moment, and a thread that lacks memory never begins
+# busy cores delay a thread's start; a thread without memory never starts
 BEGIN_S = 10.0
 
 
 class _Begun(threading.Event):
-    """What ``Thread.start`` waits for, without an end where it is Python's own."""
+    """The event awaited by ``Thread.start``. Python's own wait has no time limit."""
 
     def wait(self, timeout: float | None = None) -> bool:
         return super().wait(BEGIN_S if timeout is None else timeout)
 
 
 def start_thread(target: Callable[..., None], *args: Any, name: str) -> None:
-    """Run ``target`` on a daemon thread. Raises ``Refused`` where it does not begin.
+    """Run ``target`` on a daemon thread. Raises ``Refused`` if the thread does not start.
 
-    A thread that finds no memory in its first lines ends before it has said that it began, and
-    ``Thread.start`` waits for that without an end. The thread that wanted another one would be
-    lost with it, and with the staging thread every later update. So the wait has an end here,
-    and a thread that begins after it does nothing.
+    A thread can run out of memory before it sets its started event. Python's ``Thread.start``
+    would then wait forever. A hung staging thread would block every later update. The wait here
+    has a time limit, and a thread started after the limit does nothing.
     """
     begun, unwanted = _Begun(), threading.Event()
 

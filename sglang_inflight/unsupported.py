@@ -1,6 +1,6 @@
-"""What SGLang can do and we cannot: refused at start or at the call, never half done.
+"""Refuse unsupported server arguments, at the start or at the call.
 
-Or, with ``SGLANG_INFLIGHT_UNSUPPORTED=off``, done by SGLang alone.
+With ``SGLANG_INFLIGHT_UNSUPPORTED=off`` such a server starts as SGLang ships it.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ ONE_TOKENIZER = (
 NO_RUST_SERVER = "SGLang Inflight needs SGLANG_RUST_SERVER unset: it patches the Python"
 NO_RAY = "SGLang Inflight needs a server without --use-ray: SGLang loads no plugins in Ray's actors"
 NO_LOCAL_BROADCAST = (
-    "SGLang Inflight needs a server without --enable-dp-attention-local-control-broadcast where "
-    "that comes with elastic expert parallelism, DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER or "
-    "--pp-size above 1: control messages then reach ranks in different steps"
+    "SGLang Inflight does not support --enable-dp-attention-local-control-broadcast together with "
+    "elastic expert parallelism, DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER or --pp-size above 1: "
+    "control messages then reach ranks in different steps"
 )
 NO_FIRST_UPDATE = (
     "SGLANG_INFLIGHT_REQUIRE_UPDATE needs --pp-size 1, no --disaggregation-mode and no "
     "--enable-pdmux: other loops cannot hold requests back"
 )
 NO_ROLE_SWITCH = (
-    "SGLang Inflight needs a server without --enable-pd-role-switch: what it offers is decided at "
-    "the start, by whether the server prefills or decodes"
+    "SGLang Inflight needs a server without --enable-pd-role-switch: its calls depend on the role, "
+    "prefill or decode, at the start"
 )
-# for whoever asks before a start
+# all refusals of a start, for the doctor
 AT_START = (
     ONE_TOKENIZER,
     NO_RUST_SERVER,
@@ -61,15 +61,15 @@ AT_START = (
     NO_ROLE_SWITCH,
 )
 
-# where SGLang's own launchers in Ray's actors are
+# package of SGLang's launchers in Ray's actors
 _RAY = "sglang.srt.ray."
 
-# whether the launch that goes on in this context was asked for
+# whether ``launch`` has checked the launch in this context
 _is_asked: ContextVar[bool] = ContextVar("_is_asked", default=False)
 
 
 class Unsupported(SystemExit):
-    """A server, or a node of one, that goes with none of this. A ``SystemExit`` stops the start."""
+    """An unsupported server or node. A ``SystemExit``, because that stops the start."""
 
 
 def launch(
@@ -79,11 +79,11 @@ def launch(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Around the launch of a server's processes: with us, without us, or not at all.
+    """Hook around SGLang's launch: launch with us or without us, or raise ``Unsupported``.
 
-    Raises ``Unsupported`` before any process starts.
+    Raises before any process starts.
     """
-    # a server that answers HTTP is launched by a function, which has no placement group to name
+    # only Engine passes a placement_group; the launch of an HTTP server has none
     is_engine = "placement_group" in kwargs
     is_ray = engine_class.__module__.startswith(_RAY)
     why = why_not(server_args, is_engine=is_engine, is_ray=is_ray)
@@ -96,26 +96,26 @@ def launch(
 
 
 def ask_in_a_launch(server_args: ServerArgs) -> None:
-    """In the midst of a launch that began before our hooks were in place.
+    """Check a launch that began before our hooks were installed.
 
-    ``launch_server``, called from Python, loads plugins within the function that ``launch`` stands
-    around. No process has been started then.
+    ``launch_server``, called from Python, loads plugins within the function hooked by ``launch``.
+    No process has been started by then.
     """
     if not _is_asked.get():
         inactive.begin(_decide(why_not(server_args), server_args))
 
 
 def refuse_what_was_not_asked(server_args: ServerArgs) -> None:
-    """Where a scheduler gets its controller: however it was launched.
+    """Check a scheduler's server, however it was launched, before the scheduler's controller.
 
-    Raises ``Unsupported``, which ends the server: its other processes may run with us already.
+    Raises ``Unsupported`` to end the server: its other processes may run with us already.
     """
     if (why := why_not(server_args)) is not None:
         raise Unsupported(f"{why}. Launch it by sglang serve, sglang.Engine or launch_server")
 
 
 def _decide(why: str | None, server_args: ServerArgs) -> str | None:
-    """Raises ``Unsupported``, or returns ``why`` of a server that runs without us."""
+    """Return ``why`` if the server runs without us, or raise ``Unsupported``."""
     if why is None:
         return None
     off = Settings.from_environment().unsupported == "off"
@@ -129,12 +129,12 @@ def _decide(why: str | None, server_args: ServerArgs) -> str | None:
 def why_not(
     server_args: ServerArgs, *, is_engine: bool = False, is_ray: bool = False
 ) -> str | None:
-    """Why a server with these arguments cannot run with us, or None where it can."""
+    """Return why a server with these arguments cannot run with us, or None."""
     if is_engine and server_args.tokenizer_worker_num > 1:
         return ONE_TOKENIZER
     if envs.SGLANG_RUST_SERVER.get():
         return NO_RUST_SERVER
-    # as upstream does next; some of its features switch these on
+    # SGLang does so next; some of its features switch on the flags below
     server_args.resolve_once()
     resolved: ServerArgs = resolved_view(server_args)
     if resolved.use_ray or is_ray:
@@ -150,7 +150,7 @@ def why_not(
 
 
 def _hears_in_different_steps(resolved: ServerArgs) -> bool:
-    """``scheduler/control_sync.py`` needs ranks that are there and meet before each forward."""
+    """Return whether ``scheduler/control_sync.py`` cannot work: not all ranks meet each step."""
     if not resolved.enable_dp_attention_local_control_broadcast:
         return False
     return (
@@ -162,24 +162,25 @@ def _hears_in_different_steps(resolved: ServerArgs) -> bool:
 
 
 def why_refused(why: str, *, off: bool, in_fork: bool) -> str | None:
-    """What is said of a server that must not start; None where it starts without us.
+    """Return the error of a server that must not start, or None if it starts without us.
 
-    ``off`` is what the setting says.
+    ``off`` is true with ``SGLANG_INFLIGHT_UNSUPPORTED=off``.
     """
     if not off:
-        return f"{why}. SGLANG_INFLIGHT_UNSUPPORTED=off starts it without"
+        return f"{why}. SGLANG_INFLIGHT_UNSUPPORTED=off starts it without SGLang Inflight"
     if in_fork:
         return (
-            f"{why}. SGLANG_INFLIGHT_UNSUPPORTED=off needs an SGLang that has no patches in its "
-            "files, and this one is a fork"
+            f"{why}. SGLANG_INFLIGHT_UNSUPPORTED=off needs an SGLang without patches in its files, "
+            "and this one is a fork"
         )
     return None
 
 
 def _tell_tokenizer_workers(server_args: ServerArgs, why: str) -> None:
-    """They import SGLang's HTTP app anew, by this name, where no plugin is loaded.
+    """Make tokenizer workers answer ``why`` on our routes.
 
-    They start when the server's other processes have started, and anew when one has ended.
+    Workers load no plugins, and import the HTTP app by the name in this variable. They start after
+    the server's other processes, and again whenever a worker has ended.
     """
     if server_args.tokenizer_worker_num > 1:
         os.environ[inactive.OF_WORKERS] = why
@@ -189,7 +190,7 @@ def _tell_tokenizer_workers(server_args: ServerArgs, why: str) -> None:
 
 
 def why_no_pause() -> str | None:
-    """Why this server's event loop has no pause states, or None where it has."""
+    """Return why this server's event loop has no pause states, or None."""
     if get_parallel().pp_size > 1:
         if get_parallel().attn_dp_enabled:
             return "a pause needs --pp-size 1 with --enable-dp-attention: nobody has tried both"
@@ -203,7 +204,7 @@ def why_no_pause() -> str | None:
 
 
 def why_no_retraction() -> str | None:
-    """Why this server cannot have running requests start anew, or None where it can."""
+    """Return why this server cannot retract running requests, or None."""
     if (reason := why_no_pause()) is not None:
         return reason
     if get_disagg().disaggregation_mode != "null":
@@ -215,9 +216,10 @@ def why_no_retraction() -> str | None:
 
 
 def why_not_sent_for_again(*, is_multimodal: bool) -> str | None:
-    """Why a decode server cannot have the KV of its requests made anew, or None where it can.
+    """Return why a decode server cannot retract, or None.
 
-    SGLang then sends the prefill server the tokens that a request has, and nothing else of it.
+    A retracted request needs a re-prefill: SGLang sends the prefill server the request's tokens,
+    and nothing else of the request.
     """
     lacks = {
         "no adapter (--enable-lora)": get_lora().enable_lora,
@@ -226,14 +228,14 @@ def why_not_sent_for_again(*, is_multimodal: bool) -> str | None:
     }
     for what, is_wanted in lacks.items():
         if is_wanted:
-            return f"SGLang sends for a prompt's KV again with {what}"
+            return f"SGLang's re-prefill request carries {what}"
     return None
 
 
 def why_no_update(*, in_place: bool) -> str | None:
-    """Why this server's weights cannot be updated, or None where they can.
+    """Return why this server's weights cannot be updated, or None.
 
-    ``in_place`` is true where they are written between two steps, without a shadow.
+    ``in_place`` is true if updates write the live weights between two steps, without a shadow.
     """
     mode = get_model().weight_cache_mode
     if mode != "off":
@@ -262,13 +264,13 @@ def why_no_update(*, in_place: bool) -> str | None:
 
 
 def _why_offloaded(*, in_place: bool) -> str | None:
-    """Why weights that SGLang keeps on the host cannot be updated, or None where they can.
+    """Return why weights offloaded to the host cannot be updated, or None.
 
-    A commit swaps contents on the device's stream, behind the forwards that are launched. What is
-    on the host would change at once, under those forwards. In place nothing is in flight, and
-    ``OffloaderV1`` reads the host's memory in each forward; but finishing moves parameters to the
-    device and back, and captured graphs read where they were. ``OffloaderV2`` holds the first
-    layers of the next step before it is scheduled.
+    A commit swaps contents on the device's stream, behind the launched forwards. Weights on the
+    host would change at once, under those forwards. An update in place runs without forwards in
+    flight, and ``OffloaderV1`` reads the host's memory in each forward. But SGLang's
+    post-processing moves parameters to the device and back, and captured graphs keep reading the
+    old addresses. ``OffloaderV2`` fetches the first layers of a step before it is scheduled.
     """
     offload = get_exec().offload
     if offload.offload_group_size > 0:

@@ -1,12 +1,12 @@
-"""A version's name and epoch in one text, because the name is what SGLang hands from process
-to process with each token.
+"""A version's name and epoch packed into the text that SGLang carries with each token.
 
-The name alone does not tell weights apart: trainers need not name a commit, may use a name
-twice, and a rollback returns to one. The epoch counts commits and rollbacks. Of a request with
-an adapter the text has the adapter's name and version, too.
+SGLang passes only a version's name between processes. The name alone does not tell weights apart:
+trainers need not name a commit, may use a name twice, and a rollback returns to one. The epoch
+counts commits and rollbacks. For a request with an adapter the text also holds the adapter's name
+and version.
 
-Each server counts its own epochs. Of what another server made the text says so: in a pair of a
-prefill server and a decode server, the one's first tokens and KV are in the other's answers.
+Each server counts its own epochs. A decode server's answers also cover the prefill server's first
+token and KV. Their text names the prefill server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 class VersionLabel(NamedTuple):
     epoch: int
     version: str
-    # whose epoch and version it is, where it is not the answering server's own
+    # owner of the epoch and version; "" is the answering server
     server: str = ""
 
     def pack(self) -> str:
@@ -31,16 +31,16 @@ class VersionLabel(NamedTuple):
         return cls(int(epoch), version, server)
 
     def span(self, start: int, end: int) -> dict[str, str | int]:
-        """As answers have it."""
+        """Return the span as it appears in answers."""
         return {"version": self.version, "start": start, "end": end, **self.beside_the_name()}
 
     def beside_the_name(self) -> dict[str, str | int]:
-        """What a span says besides what SGLang's own says."""
+        """Return our fields of a span, without SGLang's own."""
         whose = {"server": self.server} if self.server else {}
         return {"epoch": self.epoch, **whose}
 
 
-# in no version's name, because these are printable
+# separator: names of versions are printable, so none contains it
 _BEFORE_ADAPTER = "\0"
 
 
@@ -57,16 +57,16 @@ class AdapterLabel(NamedTuple):
         return cls(adapter, version)
 
     def span(self, start: int, end: int) -> dict[str, str | int]:
-        """As answers have it."""
+        """Return the span as it appears in answers."""
         return {"adapter": self.adapter, "version": self.version, "start": start, "end": end}
 
 
 def add_adapter(version: str, adapter: str) -> str:
-    """Both packed labels in one text."""
+    """Join both packed labels into one text."""
     return f"{version}{_BEFORE_ADAPTER}{adapter}"
 
 
 def split_adapter(text: str) -> tuple[str, AdapterLabel | None]:
-    """The version's packed label, and the adapter's where there is one."""
+    """Return the version's packed label, and the adapter's label if there is one."""
     version, separator, adapter = text.partition(_BEFORE_ADAPTER)
     return version, AdapterLabel.unpack(adapter) if separator else None

@@ -169,8 +169,8 @@ _INIT = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "wor
         ({**_INIT, "packed_buffer_size_bytes": 0}, 400, ("`$.packed_buffer_size_bytes`",)),
         ({**_INIT, "backend": "gloo"}, 400, ("init_info", "`backend`")),
         ({"nccl_unique_id_b64": "", "rank_offset": 1, "world_size": 2}, 501, ("unique_id",)),
-        ({"packed": True}, 400, ("by CUDA IPC need", "GPU in common")),
-        ({}, 400, ("by CUDA IPC need", "GPU in common")),
+        ({"packed": True}, 400, ("CUDA IPC needs", "on the GPU of each")),
+        ({}, 400, ("CUDA IPC needs", "on the GPU of each")),
         ({"packed": 2}, 400, ("init_info", "`$.packed`")),
     ],
 )

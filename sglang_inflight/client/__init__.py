@@ -1,10 +1,10 @@
-"""What a trainer uses, with and without an event loop. Imports no SGLang.
+"""Clients for trainers, with and without an event loop. Imports no SGLang.
 
 one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
 
-``Sender`` brings a trainer's weights to either, and is what needs torch. ``spans`` reads which
-weights made which token.
+``Sender`` broadcasts a trainer's weights to one server or many, and alone needs torch. ``spans``
+reads each token's version from an answer.
 """
 
 from sglang_inflight.client.async_client import AsyncClient

@@ -1,4 +1,4 @@
-"""What a response says: an answer, or the error that the server named."""
+"""Read a response: an answer, or the error named by the server."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Json = dict[str, Any]
 
 A = TypeVar("A", bound=Answer)
 
-# Where the body names no error of ours: upstream's routes, and what stands before a server.
-# Any other 4xx is a refusal, too.
+# For bodies without an error of ours, from SGLang's routes or from a proxy. Any other 4xx is
+# Refused.
 _BY_STATUS: dict[int, type[InflightError]] = {
     408: OutcomeUnknown,
     409: Conflict,
@@ -34,18 +34,17 @@ _BY_STATUS: dict[int, type[InflightError]] = {
     501: NotOffered,
     504: OutcomeUnknown,
 }
-# of a page that somebody sends instead of an answer
+# bytes of a wrong answer shown in an error
 _SHOWN = 500
-# of a body: the status of a thousand ranks has a twentieth of it
+# limit of a body: 20 times the status of a thousand ranks
 MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Heard:
-    """A response, and its body as far as it was read.
+    """A response with its body, read up to ``MOST_BYTES``.
 
-    The body is read as bytes of UTF-8, whatever its page says of it: a page that does not come
-    from the server may say anything.
+    The body is decoded as UTF-8 whatever its charset header says: a proxy's page may say anything.
     """
 
     response: httpx.Response
@@ -58,7 +57,7 @@ class Heard:
 
 
 async def hear(response: httpx.Response) -> Heard:
-    """No more of the body than any answer has, because what it comes from may never end it."""
+    """Read at most ``MOST_BYTES`` of the body, because a broken peer may never end it."""
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
@@ -68,9 +67,9 @@ async def hear(response: httpx.Response) -> Heard:
 
 
 def read_json(heard: Heard) -> Json:
-    """Raises the error that the response names, ``WrongAnswer`` where it is no answer at all.
+    """Return the body. Raises the error named in the response, or ``WrongAnswer`` if it is no JSON.
 
-    Raises ``httpx.HTTPStatusError`` for a fault of the server that names no error.
+    Raises ``httpx.HTTPStatusError`` for a server error without an error of ours.
     """
     response = heard.response
     body = _decode(heard)
@@ -82,31 +81,31 @@ def read_json(heard: Heard) -> Json:
     if body is None:
         kind = "no JSON object" if heard.is_whole else f"more than {MOST_BYTES} bytes"
         raise WrongAnswer(
-            f"{response.url} answered {response.status_code} with what is {kind}: {heard.shown!r}"
+            f"{response.url} answered {response.status_code} with {kind}: {heard.shown!r}"
         )
     return body
 
 
 def read_answer(url: str, body: Json, shape: type[A]) -> A:
-    """Raises ``WrongAnswer`` where it is another one; fields that it has besides are left out.
+    """Return ``body`` as a ``shape``, without unknown fields.
 
-    Raises ``NotOffered`` where the server says that it runs without us.
+    Raises ``WrongAnswer`` if it does not fit, and ``NotOffered`` if the server runs without us.
     """
     if body.get("active") is False:
         raise NotOffered(str(body.get("message")))
     try:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
-        raise WrongAnswer(f"{url} answered with what is no {shape.__name__}: {error}") from error
+        raise WrongAnswer(f"{url} answered with no {shape.__name__}: {error}") from error
 
 
 def says_inactive(heard: Heard) -> str | None:
-    """Why the server's ``/inflight/status`` says that no call of ours is taken, if it does."""
+    """Return why ``/inflight/status`` says that the server takes no calls of ours, or None."""
     if heard.response.status_code == 404:
         return (
             f"{heard.response.url} is not there: the server runs without SGLang Inflight, and "
-            "would pass over what only that takes. Is the package installed beside the server's "
-            "SGLang, and does SGLANG_PLUGINS, where it is set, name it?"
+            "would ignore its fields. Install sglang-inflight beside the server's SGLang, and add "
+            "it to SGLANG_PLUGINS if that is set"
         )
     body = _decode(heard) or {}
     return str(body.get("message")) if body.get("active") is False else None
@@ -139,6 +138,6 @@ def _find_sentence(heard: Heard, body: Json | None, inner: object) -> str:
     if said is None and isinstance(inner, dict):
         said = inner.get("message")
     elif said is None:
-        # as upstream says that a key is wrong
+        # SGLang's answer to a wrong key: "error" is a text
         said = inner
     return str(said or heard.shown or heard.response.reason_phrase)

@@ -1,4 +1,4 @@
-"""One server, as a trainer with an event loop sees it."""
+"""Client of one server, for an event loop."""
 
 from __future__ import annotations
 
@@ -35,29 +35,28 @@ logger = logging.getLogger(__name__)
 
 Source = Literal["disk", "tensor", "distributed", "ipc"]
 
-# of a pause or a session, if nobody says otherwise; renewed three times as often
+# default lease of pauses and sessions; renewed every third of the lease
 LEASE_S = 30.0
-# how often a callback hears of the progress
+# period of progress callbacks
 PROGRESS_S = 0.25
-# how long to try to let go of what the server lets go of by itself, when its lease ends
+# time limit for releasing a pause or session after a failure; afterwards its lease does it
 CLEANUP_S = 5.0
-# attempts at a call, where another one can do no harm
+# attempts at idempotent calls
 ATTEMPTS = 3
 _STATUS = "/inflight/status"
-# How long the question may take whether a server runs with us. One without us answers at once.
+# time limit for checking whether a server runs with us; one without us answers at once
 ASK_S = 10.0
 
-# Longer than a server waits for a step of its ranks (120 s), so that it is the server who
-# says which rank was silent.
+# longer than a server waits for its ranks' step (120 s), so that the server can name the silent
+# rank
 TIMEOUT_S = 150.0
-# What an update may take besides where nobody says otherwise, and what a pause may that
-# waits for requests: the server's own limits.
+# the server's own defaults for an update, and for a pause with mode "wait"
 UPDATE_S = 600.0
 DRAIN_S = 86_400.0
 
-# ``_call`` bounds the whole of a call, and a body may take its time.
+# no limit on reads and writes: ``_call`` bounds the whole call
 _TIMEOUT = httpx.Timeout(10.0, read=None, write=None)
-# And a machine that vanished is noticed by TCP, in half a minute.
+# TCP notices a dead machine in half a minute
 _NOTICE_DEATH = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
@@ -65,48 +64,45 @@ _NOTICE_DEATH = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),
 ]
-# Sooner than the server (5 s), or a call could meet a connection that is just being closed.
+# shorter than the server's 5 s, or a call could use a connection while the server closes it
 _LIMITS = httpx.Limits(keepalive_expiry=2.0)
 
 
 class AsyncClient:
-    """Calls of one server. Belongs to the event loop that it is first used on.
+    """Calls to one server. Belongs to the event loop of its first use.
 
-    Each method raises what the server raised, with its sentence: ``Refused`` or a child of
-    it where nothing has changed, ``OutcomeUnknown`` and ``HalfDone`` where something has or
-    may have. An answer that did not come in time (``NoAnswer``) or is none (``WrongAnswer``)
-    is an ``OutcomeUnknown``, too. ``httpx.HTTPError`` is what broke on the way.
+    Each method raises the server's error with its message. After ``Refused`` or a child of it
+    nothing has changed. After ``HalfDone`` something has, and after ``OutcomeUnknown`` something
+    may have. A late answer (``NoAnswer``) and an unreadable one (``WrongAnswer``) are
+    ``OutcomeUnknown``, too. A broken connection raises ``httpx.HTTPError``.
 
-    What is tried again, by itself: every call whose connection was never made, because the
-    server has not heard of it. Beyond that, where the connection broke, only the calls
-    that do the same when done twice: ``status``, ``loads``, ``seal``, taking or renewing a
-    pause, opening or renewing a session. The others may have been done or not: an update
-    could be undone by a second one, and letting go twice says that it was lost. ``status``
-    tells.
+    Retries are automatic. Every call is retried while no connection was made: the server has not
+    seen the call. After a broken connection only idempotent calls are retried: ``status``,
+    ``loads``, ``seal``, taking or renewing a pause, opening or renewing a session. After other
+    calls, ask ``status`` for the outcome: a repeated rollback undoes the first one, and
+    releasing a pause twice raises ``Conflict``.
 
-    No call is without an end: each may take ``timeout_s``, and what its own fields give it
-    besides.
+    Every call has a time limit: ``timeout_s`` plus the time in its own fields.
 
-    Before its first call that is to change something, a client asks for the status: a server
-    without SGLang Inflight would pass over the fields that only that knows, and update its
-    weights under requests that are held up. It is ``NotOffered`` instead, and nothing is sent.
+    Before its first ``POST`` a client asks for the status. A server without SGLang Inflight would
+    ignore our fields, and stop running requests for an update. The client raises ``NotOffered``
+    instead, and sends nothing.
     """
 
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
+        """Create a client. ``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
 
-        ``timeout_s`` is how long an answer may take that waits for no more than a step of
-        the server's ranks. A call that may wait for more may take that much longer: an
-        update its ``timeout_s`` (600 s if not given), a pause in the mode ``wait`` its own
-        (a day if not given). Renewing a lease may take half of the lease.
+        ``timeout_s`` is the time limit of an answer after one step of the server's ranks. Slower
+        calls add their own: an update its ``timeout_s`` (default 600 s), a pause with mode
+        ``wait`` its ``timeout_s`` (default a day). Renewing a lease may take half of the lease.
         """
         self.url = url
         self.timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         transport = httpx.AsyncHTTPTransport(
-            # certificates take longer to read than a call takes, and a fleet has many clients
+            # loading certificates takes longer than a call, and a fleet has many clients
             verify=httpx.URL(url).scheme == "https",
             retries=ATTEMPTS - 1,
             socket_options=_NOTICE_DEATH,
@@ -129,11 +125,11 @@ class AsyncClient:
         await self._http.aclose()
 
     async def status(self) -> Status:
-        """State, holders, versions and staging, and the same of each rank."""
+        """Return state, holders, versions and staging of the server and of each rank."""
         return self._read(Status, await self._call("GET", _STATUS, attempts=ATTEMPTS))
 
     async def loads(self) -> Json:
-        """SGLang's own ``/v1/loads``: requests and tokens, of each replica."""
+        """Return SGLang's ``/v1/loads``: requests and tokens of each replica."""
         return await self._call("GET", "/v1/loads?include=core", attempts=ATTEMPTS)
 
     # ---- pauses ----------------------------------------------------------------------
@@ -147,14 +143,14 @@ class AsyncClient:
         lease_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Grant:
-        """Pause generation, or renew the pause ``pause_id``; see ``paused`` first.
+        """Pause generation, or renew the pause ``pause_id``. Prefer ``paused``.
 
-        ``new_id`` is the id that a new pause is to have. A caller who chooses it can let go
-        of the pause without having heard the answer.
+        ``new_id`` is a new pause's id. A caller choosing it can release the pause even if the
+        answer is lost.
         """
         patience = self.timeout_s
         if pause_id is None:
-            # its own, so that a second attempt finds what the first may have taken
+            # our own id, so that a retry finds the pause taken by a lost attempt
             new_id = new_id or uuid.uuid4().hex
         if mode == "wait":
             patience += timeout_s or DRAIN_S
@@ -171,18 +167,18 @@ class AsyncClient:
         return self._read(Grant, granted)
 
     async def resume(self, pause_id: str | None = None) -> Release:
-        """Let go of one pause, or of all."""
+        """Release one pause, or all."""
         return self._read(Release, await self._post("/continue_generation", pause_id=pause_id))
 
     @asynccontextmanager
     async def paused(
         self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
     ) -> AsyncIterator[Grant]:
-        """Paused for the time of the block, and no longer than that.
+        """Pause generation for the duration of the block.
 
-        The pause is renewed in the background. Where this process dies, or the network
-        does, the lease runs out and the server generates again. Raises ``Conflict`` at the
-        end of the block where the pause was lost meanwhile.
+        A background task renews the pause. If this process or the network dies, the lease expires
+        and the server generates again. Raises ``Conflict`` at the end of the block if the pause
+        was lost.
         """
         pause_id = uuid.uuid4().hex
 
@@ -206,12 +202,12 @@ class AsyncClient:
     async def update(
         self, /, source: Source, *, on_progress: OnProgress | None = None, **fields: Any
     ) -> Receipt | StagedSoFar:
-        """Stage weights while the server generates, and commit them: the receipt.
+        """Stage weights while the server generates, commit them, and return the receipt.
 
-        Inside ``session`` they are staged only. ``fields`` are those of SGLang's
-        ``/update_weights_from_…`` and of the table in docs/api.md; running requests keep their KV
-        unless ``flush_cache`` or ``kv_cache`` says otherwise. ``on_progress`` is called
-        from the event loop a few times a second.
+        Inside ``session`` the weights are only staged. ``fields`` are the fields of
+        ``/update_weights_from_…`` (docs/api.md). Running requests keep their KV by default; see
+        ``flush_cache`` and ``kv_cache``. The event loop calls ``on_progress`` a few times a
+        second.
         """
         body = {"non_blocking": True, "flush_cache": False, **fields}
         async with self._reporting(on_progress):
@@ -221,7 +217,7 @@ class AsyncClient:
                 session_id=self._session_id,
                 **body,
             )
-        # it may also be a piece of somebody's session, which was begun in SGLang's own way
+        # without base_version the call became a piece of a session begun in SGLang's way
         if "base_version" in answer:
             return self._read(Receipt, answer)
         return self._read(StagedSoFar, answer)
@@ -229,7 +225,7 @@ class AsyncClient:
     async def update_from_disk(
         self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
     ) -> Receipt | StagedSoFar:
-        """``update`` from a checkpoint's folder, as the server sees it."""
+        """Call ``update`` with a checkpoint's folder, a path on the server."""
         return await self.update(
             "disk", model_path=model_path, weight_version=weight_version, **fields
         )
@@ -245,13 +241,12 @@ class AsyncClient:
         on_progress: OnProgress | None = None,
         **fields: Any,
     ) -> AsyncIterator[Session]:
-        """Updates sent in the block go live together at its end.
+        """Open a session. Updates sent in the block go live together at its end.
 
-        What is yielded has the ``receipt`` once the block has ended; before that it has the
-        ``session_id``, for a trainer that sends by other means. Where the block raises, or
-        this process dies, the session is dropped and nothing changed. ``kv_cache`` has the
-        last word; None leaves it to the updates. ``fields`` are those of
-        ``/begin_weight_update``. A client has one session at a time.
+        The yielded ``Session`` has a ``receipt`` after the block, and a ``session_id`` from the
+        start. If the block raises, or this process dies, the session is dropped and nothing has
+        changed. ``kv_cache`` overrides the updates' policies, unless it is None. ``fields`` are
+        the fields of ``/begin_weight_update``. A client has one session at a time.
         """
         async with self.opened(lease_s=lease_s, on_progress=on_progress, **fields) as begun:
             session = Session(begun)
@@ -267,9 +262,9 @@ class AsyncClient:
         on_progress: OnProgress | None = None,
         **fields: Any,
     ) -> AsyncIterator[Begun]:
-        """A session whose lease is renewed until the block ends; the block ends it itself.
+        """Open a session and renew its lease until the block ends. The block calls ``end``.
 
-        It is dropped where the block raises.
+        The session is dropped if the block raises.
         """
         session_id = uuid.uuid4().hex
 
@@ -302,7 +297,7 @@ class AsyncClient:
             self._session_id = None
 
     async def seal(self) -> StagedSoFar:
-        """Check what the open session has staged, on every rank; it cannot fail after that."""
+        """Check the open session's tensors on every rank and vote. Its commit then cannot fail."""
         answer = await self._post(
             "/seal_weight_update",
             attempts=ATTEMPTS,
@@ -315,7 +310,7 @@ class AsyncClient:
     async def end(
         self, *, weight_version: str | None = None, kv_cache: str | None = None
     ) -> Receipt:
-        """Seal the open session, where that is not done, and commit it."""
+        """Commit the open session, and seal it first if necessary."""
         receipt = await self._post(
             "/end_weight_update",
             patience_s=self.timeout_s + (0.0 if self._is_sealed else UPDATE_S),
@@ -327,10 +322,10 @@ class AsyncClient:
         return self._read(Receipt, receipt)
 
     async def join_group(self, **fields: Any) -> None:
-        """Let every rank join a trainer's process group; see ``Sender`` first.
+        """Let every rank join a trainer's process group. Prefer ``Sender``.
 
-        ``fields`` are those of SGLang's ``/init_weights_update_group``. It is answered when
-        the group is formed.
+        ``fields`` are the fields of SGLang's ``/init_weights_update_group``. The server answers
+        when the group is formed.
         """
         await self._post("/init_weights_update_group", **fields)
 
@@ -343,8 +338,8 @@ class AsyncClient:
     ) -> Receipt:
         """Return to the version before the last commit.
 
-        With ``expected_version``, the version that is to be undone, it is refused where
-        another one is serving: then a rollback can be asked for again.
+        The server refuses unless it serves ``expected_version``, the version to undo. With
+        ``expected_version`` a rollback can be safely retried.
         """
         receipt = await self._post(
             "/inflight/rollback",
@@ -356,10 +351,11 @@ class AsyncClient:
     async def release_memory(
         self, *tags: str, keep_weights: Literal["host", "discard"] | None = None
     ) -> MemoryMoved:
-        """Give memory back while requests wait: pause with ``retract`` first.
+        """Release memory while requests wait. Pause with ``retract`` first.
 
-        ``tags`` are of ``kv_cache``, ``weights`` and ``cuda_graph``; none are all of them.
-        Weights come back as they were (``host``), or have to be sent again (``discard``).
+        ``tags`` are ``kv_cache``, ``weights`` and ``cuda_graph``; without tags all are released.
+        ``keep_weights="host"`` restores the weights on resume; after ``"discard"`` they must be
+        sent again.
         """
         moved = await self._post(
             "/release_memory_occupation",
@@ -370,7 +366,7 @@ class AsyncClient:
         return self._read(MemoryMoved, moved)
 
     async def resume_memory(self, *tags: str) -> MemoryMoved:
-        """Take memory of ``tags`` again, or all of it. With the last generation goes on."""
+        """Resume the memory of ``tags``, or all. Generation continues once all is resumed."""
         moved = await self._post(
             "/resume_memory_occupation", patience_s=self.timeout_s + UPDATE_S, tags=list(tags)
         )
@@ -389,16 +385,17 @@ class AsyncClient:
 
     @staticmethod
     def _turn_s(fields: dict[str, Any]) -> float:
-        """How long a call may wait for the updates before it."""
+        """Return how long a call may wait for earlier updates."""
         if fields.get("on_busy", "wait") != "wait":
             return 0.0
         return fields.get("timeout_s") or UPDATE_S
 
     @asynccontextmanager
     async def _held(self, path: str, **names: Any) -> AsyncIterator[None]:
-        """Let go by ``path`` where the block fails, whether or not it was taken by then.
+        """Post ``names`` to ``path`` if the block fails, even if nothing was taken yet.
 
-        After a failure, which tells more than any answer to this; the lease does it too.
+        An error of this call is only logged: the block's own error tells more, and the lease
+        releases everything anyway.
         """
         try:
             yield
@@ -428,7 +425,10 @@ class AsyncClient:
         attempts: int,
         patience_s: float | None = None,
     ) -> Json:
-        """Raises ``NoAnswer`` after ``patience_s`` seconds, over all ``attempts``."""
+        """Send a call and return the answer's body.
+
+        Raises ``NoAnswer`` after ``patience_s`` seconds, over all ``attempts``.
+        """
         patience_s = patience_s or self.timeout_s
         try:
             async with asyncio.timeout(patience_s):
@@ -442,9 +442,10 @@ class AsyncClient:
         return read_json(heard)
 
     async def _require_us(self) -> None:
-        """Raises ``NotOffered`` where the server says that it runs without us.
+        """Raise ``NotOffered`` if the server runs without us.
 
-        Where it says nothing, the call itself does, and the next one asks again.
+        If the server does not answer, the call goes ahead and reports the error itself. The next
+        call asks again.
         """
         try:
             async with asyncio.timeout(ASK_S):
@@ -464,7 +465,7 @@ class AsyncClient:
             try:
                 return await self._send_once(method, path, body)
             except (httpx.ConnectError, httpx.ConnectTimeout):
-                # the transport has tried again
+                # the transport has retried already
                 raise
             except httpx.TransportError as error:
                 logger.info("%s%s, trying again: %r", self.url, path, error)

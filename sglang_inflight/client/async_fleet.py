@@ -1,18 +1,18 @@
-"""Many servers, as a trainer with an event loop sees them: all change, or none does.
+"""Client of many servers, for an event loop: all servers change, or none does.
 
-    phase     each server                        one that fails
+    phase     each server                        if one fails
     begin     opens a session, with a lease      all are dropped: ``FleetRefused``
     stage     fills it, once or many times       all are dropped: ``FleetRefused``
     seal      checks it and votes                all are dropped: ``FleetRefused``
     commit    swaps it in                        the others have: ``FleetSplit``
 
-What a server can refuse, it refuses before it is sealed. So the last phase fails only where
-a server dies or is cut off, or loses its session, in the moment between the two. No
-protocol closes that window; the report says on which side of it each server is.
+A sealed server cannot refuse the commit. So a commit fails only if a server dies, is cut off, or
+loses its session between seal and commit. No protocol closes that window. The report says for
+each server whether it has changed.
 
-Of prefill servers and decode servers the prefill servers come first: they commit, pause and go
-on before any other does, because a decode server may need a prompt's KV of the new weights.
-Where one of them fails to commit, no other server is asked to.
+Prefill servers commit, pause and resume before decode servers, because a decode server may need a
+prompt's KV from the new weights. If a prefill server fails to commit, no decode server is asked
+to.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from sglang_inflight.status import Status
 
 logger = logging.getLogger(__name__)
 
-# How long whoever interrupts a commit waits for its end: half of one is a split fleet.
+# time for an interrupted commit to finish: half a commit splits the fleet
 INTERRUPTED_S = 10.0
 
-# of ``update``, what belongs to the whole and not to one call of it
+# fields of ``update`` that belong to its session
 _OF_SESSION = (
     "weight_version",
     "kv_cache",
@@ -55,17 +55,16 @@ _OF_SESSION = (
 
 
 class AsyncFleet:
-    """Calls of all servers, at once. Belongs to the event loop that it is first used on.
+    """Concurrent calls to all servers. Belongs to the event loop of its first use.
 
-    Raises ``FleetRefused`` where a server failed and none has changed, ``FleetSplit`` where
-    some have or may have. What is tried again, and how long a server may be silent, is said
-    by ``AsyncClient``.
+    Raises ``FleetRefused`` if a server failed and none has changed, ``FleetSplit`` if some have
+    or may have. For retries and time limits see ``AsyncClient``.
     """
 
     def __init__(
         self, urls: Iterable[str], *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Raises ``ValueError`` where there is no server, or one twice."""
+        """Create a fleet. Raises ``ValueError`` for no URL, or for the same URL twice."""
         self.servers = tuple(AsyncClient(url, api_key=api_key, timeout_s=timeout_s) for url in urls)
         if not self.servers:
             raise ValueError("a fleet needs a server")
@@ -83,16 +82,16 @@ class AsyncFleet:
         await together(server.aclose() for server in self.servers)
 
     async def status(self) -> Report[Status]:
-        """Of each server that answers. Raises nothing: failures are in the report."""
+        """Return each server's status. Raises nothing: failures are in the report."""
         return await self._everywhere(Report("status"), AsyncClient.status)
 
     @asynccontextmanager
     async def paused(
         self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
     ) -> AsyncIterator[Report[Grant]]:
-        """All paused for the time of the block, as by ``AsyncClient.paused``, or none.
+        """Pause all servers for the duration of the block, or none (``AsyncClient.paused``).
 
-        Raises ``PauseLost`` at the end of the block where not all were until then.
+        Raises ``PauseLost`` at the end of the block if a server's pause was lost.
         """
         async with ContextGroup() as blocks:
 
@@ -120,10 +119,10 @@ class AsyncFleet:
         on_progress: OnProgress | None = None,
         **fields: Any,
     ) -> Report[Receipt] | Report[Receipt | StagedSoFar]:
-        """Stage the same weights everywhere, and commit them where every server could.
+        """Stage the same weights on all servers, and commit if every server succeeded.
 
-        Inside ``session`` they are staged only. ``fields`` are those of ``session`` and of
-        ``AsyncClient.update``. The report has the receipts.
+        Inside ``session`` the weights are only staged. ``fields`` are the fields of ``session``
+        and of ``AsyncClient.update``. The report has the receipts.
         """
         if self._in_session:
             return await self._stage(source, on_progress=on_progress, **fields)
@@ -131,14 +130,14 @@ class AsyncFleet:
         if of_session.get("partial") is None:
             of_session["partial"] = source != "disk"
         async with self._two_phases(on_progress=on_progress, **of_session) as report:
-            # here too, so that a server which cannot do it says so before it is sealed
+            # kv_cache here too, so that a server refuses an unsupported policy before the seal
             await self._stage(source, kv_cache=of_session.get("kv_cache"), **fields)
         return report
 
     async def update_from_disk(
         self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
     ) -> Report[Receipt] | Report[Receipt | StagedSoFar]:
-        """``update`` from a checkpoint's folder, as each server sees it."""
+        """Call ``update`` with a checkpoint's folder, a path on every server."""
         return await self.update(
             "disk", model_path=model_path, weight_version=weight_version, **fields
         )
@@ -155,12 +154,11 @@ class AsyncFleet:
         on_busy: str = "refuse",
         **fields: Any,
     ) -> AsyncIterator[Report[Receipt]]:
-        """Updates sent in the block go live together, on all servers or on none, at its end.
+        """Open a session on all servers. At the block's end all commit its updates, or none.
 
-        The yielded report has the receipts, once the block has ended. Where the block
-        raises, nothing changed. ``kv_cache`` has the last word; None leaves it to the updates.
-        A server that is busy with another update refuses: two trainers that wait for each
-        other's servers would wait for ever.
+        The yielded report has the receipts after the block. If the block raises, nothing has
+        changed. ``kv_cache`` overrides the updates' policies, unless it is None. A server busy
+        with another update refuses: two trainers waiting for each other's servers would deadlock.
         """
         async with self._two_phases(
             weight_version=weight_version,
@@ -185,7 +183,7 @@ class AsyncFleet:
     ) -> Report[Receipt]:
         """Return to the version before the last commit, on the URLs of ``only`` or on all.
 
-        ``only=error.report.answers`` undoes what a ``FleetSplit`` says was done.
+        ``only=error.report.answers`` undoes the commits of a ``FleetSplit``.
         """
 
         async def roll_back(server: AsyncClient) -> Receipt:
@@ -195,7 +193,7 @@ class AsyncFleet:
 
         report = Report[Receipt]("roll back")
         wanted = [server.url for server in self.servers if only is None or server.url in only]
-        # one that does not say what it is keeps no other from rolling back
+        # a server without a status rolls back with the decode servers
         for turn in _prefill_first(await self.status(), wanted):
             await self._everywhere(report, roll_back, turn)
         _require_one_side(report)
@@ -237,7 +235,7 @@ class AsyncFleet:
         end: Callable[[AsyncClient], Awaitable[Receipt]],
         turns: list[list[str]],
     ) -> None:
-        """Whoever cancels it waits a little: half of a commit is a split fleet."""
+        """Commit on all servers. A cancellation first waits ``INTERRUPTED_S`` for the end."""
         task = asyncio.create_task(self._one_turn_after_the_other(report, end, turns))
         try:
             await asyncio.shield(task)
@@ -272,7 +270,7 @@ class AsyncFleet:
     async def _all_or_none(
         self, phase: Phase, call: Callable[[AsyncClient], Awaitable[A]]
     ) -> Report[A]:
-        """A phase that changes nothing that is served, so a failure can be taken back."""
+        """Run a phase before the commit, and raise ``FleetRefused`` if a server failed."""
         report = await self._everywhere(Report(phase), call)
         _require_all(report)
         return report
@@ -283,7 +281,7 @@ class AsyncFleet:
         call: Callable[[AsyncClient], Awaitable[A]],
         only: Collection[str] | None = None,
     ) -> Report[A]:
-        """Call each server, and hear each of them whatever the others say."""
+        """Call each server, and collect every answer or failure in ``report``."""
 
         async def attempt(server: AsyncClient) -> None:
             try:
@@ -301,7 +299,7 @@ class AsyncFleet:
 
 
 def _prefill_first(found: Report[Status], urls: Collection[str] | None = None) -> list[list[str]]:
-    """``urls``, or all that were found, in the order in which they change."""
+    """Return ``urls``, by default all answering servers, in turns: prefill servers first."""
     urls = list(found.answers) if urls is None else urls
     prefill = [u for u in urls if u in found.answers and found.answers[u].role == "prefill"]
     return [turn for turn in (prefill, [u for u in urls if u not in prefill]) if turn]

@@ -1,4 +1,4 @@
-"""From async to sync: the same calls, waited for by threads that have no event loop."""
+"""Blocking versions of async clients, for threads without an event loop."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ExcInfo = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
-# One event loop, in a thread of its own, while any client of this process is open.
+# one event loop in a thread of its own, while any client of this process is open
 _LOOP = BlockingPortalProvider()
 
 
 class Blocking(Generic[A]):
-    """An async client, whose calls run on that loop. Safe to use from several threads.
+    """An async client with its calls on the shared loop. Safe to use from several threads.
 
-    A call that is interrupted (Ctrl-C) is cancelled, and has let go of what it held when
-    the interruption goes on.
+    Ctrl-C cancels the call. The ``KeyboardInterrupt`` goes on after the call has cleaned up.
     """
 
     def __init__(self, client: A) -> None:
@@ -55,7 +54,7 @@ class Blocking(Generic[A]):
 def waiting(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Blocking[A], P], T]:
-    """``method``, as one that returns when it is done."""
+    """Return a blocking version of ``method``."""
 
     @functools.wraps(method)
     def wait(blocking: Blocking[A], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -68,7 +67,7 @@ def waiting(
 def waiting_block(
     method: Callable[Concatenate[A, P], AbstractAsyncContextManager[T]],
 ) -> Callable[Concatenate[Blocking[A], P], AbstractContextManager[T]]:
-    """``method``, whose block is one of ``with`` rather than ``async with``."""
+    """Return a version of ``method`` for ``with`` instead of ``async with``."""
 
     @functools.wraps(method)
     def block(
@@ -80,7 +79,7 @@ def waiting_block(
 
 
 class _Task(Generic[T]):
-    """A coroutine on the loop, as the thread sees it that waits for it."""
+    """A coroutine on the loop, awaited by another thread."""
 
     def __init__(self, portal: BlockingPortal, call: Callable[[], Coroutine[Any, Any, T]]) -> None:
         self._over = threading.Event()
@@ -102,19 +101,19 @@ class _Task(Generic[T]):
             yield
         except BaseException:
             self._future.cancel()
-            # the future is done at once, the coroutine when it has cleaned up
+            # cancel() finishes the future at once; the coroutine still has to clean up
             self._over.wait()
             raise
 
 
 class _Block(AbstractContextManager[T]):
-    """One task from the entry to the exit, so an interruption at any moment is cleaned up."""
+    """A block run by one task from entry to exit, so that an interruption is always cleaned up."""
 
     def __init__(self, portal: BlockingPortal, block: AbstractAsyncContextManager[T]) -> None:
         self._portal = portal
         self._block = block
         self._entered: Future[T] = Future()
-        # what ended the body of the ``with``
+        # arguments of __exit__
         self._left: Future[ExcInfo] = Future()
 
     def __enter__(self) -> T:
@@ -137,5 +136,5 @@ class _Block(AbstractContextManager[T]):
         except asyncio.CancelledError as error:
             await self._block.__aexit__(type(error), error, error.__traceback__)
             raise
-        # handed over, not raised: a KeyboardInterrupt in a task would end the loop
+        # passed, not raised: a KeyboardInterrupt raised in a task would end the loop
         return await self._block.__aexit__(*how)

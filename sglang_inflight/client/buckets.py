@@ -1,4 +1,4 @@
-"""Many tensors in one: a broadcast has a cost of its own, whatever it carries."""
+"""Flatten many tensors into one, to save the fixed cost of a broadcast for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Bucket:
-    """``flat`` holds the bytes of the tensors that are named, one after the other."""
+    """Named tensors, concatenated as bytes in ``flat``."""
 
     names: list[str]
     dtypes: list[str]
@@ -22,7 +22,7 @@ class Bucket:
     flat: torch.Tensor
 
     def describe(self) -> dict[str, object]:
-        """Its fields in the body of an update."""
+        """Return the bucket's fields of an update's body."""
         return {
             "names": self.names,
             "dtypes": self.dtypes,
@@ -34,16 +34,16 @@ class Bucket:
 def fill_buckets(
     tensors: Iterable[NamedTensor], most_bytes: int, device: torch.device | str
 ) -> Iterator[Bucket]:
-    """Buckets on ``device``, of ``most_bytes`` at most, or of one tensor that is larger.
+    """Yield buckets on ``device`` of at most ``most_bytes``, or of one larger tensor.
 
-    ``tensors`` may be a generator: none is held any longer than until its bucket is filled.
-    Raises ``TypeError`` for what is no whole tensor.
+    ``tensors`` may be a generator: a tensor is held only until its bucket is filled. Raises
+    ``TypeError`` for a non-tensor, and for a shard of a tensor.
     """
     bucket: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
         _require_whole(name, tensor)
-        # the receiver has no place for one that begins within an element
+        # the receiver cannot view a tensor at an offset within an element
         if bucket and (size + tensor.nbytes > most_bytes or size % tensor.itemsize):
             yield _flatten(bucket, device)
             bucket, size = [], 0
@@ -57,9 +57,9 @@ def _require_whole(name: str, tensor: object) -> None:
     import torch
 
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r} is a {type(tensor).__name__}, and no tensor")
+        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
     if hasattr(tensor, "full_tensor"):
-        raise TypeError(f"{name!r} is a part of a tensor: send what its full_tensor() returns")
+        raise TypeError(f"{name!r} is a shard of a tensor: send its full_tensor()")
 
 
 def _flatten(bucket: list[NamedTensor], device: torch.device | str) -> Bucket:

@@ -1,4 +1,4 @@
-"""One server, as a trainer sees it."""
+"""Client of one server."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from sglang_inflight.client.blocking import Blocking, waiting, waiting_block
 
 
 class Client(Blocking[AsyncClient]):
-    """``AsyncClient`` without an event loop: see there. A callback runs in another thread."""
+    """``AsyncClient`` without an event loop. Callbacks run in another thread."""
 
     def __init__(
         self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
+        """Create a client. ``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
 
-        ``timeout_s`` is how long an answer may take, as ``AsyncClient`` says.
+        ``timeout_s`` is the time limit of an answer (see ``AsyncClient``).
         """
         super().__init__(AsyncClient(url, api_key=api_key, timeout_s=timeout_s))
 

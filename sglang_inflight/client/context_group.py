@@ -1,4 +1,4 @@
-"""The same for many servers, at once: one that is silent keeps none of the others waiting."""
+"""Run coroutines and ``async with`` blocks for many servers at once, independently."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _WELL: HowItEnded = (None, None, None)
 
 
 async def together(work: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Each to its end, whatever becomes of the others; then the first error is raised.
+    """Run all coroutines to their ends, then raise the first error.
 
-    Whoever cancels it cancels each, and waits until each has cleaned up.
+    A cancellation cancels all, and waits until each has cleaned up.
     """
     tasks = [asyncio.create_task(one) for one in work]
     if not tasks:
@@ -42,7 +42,7 @@ async def together(work: Iterable[Coroutine[Any, Any, object]]) -> None:
 
 
 class ContextGroup(AbstractAsyncContextManager["ContextGroup"]):
-    """An ``async with`` block of each server. Those not left before are left as the whole is."""
+    """One ``async with`` block per server. ``__aexit__`` leaves the blocks still entered."""
 
     def __init__(self) -> None:
         self._entered: dict[str, AbstractAsyncContextManager[Any]] = {}
@@ -53,11 +53,11 @@ class ContextGroup(AbstractAsyncContextManager["ContextGroup"]):
         return entered
 
     async def leave(self, report: Report[Answer], urls: Collection[str]) -> None:
-        """As blocks are left that ended well. The report says what each made of it."""
+        """Leave the blocks of ``urls`` without an error. The report has each one's outcome."""
         await self._leave(_WELL, report, urls)
 
     async def __aexit__(self, *how: Any) -> None:
-        """Does not raise what a block makes of a failure: the failure itself tells more."""
+        """Leave all entered blocks. Errors on leaving are dropped: the first failure tells more."""
         with anyio.CancelScope(shield=how != _WELL):
             await self._leave(how, Report("resume"), list(self._entered))
 

@@ -1,4 +1,4 @@
-"""Many servers, as a trainer sees them: all change, or none does."""
+"""Client of many servers: all servers change, or none does."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from sglang_inflight.client.blocking import Blocking, waiting, waiting_block
 
 
 class Fleet(Blocking[AsyncFleet]):
-    """``AsyncFleet`` without an event loop: see there. A callback runs in another thread."""
+    """``AsyncFleet`` without an event loop. Callbacks run in another thread."""
 
     def __init__(
         self, urls: Iterable[str], *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Raises ``ValueError`` where there is no server, or one twice.
+        """Create a fleet. Raises ``ValueError`` for no URL, or for the same URL twice.
 
-        ``timeout_s`` is how long an answer may take, as ``AsyncClient`` says.
+        ``timeout_s`` is the time limit of an answer (see ``AsyncClient``).
         """
         super().__init__(AsyncFleet(urls, api_key=api_key, timeout_s=timeout_s))
 

@@ -1,4 +1,4 @@
-"""How far an update has come."""
+"""Progress of an update's staging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_inflight.status import Status
 
 @dataclass(frozen=True)
 class Progress:
-    """What is staged on a server: on the rank that has the least."""
+    """Staged tensors of a server's slowest rank."""
 
     url: str
     # "empty", "open" or "sealed"
@@ -20,7 +20,7 @@ class Progress:
 
     @classmethod
     def read(cls, url: str, status: Status) -> Progress:
-        """From the answer of ``/inflight/status``."""
+        """Read the progress from an answer of ``/inflight/status``."""
         slowest = min((rank.staging for rank in status.ranks), key=lambda staging: staging.bytes)
         return cls(url, slowest.state, slowest.tensors, slowest.bytes)
 

@@ -1,4 +1,4 @@
-"""Something done again and again in the background."""
+"""Repeat a call in the background."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ logger = logging.getLogger(__name__)
 async def repeating(
     what: str, call: Callable[[], Awaitable[object]], period_s: float
 ) -> AsyncIterator[None]:
-    """Begin ``call`` every ``period_s`` seconds until the block ends, one after the other.
+    """Start ``call`` every ``period_s`` seconds until the block ends, one call at a time.
 
-    It is over when a call is refused, because then there is nothing left to renew or to
-    look at. After an error on the way, or an answer that is none, it goes on: a lease may
-    still hold. A call that took longer than a period is followed by the next at once, so
-    that there is time for that one within a lease.
+    A refused call ends the repetition: nothing is left to renew or to look at. After any other
+    error the repetition goes on, because a lease may still hold. A call longer than a period is
+    followed by the next one at once, to leave that one time within the lease.
     """
 
     async def repeat() -> None:

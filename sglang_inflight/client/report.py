@@ -1,4 +1,4 @@
-"""What became of a call on each server of a fleet."""
+"""Outcome of a call on each server of a fleet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ A = TypeVar("A", bound=Answer)
 
 @dataclass
 class Report(Generic[A]):
-    """Of one phase, on each server by its URL, which is in exactly one of the two."""
+    """Outcome of one phase. Each server's URL is in either ``answers`` or ``failures``."""
 
     phase: Phase
     answers: dict[str, A] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Report(Generic[A]):
 
     @property
     def uncertain(self) -> list[str]:
-        """Failed, but may have done it all the same, or a part of it: no refusal was heard."""
+        """Failed servers that may have changed all the same: their error is no refusal."""
         return [url for url, error in self.failures.items() if not isinstance(error, Refused)]
 
     def __str__(self) -> str:
@@ -39,9 +39,9 @@ class Report(Generic[A]):
 
 
 class FleetRefused(Refused):
-    """Not every server could do its part. No server has changed: mend it and call again.
+    """A server failed, and no server has changed. Mend the cause and call again.
 
-    What one that is ``report.uncertain`` holds, a pause or a session, ends with its lease.
+    A server in ``report.uncertain`` may hold a pause or a session until its lease expires.
     """
 
     def __init__(self, report: Report[Any]) -> None:
@@ -52,9 +52,9 @@ class FleetRefused(Refused):
 class FleetSplit(HalfDone):
     """Some servers have changed and others failed: they serve different weights.
 
-    ``report.answers`` has those that changed, which may be rolled back; ``report.failures``
-    those that did not. One that is ``report.uncertain`` may have: its ``status`` tells, if
-    it is alive, and it is to be replaced otherwise.
+    ``report.answers`` has the changed servers; roll them back if necessary. ``report.failures``
+    has the failed ones. A server in ``report.uncertain`` may have changed: ask its ``status``, or
+    replace it if it is dead.
     """
 
     def __init__(self, report: Report[Any]) -> None:
@@ -64,10 +64,10 @@ class FleetSplit(HalfDone):
 
 
 class PauseLost(Conflict):
-    """Not every server says that it was paused until the end of the block.
+    """A server's pause was lost before the end of the block.
 
-    Those of ``report.failures`` may have generated meanwhile. None is paused by us any more,
-    or for longer than its lease.
+    Servers in ``report.failures`` may have generated meanwhile. All our pauses are released, or
+    end with their leases.
     """
 
     def __init__(self, report: Report[Any]) -> None:

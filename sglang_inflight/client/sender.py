@@ -1,4 +1,4 @@
-"""From a trainer's memory into running servers: a version at a time, whole or not at all."""
+"""Broadcast a trainer's weights to running servers, one whole version at a time."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Receipt_co = TypeVar("Receipt_co", covariant=True)
 
 GROUP_NAME = "inflight_sender"
 BUCKET_BYTES = 64 << 20
-# for a server to say why a broadcast failed: it knows more than we do
+# time for a server to report why a broadcast failed: its error tells more than ours
 REASON_S = 5.0
 
 
 class GroupFailed(Refused):
-    """The trainer and the ranks could not form their group, or it broke. Nothing has changed."""
+    """The process group was not formed, or it broke. Nothing has changed."""
 
 
 class Target(Protocol[Receipt_co]):
@@ -47,29 +47,28 @@ class Target(Protocol[Receipt_co]):
 
 
 class Sender(Generic[Receipt_co]):
-    """Sends a trainer's weights to a server, or to all servers of a fleet, as it trains.
+    """Sends a trainer's weights to a server, or to all servers of a fleet.
 
         with Client(url) as client, Sender(client) as sender:
             for step in …:
                 sender.send(model.named_parameters(), weight_version=f"{step}")
 
-    It is rank 0 of a process group whose other ranks are the servers'. Each ``send`` is a
-    session: its tensors are broadcast in buckets, staged while the servers generate, and go
-    live together at its end. What the trainer may do with its weights meanwhile: nothing,
-    until ``send`` returns.
+    The sender is rank 0 of a process group with the servers' ranks. Each ``send`` is a session:
+    its tensors are broadcast in buckets, staged while the servers generate, and go live together
+    at its end. The trainer must not change its weights until ``send`` returns.
 
-    Where ``send`` raises ``Refused`` or a child of it, nothing has changed, and it may be
-    called again; otherwise the error says what is known. If the trainer is killed, the
-    session ends with its lease and the group gives way to the next one of its name.
+    If ``send`` raises ``Refused`` or a child of it, nothing has changed, and ``send`` may be
+    repeated. If the trainer is killed, the session ends with its lease, and the next group of the
+    same name replaces this one.
 
-    A broadcast carries no name: ranks take the next one that is sent for the next one that
-    they expect. So a failure between the begin of a bucket's call and its good answer costs
-    the group: both sides leave it, and the next ``send`` joins anew. A failure elsewhere (in
-    the trainer's own generator, at the begin or the end of the session) leaves it as it is.
+    A broadcast carries no name: ranks take the next broadcast for the next expected one. So a
+    failure between the start of a bucket's call and its good answer breaks the group: both sides
+    leave it, and the next ``send`` joins anew. A failure elsewhere (in the trainer's own
+    generator, at the begin or the end of the session) leaves the group intact.
 
-    What it does not do: gather (it takes whole tensors, under the names of the checkpoint,
-    so of a sharded trainer one process sends), convert, or run beside the trainer's own
-    code. It belongs to one thread, and holds the one session of its client while it sends.
+    The sender does not gather shards: one process sends whole tensors, under the names of the
+    checkpoint. The sender does not convert tensors. The sender does not run beside the trainer's
+    own code: it belongs to one thread, and holds its client's one session during ``send``.
     """
 
     def __init__(
@@ -82,13 +81,12 @@ class Sender(Generic[Receipt_co]):
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """``group_name`` tells this trainer's group from those of a server's other trainers.
+        """Create a sender. Trainers of one server need different ``group_name``.
 
-        ``backend`` is NCCL if this process has a GPU, and gloo if not; NCCL wants a GPU for
-        each rank, ours included, and uses the current one. ``master_address`` is that of this
-        machine as the servers reach it, by default the one that reaches them. A bucket is of
-        ``bucket_bytes`` at most, here and on each rank. ``timeout_s`` is how long the ranks
-        may take to join.
+        ``backend`` is by default NCCL if this process has a GPU, else gloo. NCCL needs one GPU for
+        each rank, ours included, and uses the current one. ``master_address`` is this machine's
+        address for the servers, by default the local address of its route to them. A bucket takes
+        at most ``bucket_bytes`` here and on each rank. ``timeout_s`` is the time limit for joining.
         """
         import torch
 
@@ -103,9 +101,9 @@ class Sender(Generic[Receipt_co]):
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
         self._group: TrainerGroup | None = None
-        # the servers that are in it
+        # servers in the group
         self._joined: list[AsyncClient] = []
-        # whether what was broadcast is what was received
+        # whether the ranks have received every broadcast
         self._is_in_step = True
 
     def __enter__(self) -> Self:
@@ -116,9 +114,9 @@ class Sender(Generic[Receipt_co]):
         self.leave()
 
     def join(self) -> None:
-        """Form the group, unless it is there. ``send`` does so by itself.
+        """Form the group if there is none. ``send`` calls this by itself.
 
-        Raises what a server that would not join has said, or ``GroupFailed``.
+        Raises a server's refusal to join, or ``GroupFailed``.
         """
         if self._group is not None:
             return
@@ -143,11 +141,11 @@ class Sender(Generic[Receipt_co]):
         partial: bool = False,
         **fields: Any,
     ) -> Receipt_co:
-        """Make these the weights that are served: the receipt, or a fleet's report.
+        """Send weights, commit them, and return the receipt, or a fleet's report.
 
-        ``named_tensors`` may be a generator: no more than a bucket of it is held here. With
-        ``partial`` what is not sent stays; without, a tensor that is missing is refused by
-        its name. ``fields`` are those of ``Client.session``.
+        ``named_tensors`` may be a generator: at most one bucket is held here. With ``partial``,
+        missing tensors keep their values; without, the servers refuse and name a missing tensor.
+        ``fields`` are the fields of ``Client.session``.
         """
         self.join()
         try:
@@ -157,20 +155,22 @@ class Sender(Generic[Receipt_co]):
                 for bucket in fill_buckets(named_tensors, self._bucket_bytes, self._device):
                     self._send(bucket)
         except BaseException:
-            # the session is dropped by now, so that no rank waits for a broadcast any more
+            # the session is dropped by now, and no rank waits for a broadcast
             if not self._is_in_step:
                 self.leave()
             raise
         return receipt
 
     def leave(self) -> None:
-        """Leave the group, on both sides, if we are in one. What a server does not hear of, it
-        clears away when a group of this name is formed again."""
+        """Leave the group on both sides.
+
+        An unreachable server drops its side when the next group of this name is formed.
+        """
         group, self._group = self._group, None
         joined, self._joined = self._joined, []
         if group is None:
             return
-        # no server else: what has the name there is another trainer's
+        # only joined servers: elsewhere a group of this name is another trainer's
         calls = [self._start(server.leave_group, self._group_name) for server in joined]
         try:
             _hear(calls, REASON_S)
@@ -202,7 +202,7 @@ class Sender(Generic[Receipt_co]):
             raise GroupFailed(f"group {self._group_name!r} was not formed: {error}") from error
         finally:
             for server, join in zip(self._servers, joins, strict=True):
-                # a server gives up what is cancelled
+                # a server abandons a cancelled join
                 if not join.cancel() and join.exception() is None:
                     self._joined.append(server)
 
@@ -222,38 +222,38 @@ class Sender(Generic[Receipt_co]):
                 f"a broadcast in group {self._group_name!r} failed: {error}"
             ) from error
         finally:
-            # for whoever interrupts us; it is done otherwise
+            # only after an interruption; otherwise the call is done
             answer.cancel()
         self._is_in_step = True
 
     @staticmethod
     def _await_broadcast(is_sent: Callable[[], bool], answer: Future[Any]) -> None:
-        """Raises what the server has said, if it is a refusal: then nobody will receive it."""
+        """Wait for the broadcast. Raises a server's refusal at once: no rank will receive then."""
         overdue = float("inf")
         while not is_sent():
             if answer.done():
                 answer.result()
                 overdue = min(overdue, time.monotonic() + REASON_S)
             if time.monotonic() > overdue:
-                raise RuntimeError("the ranks have received it, and it does not end")
+                raise RuntimeError("the ranks have received it, but the broadcast does not end")
             time.sleep(POLL_S)
 
     def _start(
         self, call: Callable[..., Coroutine[Any, Any, T]], /, *args: object, **fields: object
     ) -> Future[T]:
-        """On the client's event loop, while this thread broadcasts."""
+        """Start ``call`` on the client's event loop, while this thread broadcasts."""
         return self._client.portal.start_task_soon(functools.partial(call, *args, **fields))
 
 
 def _hear(calls: Sequence[Future[Any]], patience_s: float) -> None:
-    """Until each is answered, or nobody waits any longer."""
+    """Wait ``patience_s`` seconds for all calls, then cancel the late ones."""
     _, late = wait(calls, timeout=patience_s)
     for call in late:
         call.cancel()
 
 
 def _raise_refusals(calls: Sequence[Future[Any]]) -> None:
-    """What an answer was, if it was an error."""
+    """Raise the first error among the finished calls."""
     for call in calls:
         if call.done() and not call.cancelled():
             call.result()

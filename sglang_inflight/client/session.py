@@ -1,4 +1,4 @@
-"""Updates that go live together, as a trainer sees them."""
+"""A trainer's session: several updates with one commit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_inflight.receipt import Begun, Receipt
 
 
 class Session(Mapping[str, Any]):
-    """``receipt`` is there once the block of the session has ended; its fields are keys here."""
+    """A session of ``Client``. After its block, ``receipt`` is set and its fields are keys here."""
 
     def __init__(self, begun: Begun) -> None:
         self._begun = begun
@@ -17,7 +17,7 @@ class Session(Mapping[str, Any]):
 
     @property
     def session_id(self) -> str:
-        """For a trainer that sends by other means."""
+        """Id of the session, for calls sent by other means than this client."""
         return self._begun.session_id
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which weights made which token, from an answer's ``meta_info``."""
+"""Read each token's version from an answer's ``meta_info``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Of = Literal["weight_versions", "kv_versions", "adapter_versions"]
 class Span(NamedTuple):
     """Tokens ``start`` to ``end`` (exclusive) belong to ``version``.
 
-    The epoch counts a server's commits and rollbacks: one version may serve in several. It is
-    that of ``server``, or of the server that answers where that is None.
+    The epoch counts the commits and rollbacks of ``server``; None is the answering server. One
+    version may serve in several epochs.
     """
 
     version: str
@@ -26,11 +26,13 @@ class Span(NamedTuple):
 
 
 def read_spans(meta_info: Mapping[str, Any], of: Of = "weight_versions") -> list[Span]:
-    """Of the output tokens, by the weights that their forward was launched with; or, of
-    ``kv_versions``, of prompt and output, by the weights that computed the KV they used; or, of
-    ``adapter_versions``, of the output tokens, by the versions of their adapter.
+    """Return an answer's spans, empty if it has none.
 
-    Empty where the server has said none. Raises ``WrongAnswer`` for what is no span.
+    ``weight_versions``: output tokens, by the weights of their forward's launch.
+    ``kv_versions``: prompt and output tokens, by the weights that computed their KV.
+    ``adapter_versions``: output tokens, by the version of their adapter.
+
+    Raises ``WrongAnswer`` for a malformed span.
     """
     try:
         return [
@@ -38,13 +40,13 @@ def read_spans(meta_info: Mapping[str, Any], of: Of = "weight_versions") -> list
             for span in meta_info.get(of) or []
         ]
     except (LookupError, TypeError, AttributeError) as error:
-        raise WrongAnswer(f"{of} holds what is no span: {meta_info[of]!r}") from error
+        raise WrongAnswer(f"{of} holds a malformed span: {meta_info[of]!r}") from error
 
 
 def cover_exactly(spans: Sequence[Span], tokens: int) -> bool:
-    """Whether each of ``tokens`` tokens lies in one span, and no span is empty.
+    """Return whether each of ``tokens`` tokens lies in exactly one span, and no span is empty.
 
-    But for no token at all: an answer then has an empty span, of who would have made one.
+    An answer without tokens has one empty span, with the version in place at its end.
     """
     if tokens == 0:
         return all((span.start, span.end) == (0, 0) for span in spans)
@@ -57,18 +59,18 @@ def cover_exactly(spans: Sequence[Span], tokens: int) -> bool:
 
 
 def version_per_token(meta_info: Mapping[str, Any]) -> list[str]:
-    """The version that made each output token, one after the other.
+    """Return the version of each output token, in order.
 
-    Raises ``WrongAnswer`` where the spans leave a token out or have one twice.
+    Raises ``WrongAnswer`` if the spans miss a token or overlap.
     """
     spans = read_spans(meta_info)
     tokens = meta_info["completion_tokens"]
     if not cover_exactly(spans, tokens):
-        raise WrongAnswer(f"{tokens} tokens are not what these spans cover: {spans}")
+        raise WrongAnswer(f"these spans do not cover {tokens} tokens exactly: {spans}")
     return [span.version for span in spans for _ in range(span.start, span.end)]
 
 
 def in_order(spans: Iterable[Span], versions: Sequence[str]) -> bool:
-    """Whether the spans follow ``versions``, each at most once. Some may be missing."""
+    """Return whether the spans' versions are a subsequence of ``versions``."""
     remaining = iter(versions)
     return all(span.version in remaining for span in spans)

@@ -1,4 +1,4 @@
-"""A process group in which a trainer is rank 0 and the ranks of its servers are the others."""
+"""A process group of a trainer (rank 0) and the ranks of its servers."""
 
 from __future__ import annotations
 
@@ -20,30 +20,29 @@ if TYPE_CHECKING:
 Backend = Literal["gloo", "nccl"]
 T = TypeVar("T")
 
-# how long a broadcast that was given up may take to fail, once its receivers have left
+# time for an abandoned broadcast to fail after its receivers have left
 FAILS_S = 2.0
 POLL_S = 0.001
-# the device under whose name torch keeps a backend's addresses
+# torch keeps a backend's addresses under this device's name
 _DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 
-# gloo's, each with a broadcast that no one receives: to free one is to wait for its receivers
+# gloo's groups with an unreceived broadcast, kept forever: freeing one would wait for receivers
 _stuck: list[TrainerGroup] = []
 
 
 class TrainerGroup:
-    """Listens from the start; ``form`` meets the ranks, ``broadcast`` sends, ``leave`` ends it.
+    """A group: listens from the start; ``form`` meets the ranks, ``leave`` ends the group.
 
-    It is made of torch's backends alone. So it is not in torch's table of groups, where a
-    trainer has its own and each name is there once; and no variable of ``torchrun`` decides
-    whose store it meets in.
+    The group uses torch's backends directly. So it does not enter torch's table of groups, shared
+    with the trainer's own groups. No variable of ``torchrun`` chooses its store.
 
-    Belongs to one thread. What can block in torch without an end runs in threads that can be
-    left behind: forming, and the begin of NCCL's first broadcast, which connects. They end
-    when the group is left: a connection is made through the store, which ends then.
+    Belongs to one thread. Calls into torch that may block forever run in abandonable threads:
+    forming, and the start of NCCL's first broadcast, which connects. Both connect through the
+    store. ``leave`` closes the store, and so ends these threads.
     """
 
     def __init__(self, name: str, ranks: int, *, backend: Backend, timeout_s: float) -> None:
-        """``ranks`` are those of the servers. ``timeout_s`` is how long forming may take."""
+        """Listen for ``ranks`` ranks of servers. ``timeout_s`` is the time limit of forming."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 
         self._size = 1 + ranks
@@ -54,31 +53,31 @@ class TrainerGroup:
             here, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
         )
         self.port: int = self._master.port
-        # not the master itself: what is stuck in torch would keep that listening
+        # not the master itself: a thread stuck in torch would keep the master listening
         self._store: Store = TCPStore(
             here, self.port, wait_for_workers=False, timeout=self._timeout
         )
         for prefix in (name, f"{name}/", f"{_DEVICE[backend]}/"):
             self._store = PrefixStore(prefix, self._store)
-        # of one of torch's classes, which have no types
+        # a backend of torch's, untyped
         self._formed: Any = None
         self._work: Work | None = None
 
     def address_for(self, server: str) -> str:
-        """The address of this machine as the server at that URL reaches it."""
+        """Return this machine's address on its route to the server's URL."""
         url = urlsplit(server)
         port = url.port or (443 if url.scheme == "https" else 80)
         family, kind, _, _, where = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_DGRAM)[
             0
         ]
-        # nothing is sent: this asks the routing table
+        # connect() on a datagram socket sends nothing; it asks the routing table
         with socket.socket(family, kind) as probe:
             probe.connect(where)
             address: str = probe.getsockname()[0]
         return address
 
     def form(self) -> Future[None]:
-        """Done when every rank has come."""
+        """Start forming the group. The future is done when every rank has joined."""
 
         def meet() -> None:
             import torch.distributed as dist
@@ -87,7 +86,7 @@ class TrainerGroup:
                 self._formed = dist.ProcessGroupGloo(self._store, 0, self._size, self._timeout)
                 return
             options = dist.ProcessGroupNCCL.Options()
-            # whoever waits for a broadcast sets the limit: NCCL's own ends the process
+            # callers limit their waits themselves: NCCL's own timeout ends the process
             options._timeout = NEVER
             with errors_cost_the_group_only():
                 self._formed = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
@@ -95,10 +94,10 @@ class TrainerGroup:
         return _in_thread(meet)
 
     def broadcast(self, tensor: torch.Tensor) -> Callable[[], bool]:
-        """Begin to send. Call what is returned until it says that the tensor was sent.
+        """Start a broadcast. Call the returned function until it returns true.
 
-        It raises ``RuntimeError`` where that failed. The tensor must stay as it is until
-        then, and so must whatever fills it on the current stream.
+        The function raises ``RuntimeError`` if the broadcast failed. Until then the tensor must
+        not change, nor the sources of copies into it still pending on the current stream.
         """
         begun = _in_thread(self._begin(tensor))
 
@@ -106,7 +105,7 @@ class TrainerGroup:
             if not begun.done() or not begun.result().is_completed():
                 return False
             work = begun.result()
-            # NCCL's wait says nothing of what its watchdog saw; gloo's raises, as it should
+            # NCCL's wait() does not raise its watchdog's error; gloo's wait() raises
             if self._backend == "nccl" and (failure := work.exception()) is not None:
                 raise RuntimeError(f"{failure}")
             work.wait()
@@ -121,7 +120,7 @@ class TrainerGroup:
         assert self._formed is not None
         group, options = self._formed, dist.BroadcastOptions()
         options.rootRank = 0
-        # of this thread: another one has streams of its own
+        # taken here: the current stream is a thread's own
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
         def begin() -> Work:
@@ -132,7 +131,7 @@ class TrainerGroup:
         return begin
 
     def leave(self) -> None:
-        """End it, whatever goes on in it. The ranks should have left before: they need not."""
+        """End the group, even with a broadcast in flight. Let the ranks leave first if possible."""
         self._master = None
         if self._formed is None:
             return

@@ -1,4 +1,4 @@
-"""What went wrong on the way: the call may have been done all the same."""
+"""Errors of lost or wrong answers: the call may have been done all the same."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from sglang_inflight.errors import OutcomeUnknown
 
 
 class NoAnswer(OutcomeUnknown):
-    """The server did not answer in the time that the call may take."""
+    """The server did not answer within the call's time limit."""
 
 
 class WrongAnswer(OutcomeUnknown):
-    """What came back is no answer of such a server: it, or something before it, is broken."""
+    """The response is no answer of ours: the server or a proxy is broken."""

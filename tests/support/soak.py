@@ -251,7 +251,7 @@ class Soak:
             body = self._tensor_body({name: weights[name] for name in part}, named)
             sent = self._server.post("/update_weights_from_tensor", body)
             if sent["status_code"] == 409:
-                assert "did not name this session" in sent["message"], sent
+                assert "without a session_id has sent" in sent["message"], sent
                 self.numbers.faults["stranger in a session"] += 1
                 return
             assert sent["status_code"] == 200, sent

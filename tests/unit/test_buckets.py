@@ -57,5 +57,5 @@ class Shard(torch.Tensor):
 
 def test_sharded_tensor_is_refused() -> None:
     part = torch.ones(2).as_subclass(Shard)
-    with pytest.raises(TypeError, match="'w' is a part of a tensor"):
+    with pytest.raises(TypeError, match="'w' is a shard of a tensor"):
         next(fill_buckets([("w", part)], 64, "cpu"))

@@ -114,7 +114,7 @@ def test_handles_must_match_names_and_dtypes() -> None:
 
 def test_gpu_memory_on_a_cpu_is_refused() -> None:
     source = GPUMemorySource(names=[], dtypes=[], shapes=[], handles=b"")
-    with pytest.raises(Refused, match="need a trainer and a server on one machine"):
+    with pytest.raises(Refused, match="needs the trainer and the server on one machine"):
         list(GPUMemory(CPU).read(source, check, UNLIMITED))
 
 

@@ -99,7 +99,7 @@ def test_session_with_lost_piece_goes_live_in_no_part(loss: str) -> None:
     async def play() -> None:
         front = await session_with_lost_piece(loss)
         for _ in range(2):
-            with pytest.raises(Dropped, match="session that this is a piece of was dropped"):
+            with pytest.raises(Dropped, match="this call's weight-update session was dropped"):
                 await front.calls.update(PIECE)
         with pytest.raises(
             Dropped, match=r"no weight-update session is open: .* nothing of it is served"

@@ -1,7 +1,7 @@
-"""What an update that blocks waits for: that no request runs.
+"""Wait for running requests to end, for blocking updates.
 
-That is SGLang's own meaning of an update: it waits until running requests have ended, keeps
-new ones back meanwhile, and acts at once where somebody has paused generation.
+SGLang's own updates wait until running requests have ended, and hold new requests back
+meanwhile. In a pause an update does not wait.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.lora_registry import RWLock
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
-# How often a call that waits for running requests looks whether somebody paused them.
+# poll period for a pause, while an update waits for running requests
 LOOK_S = 0.05
 
 
 def _why_no_pause_of_its_own() -> str | None:
     if get_disagg().disaggregation_mode == "decode":
-        # and a pause would leave it here, so that not all could be made anew
-        return "KV comes in from the prefill server meanwhile (--disaggregation-mode decode)"
+        # a pause would leave received KV in place, and not all of it could be recomputed
+        return "a pause keeps KV received from the prefill server (--disaggregation-mode decode)"
     return why_no_pause()
 
 
 class NoRequestsRunning:
-    """Holds requests back for the time of a block. Lives on the front end's event loop.
+    """Holds requests back for the duration of a block. Lives on the front end's event loop.
 
-    It is asked for by who has the turn of the updates, and by nobody else. So nothing that
-    an update waits for can wait for an update that comes after it, and requests are held
-    back for the update that goes on, never for one that waits.
+    Only the update with the turn uses it. So an update never waits for a later one, and requests
+    are held back only for the current update, never for a queued one.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, pauses: Pauses) -> None:
@@ -47,16 +46,16 @@ class NoRequestsRunning:
 
     @asynccontextmanager
     async def held(self, update_id: str, deadline: Deadline) -> AsyncIterator[None]:
-        """No request runs in the block, unless somebody continues generation meanwhile.
+        """Let no request run in the block, unless a caller continues generation meanwhile.
 
-        Raises ``Conflict`` where requests still run when ``deadline`` is over.
+        Raises ``Conflict`` if requests still run at ``deadline``.
         """
         if (reason := _why_no_pause_of_its_own()) is None:
             block = self._pauses.held_while_nothing_runs(f"update-{update_id}", deadline)
         elif get_serving().tokenizer_worker_num > 1:
             raise Refused(
-                "with --tokenizer-worker-num above 1 an update waits for running requests as a "
-                f"pause does: {reason}; pass non_blocking=true"
+                "with --tokenizer-worker-num above 1 an update needs a pause to wait for running "
+                f"requests: {reason}; pass non_blocking=true"
             )
         else:
             block = self._locked(deadline)
@@ -64,7 +63,7 @@ class NoRequestsRunning:
             yield
 
     async def enter(self, stack: AsyncExitStack, update: OpenUpdate, deadline: Deadline) -> None:
-        """``held`` until ``stack`` is closed. Raises ``Dropped`` where the update is, meanwhile."""
+        """Enter ``held`` on ``stack``. Raises ``Dropped`` if the update is dropped meanwhile."""
         waiting = asyncio.ensure_future(stack.enter_async_context(self.held(update.id, deadline)))
         over = asyncio.ensure_future(update.over.wait())
         try:
@@ -78,11 +77,11 @@ class NoRequestsRunning:
 
     @asynccontextmanager
     async def _locked(self, deadline: Deadline) -> AsyncIterator[None]:
-        """By upstream's lock of requests and updates, on servers where no pause does it.
+        """Hold requests back by SGLang's ``model_update_lock``, on servers without our pauses.
 
-        The lock is either never taken or given back, wherever a cancellation comes: taking
-        it is a task of its own, which is over before this is. In a pause it is not asked for:
-        the server's queue keeps the requests that come.
+        A task of its own takes the lock, and ends before this function does. So the lock is
+        always released, even after a cancellation. In a pause the lock is not needed: new requests
+        stay in the server's queue.
         """
         if self._tokenizer_manager.is_pause:
             yield
@@ -105,6 +104,6 @@ async def _give_back(lock: RWLock, acquiring: asyncio.Future[None]) -> None:
     if not acquiring.cancelled() and acquiring.exception() is None:
         await lock.release_writer()
         return
-    # requests that queued behind it are woken by a lock that is given back, and by nothing else
+    # requests queued behind the cancelled writer sleep until the lock notifies them
     async with lock._cond:
         lock._cond.notify_all()

@@ -1,4 +1,4 @@
-"""Groups with trainers, across all ranks."""
+"""Join and leave trainers' process groups on all ranks."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from sglang_inflight.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# Ranks keep the time limit of a rendezvous themselves; one that hangs is given up this much later.
+# ranks keep the rendezvous' time limit themselves; the front end waits this much longer
 GRACE_S = 15.0
-# A staging thread may have a job to finish first.
+# long, because a staging thread may have a job to finish first
 LEAVE_TIMEOUT_S = 120.0
 GIVE_UP_TIMEOUT_S = 10.0
 
 
 class Groups:
-    """Joins and leaves groups, and keeps them in step. Lives on the front end's event loop."""
+    """Joins and leaves groups, and marks broken ones. Lives on the front end's event loop."""
 
     def __init__(self, ranks: Ranks, settings: Settings) -> None:
         self._ranks = ranks
         self._settings = settings
 
     async def join(self, body: JoinGroupBody, rendezvous: MeetBy = "torch") -> None:
-        """Meet a trainer, on every rank. A caller that leaves gives the rendezvous up.
+        """Join a trainer's group on every rank. If the caller disconnects, cancel the join.
 
-        Raises ``Refused`` where the group was not formed, ``OutcomeUnknown`` where a rank
-        did not say.
+        Raises ``Refused`` if the group was not formed, ``OutcomeUnknown`` if a rank did not
+        answer.
         """
         call = JoinGroupCall(
             master_address=body.master_address,
@@ -65,7 +65,7 @@ class Groups:
 
     @asynccontextmanager
     async def mark_broken_on_failure(self, source: Source) -> AsyncIterator[None]:
-        """Around a call that brings weights: where it fails, its group knows."""
+        """Mark the source's group broken if the block fails (see ``in_step_by_name``)."""
         if not isinstance(source, DistributedSource):
             yield
             return
@@ -76,10 +76,10 @@ class Groups:
     async def in_step_by_name(
         self, group_name: str, transfer_id: str | None = None
     ) -> AsyncIterator[None]:
-        """Where the block raises, no later call may take in what was broadcast for it.
+        """If the block raises, keep later calls from receiving its broadcasts.
 
-        The error says so where the group is of no use any more. ``transfer_id`` is None
-        where the call's body could not be read.
+        The error then says whether the group is broken. ``transfer_id`` is None if the call's body
+        could not be read.
         """
         try:
             yield
@@ -93,7 +93,7 @@ class Groups:
             raise
 
     async def _stop_joining(self, join: JoinGroupCall) -> None:
-        """Others of the name, which may have come before or may come next, are left alone."""
+        """Cancel ``join`` on every rank. Earlier or later groups of its name stay."""
         call = LeaveGroupCall(group_name=join.group_name, join_id=join.call_id)
         try:
             await self._ranks.ask(call, GIVE_UP_TIMEOUT_S)
@@ -103,10 +103,10 @@ class Groups:
     async def _give_up(
         self, group_name: str, transfer_id: str | None, error: BaseException
     ) -> bool:
-        """Whether the group is of no use any more: a rank has not taken all of it in.
+        """Give a transfer up. Return whether a rank missed broadcasts, so that the group is broken.
 
-        The message goes out before any later update's on the same socket, so it holds
-        whether it is answered or not.
+        The message precedes any later update's on the same socket, so the ranks obey it even if
+        an answer is lost.
         """
         call = GiveUpTransferCall(group_name=group_name, transfer_id=transfer_id, reason=f"{error}")
         try:

@@ -1,4 +1,4 @@
-"""What this server can do about the KV of older weights."""
+"""Check which policies for the KV of older weights this server supports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
-    """Raises ``Refused``. ``retracts`` where requests may be running at the commit."""
+    """Raise ``Refused`` if ``kv_cache`` is unsupported.
+
+    ``retracts`` is true if requests may be running at the commit.
+    """
     if kv_cache != "keep" and (reason := why_cache_cannot_be_flushed()) is not None:
         raise Refused(f'kv_cache={kv_cache!r} is not supported: {reason}; pass kv_cache="keep"')
     if retracts and kv_cache == "recompute" and (reason := why_no_retraction()) is not None:
@@ -25,7 +28,7 @@ def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
 
 
 def as_sglang_does(kv_cache: KVPolicy) -> KVPolicy:
-    """For a caller who asks for nothing of ours: SGLang flushes what it can, or nothing."""
+    """Weaken an unsupported policy for calls without our fields: SGLang flushes what it can."""
     if kv_cache == "keep" or (reason := why_cache_cannot_be_flushed()) is None:
         return kv_cache
     _warn(reason)
@@ -34,5 +37,5 @@ def as_sglang_does(kv_cache: KVPolicy) -> KVPolicy:
 
 @functools.cache
 def _warn(reason: str) -> None:
-    """Once, however often it is so."""
+    """Warn once per reason."""
     logger.warning("Requests may reuse the KV of older weights after updates: %s.", reason)

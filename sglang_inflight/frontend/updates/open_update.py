@@ -1,4 +1,4 @@
-"""The update that has its turn: what its calls asked for, to be done at the commit."""
+"""The update with the turn, and everything its calls asked for."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ class OpenUpdate:
     """One call, or a session of many. Belongs to ``Updates`` and the front end's event loop."""
 
     opening: Opening
-    # called when the lease has run out
+    # called when the lease expires
     expire: Callable[[OpenUpdate], None]
     phase: Phase = Phase.OPEN
     weight_version: str | None = None
     kv_cache: KVPolicy | None = None
     torch_empty_cache: bool = False
     aborts_requests: bool = False
-    # ranks write the live weights, and hold requests from then on
+    # ranks write the live weights, and hold requests back from the first write on
     in_place: bool = False
     staged_s: float = 0.0
     tensors: int = 0
     bytes: int = 0
-    # what is served then, where it came from disk
+    # checkpoint of an update from disk
     checkpoint: DiskSource | None = None
     is_of_checkpoint_engine: bool = False
-    # whether the calls that brought tensors so far named the session; None before the first
+    # whether the pieces so far named the session; None before the first piece
     is_named: bool | None = None
     lease_s: float | None = None
     why_dropped: str | None = None
     # of time.monotonic()
     dropped_at: float = 0.0
     over: asyncio.Event = field(default_factory=asyncio.Event)
-    # each is done once, however many ask for it
+    # each runs once, however many callers ask
     being_opened: SharedCall[None] = field(default_factory=SharedCall)
     being_sealed: SharedCall[None] = field(default_factory=SharedCall)
     being_ended: SharedCall[Receipt] = field(default_factory=SharedCall)
-    # from the moment that the commit is sent: whoever has asked for it, it is carried through
+    # set when the commit is sent; runs to its end even if its caller disconnects
     committing: asyncio.Future[Receipt] | None = None
     _lease: asyncio.TimerHandle | None = None
 
@@ -69,7 +69,7 @@ class OpenUpdate:
 
     @property
     def kv_policy(self) -> KVPolicy:
-        """That of the commit, as far as its calls have said by now."""
+        """Policy of the commit, as asked for so far."""
         return self.kv_cache or "fence"
 
     # ---- phases --------------------------------------------------------------------
@@ -78,7 +78,7 @@ class OpenUpdate:
         return follow(self.phase, event) is not None
 
     def move(self, event: Event) -> None:
-        """Raises ``Dropped`` where it was dropped while something was waited for."""
+        """Go to the phase after ``event``. Raises ``Dropped`` if the update was dropped."""
         self.require_alive()
         phase = follow(self.phase, event)
         assert phase is not None, f"{event} in {self.phase}"
@@ -90,18 +90,18 @@ class OpenUpdate:
             self._end_lease()
 
     def require_alive(self) -> None:
-        """Raises ``Dropped`` where it was dropped while something was waited for."""
+        """Raise ``Dropped`` if the update was dropped, which may happen during any await."""
         if self.phase is Phase.DROPPED:
             raise Dropped(f"the update was dropped before its commit: {self.why_dropped}")
 
     # ---- what its calls ask for ----------------------------------------------------
 
     def is_foreign(self, wanted: Wanted) -> bool:
-        """Whether a call is no piece of this session, but an update of its own.
+        """Return whether a call is an update of its own, not a piece of this session.
 
-        Upstream's clients name no session, so one that was begun in upstream's way takes
-        whatever comes, but for what says how it stands to a session: ``on_busy``. A caller
-        who names it is safe from others' calls, say one whose sender is long gone.
+        SGLang's clients name no session. A session begun in SGLang's way takes every call without
+        a ``session_id``, unless the call sets ``on_busy``. A named session is safe from other
+        callers' pieces, late ones of a dead sender included.
         """
         if wanted.session_id is not None:
             return False
@@ -109,20 +109,20 @@ class OpenUpdate:
 
     @property
     def takes_unnamed(self) -> bool:
-        """Whether a call that names no session may be a piece of it."""
+        """Whether a call without a ``session_id`` may be a piece of this session."""
         return self.opening.takes_unnamed and self.is_named is not True
 
     def claim(self, wanted: Wanted) -> None:
-        """Raises ``Conflict`` where a call names the session, and one before it did not."""
+        """Note a piece. Raises ``Conflict`` if it names the session and an earlier one did not."""
         if wanted.session_id is not None and self.is_named is False:
             raise Conflict(
-                "a call that did not name this session sent weights into it, and may be "
-                "anybody's: the session is dropped"
+                "a call without a session_id has sent weights into this session, perhaps from "
+                "another trainer: the session is dropped"
             )
         self.is_named = wanted.session_id is not None
 
     def add(self, wanted: Wanted) -> None:
-        """The last version named wins; a cache once to be recomputed is recomputed."""
+        """Add a piece's wishes. The last named version wins, and the last explicit KV policy."""
         self.weight_version = wanted.weight_version or self.weight_version
         self.torch_empty_cache |= wanted.torch_empty_cache
         self.aborts_requests |= wanted.aborts_requests
@@ -134,7 +134,7 @@ class OpenUpdate:
         self.is_of_checkpoint_engine |= isinstance(wanted.source, IPCSource)
 
     def finish(self, ending: Ending) -> None:
-        """The end of a session has the last word."""
+        """Add the session's end. Its fields override the pieces'."""
         self.kv_cache = ending.kv_policy or self.kv_policy
         self.weight_version = ending.weight_version or self.weight_version
         self.torch_empty_cache |= ending.torch_empty_cache
@@ -142,7 +142,7 @@ class OpenUpdate:
     # ---- what its ranks answer -----------------------------------------------------
 
     def count(self, staged: list[Staged]) -> None:
-        """A rank may hold more bytes than another one, and the slowest is waited for."""
+        """Add up what was staged: ranks differ in bytes and in time, so take their maxima."""
         self.staged_s += max(rank.staged_s for rank in staged)
         self.tensors += staged[0].tensors
         self.bytes += max(rank.bytes for rank in staged)
@@ -153,7 +153,7 @@ class OpenUpdate:
     # ---- its lease -----------------------------------------------------------------
 
     def renew_lease(self) -> None:
-        """It runs out ``lease_s`` from now on; never where that is None."""
+        """Restart the lease of ``lease_s`` seconds, if there is one."""
         self._end_lease()
         if self.lease_s is not None and not self.over.is_set():
             self._lease = asyncio.get_running_loop().call_later(self.lease_s, self.expire, self)

@@ -1,4 +1,4 @@
-"""What an update does now, and so what may become of it. Nothing here does anything.
+"""Phases of an update, as a pure transition table.
 
     phase       event    next
     OPEN        STAGE    OPEN          a call brings tensors
@@ -10,8 +10,8 @@
     SEALING     DROP     DROPPED       somebody aborted or replaced it
     SEALED      DROP     DROPPED
 
-What is not in the table cannot be. So a commit is sent only for what all have voted for,
-takes in nothing after the vote was asked for, and is sent or dropped, never both.
+Other transitions cannot happen. So a commit is sent only after all votes, an update takes no
+tensors after its vote was asked for, and an update is committed or dropped, never both.
 """
 
 from __future__ import annotations
@@ -50,5 +50,5 @@ TABLE: dict[tuple[Phase, Event], Phase] = {
 
 
 def follow(phase: Phase, event: Event) -> Phase | None:
-    """The phase that comes next; None where ``event`` cannot be in ``phase``."""
+    """Return the next phase, or None if ``event`` cannot happen in ``phase``."""
     return TABLE.get((phase, event))

@@ -1,4 +1,4 @@
-"""What a caller gets for an update: proof of what is served now, rank by rank."""
+"""Write an update's receipt: proof of the served weights, rank by rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_inflight.receipt import RankReceipt, Receipt
 
 
 def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Receipt:
-    """``update`` is None for a rollback, which stages nothing."""
+    """Write the receipt of a commit. ``update`` is None for a rollback."""
     message = "Rolled the weights back."
     if update is not None:
         message = "Succeeded to update model weights."

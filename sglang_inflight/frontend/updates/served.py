@@ -1,4 +1,4 @@
-"""SGLang's readers in this process name the weights that the ranks serve."""
+"""Keep SGLang's record of the served version, in this process, as the ranks report it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,26 @@ if TYPE_CHECKING:
 
 
 class Served:
-    """Follows what the first rank says of itself. Lives on the front end's event loop.
+    """Follows the first rank's reports. Lives on the front end's event loop.
 
-    The rank names its version in the answer to every commit, rollback, rename and question for
-    the status. Its answers arrive in the order in which it sent them, so the last one that was
-    heard is true, whoever waits for it and however late it comes: a commit whose caller was told
-    ``OutcomeUnknown`` is known here when the rank has done it. The first rank stands for all, as
-    in the status.
+    The rank names its version in its answer to every commit, rollback, rename and status call. Its
+    answers arrive in the order of sending, so the last one is true, however late it arrives. A
+    late commit is noted here even if its caller got ``OutcomeUnknown``. The first rank stands for
+    all, as in the status.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, first: Rank) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._first = first
-        # the rank may be late with more than one
+        # a list, because a late rank may owe more than one answer
         self._sent: list[tuple[CommitCall, OpenUpdate]] = []
 
     def expect(self, call: CommitCall, update: OpenUpdate) -> None:
-        """``call`` is about to be sent, and commits ``update``."""
+        """Note that ``call``, sent next, commits ``update``."""
         self._sent.append((call, update))
 
     def hear(self, answer: RankAnswer) -> None:
-        """Also that of a call which was given up."""
+        """Take a rank's answer, also to a call no longer waited for."""
         if rank_of(answer) != self._first:
             return
         update = self._take(answer.call_id)
@@ -58,17 +57,17 @@ class Served:
             self._tokenizer_manager._update_weight_version_if_provided(version)
 
     def _describe(self, update: OpenUpdate) -> None:
-        """``update`` is served.
+        """Record that ``update`` is served.
 
-        Upstream's ``_update_model_path_info`` takes the path of a checkpoint for the served
-        model's name too. Clients name their model in each request, and look for it in
-        ``/v1/models``: the name stays.
+        SGLang's ``_update_model_path_info`` would also rename the served model to the checkpoint's
+        path. Clients name the model in each request and look for it in ``/v1/models``, so its name
+        stays.
         """
         tokenizer_manager = self._tokenizer_manager
         if update.kv_policy == "recompute":
             clear_preprocessed(tokenizer_manager)
         if update.is_of_checkpoint_engine:
-            # a start waits for it, with --checkpoint-engine-wait-weights-before-ready
+            # --checkpoint-engine-wait-weights-before-ready makes the start wait for it
             tokenizer_manager.initial_weights_loaded = True
         if update.checkpoint is not None:
             tokenizer_manager.model_path = update.checkpoint.model_path

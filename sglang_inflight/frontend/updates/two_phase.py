@@ -1,11 +1,11 @@
-"""One weight update across all ranks: stage everywhere, hear every vote, commit or drop.
+"""One weight update across all ranks: stage, collect the votes, commit or drop.
 
     Open, Stage…, Seal ──▶ every rank stages and votes ──▶ all for it: Commit
                                                        └▶ otherwise:   Drop
 
-Up to the commit nothing that is served has changed, so every failure ends in a drop, and
-the old weights go on on every rank. The commit is one message, and ranks cannot fail it.
-``phase.py`` has the moves of an update between the two.
+Before the commit the served weights are unchanged. So every failure ends in a drop, and every
+rank goes on serving the old weights. The commit is one message, and cannot fail on a rank.
+``phase.py`` has the phases of an update.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ T = TypeVar("T")
 U = TypeVar("U")
 V = TypeVar("V")
 
-# A step may take long, and a commit waits for its end.
+# a commit waits for the end of a step, and a step may take long
 COMMIT_TIMEOUT_S = 120.0
-# A rank whose staging thread hangs drops an update later; its caller need not wait.
+# short: a rank with a hanging staging thread drops the update later, without the caller
 DROP_TIMEOUT_S = 10.0
-# Ranks keep the time limit themselves; one that hangs is given up this much later.
+# ranks keep time limits themselves; the front end waits this much longer
 GRACE_S = 5.0
 
 CALLER_HAS_LEFT = "its caller has left"
 
 
 class TwoPhase:
-    """Takes one update after the other through its phases. Lives on the front end's event loop.
+    """Takes one update at a time through its phases. Lives on the front end's event loop.
 
-    A turn lasts from the first call of an update to its commit or drop. ``_turn`` is held
-    for it, across several calls in a session, and ``current`` is the update that has it.
+    A turn lasts from an update's first call to its commit or drop, over all calls of a session.
+    ``_turn`` is locked during a turn, and ``current`` is the update with the turn.
     """
 
     def __init__(
@@ -87,17 +87,17 @@ class TwoPhase:
     # ---- turn ----------------------------------------------------------------------
 
     async def begin(self, update: OpenUpdate, on_busy: OnBusy, deadline: Deadline) -> None:
-        """Wait for its turn, or raise ``Conflict``.
+        """Wait for the update's turn, or raise ``Conflict``.
 
-        Between the turn and ``current`` nothing is awaited, so a caller who leaves takes the
-        turn along only where ``dropped_on_failure``, to be entered next, gives it back.
+        Nothing is awaited between taking the turn and setting ``current``. The caller must enter
+        ``dropped_on_failure`` next, without an await: that gives the turn back on a cancellation.
         """
         await self._take_turn(on_busy, deadline)
         self.current = update
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """No update goes on in the block. Raises ``Conflict`` where one does."""
+        """Keep updates out of the block. Raises ``Conflict`` if an update has the turn."""
         await self._take_turn("refuse", Deadline(COMMIT_TIMEOUT_S))
         try:
             yield
@@ -120,7 +120,7 @@ class TwoPhase:
 
     @property
     def _way_out(self) -> str:
-        """Advice on the update that has the turn: the client of a session may be dead."""
+        """Advice for a caller blocked by a session: its client may be dead."""
         update = self.current
         if update is None or not update.opening.is_session:
             return ""
@@ -132,11 +132,11 @@ class TwoPhase:
     # ---- stage and vote ------------------------------------------------------------
 
     async def stage_whole(self, update: OpenUpdate, wanted: Wanted) -> None:
-        """Open it, bring all its tensors, and hear the votes.
+        """Open the update, stage all tensors, and collect the votes.
 
-        Asked for at once: ranks keep the order, and it saves the waiting. Before a custom
-        weight loader the opening is waited for: ranks make no step while a loader runs, nor
-        while what was asked for before it is done.
+        The three calls are sent at once to save round trips: ranks keep their order. A custom
+        weight loader runs only after the open call's answer: ranks make no step while the loader
+        runs, nor while jobs queued before it run.
         """
         self._add(update, wanted)
         deadline = wanted.deadline
@@ -155,20 +155,20 @@ class TwoPhase:
 
     async def open_session(self, session: OpenUpdate, deadline: Deadline) -> None:
         async with self.dropped_on_failure(session):
-            # one that was dropped is not to be open on any rank
+            # a session dropped by now must not be opened on any rank
             session.require_alive()
             opened = await self._call(session.open_call(deadline), deadline)
             session.in_place = any(answer.in_place for answer in opened)
             session.require_alive()
 
     async def stage(self, session: OpenUpdate, wanted: Wanted) -> None:
-        """Bring a piece of it."""
+        """Stage a piece of the session."""
         self._add(session, wanted)
         session.count(await self._call(session.stage_call(wanted), wanted.deadline))
         session.require_alive()
 
     async def seal(self, session: OpenUpdate, deadline: Deadline) -> None:
-        """Hear the votes. Nothing more is taken in."""
+        """Collect the votes. The session takes no more pieces."""
         async with self.dropped_on_failure(session):
             session.move(Event.SEAL)
             votes = await self._call(session.seal_call(deadline), deadline)
@@ -185,7 +185,7 @@ class TwoPhase:
         return await self._ranks.call(call, deadline.seconds_left + GRACE_S)
 
     async def vote_on_kv(self, update: OpenUpdate, deadline: Deadline) -> None:
-        """Raises ``Conflict`` where KV that is to be made anew cannot be, on any rank."""
+        """Raise ``Conflict`` if a rank cannot recompute its KV and the policy asks for it."""
         if update.kv_policy == "recompute" and get_disagg().disaggregation_mode != "null":
             await self._call(MayRecomputeCall(), deadline)
             update.require_alive()
@@ -193,10 +193,11 @@ class TwoPhase:
     # ---- commit --------------------------------------------------------------------
 
     async def commit(self, update: OpenUpdate) -> Receipt:
-        """Raises ``OutcomeUnknown`` where a rank was silent, ``HalfDone`` where some have
-        committed and others could not.
+        """Commit the update on all ranks.
+
+        Raises ``OutcomeUnknown`` if a rank was silent, ``HalfDone`` if only some have committed.
         """
-        # no await before it is sent: what is not dropped by now is committed
+        # no await before the send, so that no drop comes between
         update.move(Event.COMMIT)
         update.committing = keep(self._tasks, self._commit(update))
         return await asyncio.shield(update.committing)
@@ -209,7 +210,7 @@ class TwoPhase:
             torch_empty_cache=update.torch_empty_cache,
         )
         if update.aborts_requests:
-            # ranks take it in before the commit: both go through one socket
+            # one socket carries both, so ranks handle the abort before the commit
             self._tokenizer_manager.abort_request(abort_all=True)
         self._served.expect(call, update)
         try:
@@ -224,7 +225,7 @@ class TwoPhase:
         return receipt
 
     async def roll_back(self, call: RollbackCall, deadline: Deadline) -> Receipt:
-        """In a turn of its own. Raises as ``commit`` does."""
+        """Roll back in a turn of its own. Raises the same errors as ``commit``."""
         await self._take_turn("wait", deadline)
         return await carry_through(self._tasks, self._roll_back(call))
 
@@ -240,8 +241,10 @@ class TwoPhase:
     async def _commit_everywhere(
         self, call: CommitCall | RollbackCall, what: str
     ) -> list[Committed]:
-        """Raises what a rank refused where all of them did, ``OutcomeUnknown`` where one is
-        silent, and ``HalfDone`` where some have done it and others have not, or not all of it.
+        """Send a commit or rollback, and return every rank's answer.
+
+        Raises the refusal if all ranks refused, ``OutcomeUnknown`` if a rank is silent, and
+        ``HalfDone`` if only some ranks succeeded, or a rank failed midway.
         """
         answers = await self._ranks.ask_to_carry_out(call, COMMIT_TIMEOUT_S)
         failed = [answer for answer in answers if isinstance(answer, Failed)]
@@ -251,13 +254,13 @@ class TwoPhase:
         return require_success(answers)
 
     async def rename(self, call: RenameCall) -> None:
-        """Beside whatever update goes on. Raises ``OutcomeUnknown`` where a rank is silent."""
+        """Rename, also during an update. Raises ``OutcomeUnknown`` if a rank is silent."""
         await self._ranks.carry_out(call, COMMIT_TIMEOUT_S)
 
     # ---- drop ----------------------------------------------------------------------
 
     async def drop(self, update: OpenUpdate, reason: str) -> None:
-        """Forget an update on every rank, and give its turn away; not one that is sent."""
+        """Drop an update on every rank and end its turn. Does nothing once its commit is sent."""
         if not update.allows(Event.DROP):
             return
         self._metrics.updates.labels("dropped").inc()
@@ -266,18 +269,18 @@ class TwoPhase:
         try:
             await self._ranks.ask(DropCall(update_id=update.id, reason=reason), DROP_TIMEOUT_S)
         except RankSilent as error:
-            # its shadow is refused to the next update until it has let go
+            # the silent rank refuses the next update until it has dropped this one
             logger.error("Dropping a weight update: %s", error)
 
     def expire(self, update: OpenUpdate) -> None:
-        """Its lease has run out."""
+        """Drop an update with an expired lease."""
         if update.allows(Event.DROP):
             logger.warning("The lease of a weight-update session ran out: it is dropped.")
             keep(self._tasks, self.drop(update, "its lease ran out"))
 
     @asynccontextmanager
     async def dropped_on_failure(self, update: OpenUpdate) -> AsyncIterator[None]:
-        """Whatever ends the block early, a cancelled caller too, drops the update."""
+        """Drop the update if the block raises, or its caller is cancelled."""
         try:
             yield
         except asyncio.CancelledError:
@@ -288,7 +291,7 @@ class TwoPhase:
             raise
 
     def _leave(self, update: OpenUpdate, event: Event) -> None:
-        """It is over, and the next one has its turn."""
+        """End the update and its turn."""
         assert self.current is update
         update.move(event)
         self.current = None
@@ -296,7 +299,7 @@ class TwoPhase:
 
 
 async def _all_of(first: Awaitable[T], second: Awaitable[U], third: Awaitable[V]) -> tuple[T, U, V]:
-    """Each to its end. The first in this order that failed is raised."""
+    """Await all three to their ends, then raise the first error in this order."""
     one, two = asyncio.ensure_future(first), asyncio.ensure_future(second)
     three = asyncio.ensure_future(third)
     await asyncio.gather(one, two, three, return_exceptions=True)

@@ -1,8 +1,8 @@
-"""Who calls for updates: one call that is a whole one, or a session of many.
+"""Callers' updates: a single call, or a session of many calls.
 
-What an update waits for, and in this order: its turn, then (where it blocks) that no request
-runs, then the ranks. Each wait has the call's time limit, and ends when its caller leaves. A
-commit that was sent is carried through whoever waits for it.
+An update waits first for its turn, then (if it blocks) for running requests, then for the ranks.
+Each wait has the call's time limit, and ends when its caller disconnects. A sent commit runs to
+its end, even without its caller.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ class Updates:
         self._groups = groups
         self._idle = idle
         self._settings = settings
-        # the session that was begun last, whatever became of it, until a caller has ended it
+        # the session begun last, open, ended or dropped, until a caller has ended it
         self._last: OpenUpdate | None = None
 
     @property
     def has_session(self) -> bool:
-        """Whether a session is open."""
+        """Whether there is an open session."""
         return self._session is not None
 
     @property
     def unnamed_session(self) -> OpenUpdate | None:
-        """The open session, where its pieces need not name it."""
+        """The open session, if its pieces need not name it."""
         session = self._session
         return session if session is not None and session.takes_unnamed else None
 
     def lose(self, session: OpenUpdate, why: str) -> None:
-        """Drop ``session``, of which something is missing, and wait for nothing."""
+        """Drop ``session``, because a piece is missing, without waiting."""
         keep(self._tokenizer_manager.asyncio_tasks, self._two_phase.drop(session, why))
 
     @property
@@ -82,11 +82,10 @@ class Updates:
     # ---- one call --------------------------------------------------------------------
 
     async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
-        """One call: the whole update, or a piece of the session that is open.
+        """Do a whole update in one call, or stage a piece of the open session.
 
-        Raises ``Refused`` (or a child) with nothing changed on any rank, ``OutcomeUnknown``
-        where a rank was silent after the commit was sent, ``HalfDone`` where some have
-        committed and others could not.
+        Raises ``Refused`` (or a child) if nothing has changed on any rank, ``OutcomeUnknown`` if a
+        rank was silent after the commit was sent, ``HalfDone`` if only some ranks have committed.
         """
         source = body.source
         async with self._groups.mark_broken_on_failure(source):
@@ -100,7 +99,7 @@ class Updates:
         update = OpenUpdate(Opening.of_call(wanted), self._two_phase.expire)
         await self._two_phase.begin(update, wanted.on_busy, wanted.deadline)
         async with self._two_phase.dropped_on_failure(update), AsyncExitStack() as stack:
-            # one that ends all requests at its commit need not wait for their end
+            # with abort_all_requests the commit ends all requests, so do not wait for them
             if not wanted.non_blocking and not wanted.aborts_requests:
                 await self._idle.enter(stack, update, wanted.deadline)
             await self._two_phase.stage_whole(update, wanted)
@@ -108,10 +107,10 @@ class Updates:
             return await self._two_phase.commit(update)
 
     async def roll_back(self, body: RollbackBody) -> Receipt:
-        """Return to the version before the last commit, whose weights are still here.
+        """Return to the version before the last commit.
 
-        Raises ``Conflict`` where ``expected_version`` is not what is serving: who tries again
-        because an answer was lost names it, and does not undo the first try.
+        Raises ``Conflict`` if the served version is not ``expected_version``. With that field a
+        retry after a lost answer does not undo the first rollback.
         """
         require_supported(body.kv_policy, retracts=True)
         call = RollbackCall(
@@ -122,7 +121,7 @@ class Updates:
         return await self._two_phase.roll_back(call, self._deadline(None))
 
     async def rename(self, body: NameBody) -> dict[str, Any]:
-        """Tokens that come from now on have the new name, and the epoch that they had."""
+        """Rename the served version. Its epoch stays."""
         if body.abort_all_requests:
             self._tokenizer_manager.abort_request(abort_all=True)
         await self._two_phase.rename(RenameCall(weight_version=body.new_version))
@@ -135,15 +134,15 @@ class Updates:
     # ---- a session of many -------------------------------------------------------------
 
     async def begin(self, body: BeginBody) -> Begun:
-        """Open a session, whose calls go live together at ``end``, or renew its lease.
+        """Open a session, or renew its lease. The session's calls go live together at ``end``.
 
-        Raises ``Conflict`` where the session to be renewed is not open any more.
+        Raises ``Conflict`` if the session to renew is not open.
         """
         if body.session_id is not None:
             return self._renew(body, self._require_session(body.session_id))
         if (before := self._session) is not None:
             if body.new_id == before.id:
-                # this very call was made before, and its answer was lost
+                # a retry of the same call after a lost answer
                 return await self._open(before)
             if body.on_busy == "wait":
                 raise Refused(
@@ -177,10 +176,10 @@ class Updates:
         return self._describe(session, "Staged. It goes live at end_weight_update.")
 
     async def seal(self, body: SealBody) -> StagedSoFar:
-        """Check the session's tensors on every rank: after this its commit cannot fail.
+        """Check the session's tensors on every rank. Its commit then cannot fail.
 
-        What is sealed may be ended or aborted, and takes in no more. Sealing twice is
-        sealing once, so a caller who lost the answer may ask again.
+        A sealed session takes no more pieces; end or abort it. Sealing is idempotent, so a caller
+        may retry after a lost answer.
         """
         session = self._require_named(body.session_id)
         self._require_uncommitted(session)
@@ -192,9 +191,9 @@ class Updates:
         await session.being_sealed.join(lambda: self._two_phase.seal(session, deadline))
 
     async def end(self, body: EndBody) -> Receipt:
-        """Seal the session, where that is not done, and commit it.
+        """Commit the session, and seal it first if necessary.
 
-        Who asks for the end of one that is being ended hears how that ends.
+        A second call during the first one gets the same answer.
         """
         with self._no_more_pieces(body.session_id):
             session = self._require_named(body.session_id)
@@ -206,12 +205,12 @@ class Updates:
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:
         if session.committing is not None:
-            # all who had asked for it have left
+            # the earlier callers have disconnected
             return await asyncio.shield(session.committing)
         deadline = self._deadline(None)
         async with self._two_phase.dropped_on_failure(session), AsyncExitStack() as stack:
             session.finish(ending)
-            # requests that are held would be waited for in vain
+            # in_place holds requests back, so none would end
             waits = not (ending.non_blocking or session.aborts_requests or session.in_place)
             if waits:
                 await self._idle.enter(stack, session, deadline)
@@ -220,17 +219,17 @@ class Updates:
             return await self._two_phase.commit(session)
 
     async def abort(self, body: AbortUpdateBody) -> None:
-        """Drop the session, and the tensors staged in it. Anybody may, by its name or without."""
+        """Drop the session and its staged tensors. Any caller may, with or without its id."""
         with self._no_more_pieces(body.session_id):
             if body.session_id is None and self._session is None and self._lost is not None:
-                # it was dropped before, and its pieces are not waited for any more
+                # already dropped; the call ends the refusal of its late pieces
                 return
             session = self._require_session(body.session_id)
             self._require_uncommitted(session)
             await self._two_phase.drop(session, "it was aborted by a caller")
 
     async def let_go(self, why: str) -> None:
-        """Drop the session where it holds requests, none of which could end before it does."""
+        """Drop the session if it holds requests back: no request could end before it."""
         session = self._session
         if session is not None and session.in_place:
             await self._two_phase.drop(session, why)
@@ -238,7 +237,7 @@ class Updates:
     # ---- which session -----------------------------------------------------------------
 
     def _session_for(self, wanted: Wanted) -> OpenUpdate | None:
-        """The session that a call is a piece of, or None where it is an update of its own."""
+        """Return the call's session, or None if the call is an update of its own."""
         if wanted.session_id is not None:
             return self._require_session(wanted.session_id)
         session = self._session
@@ -246,24 +245,24 @@ class Updates:
             return session
         if session is not None and wanted.is_upstreams_piece:
             raise Conflict(
-                "the weight-update session that is open takes calls that name it: pass the "
-                "session_id that begin_weight_update answered with"
+                "the open weight-update session takes only calls with its session_id: pass the "
+                "session_id from begin_weight_update's answer"
             )
         if (lost := self._lost) is not None and lost.takes_unnamed and wanted.is_upstreams_piece:
             raise Dropped(
-                f"the weight-update session that this is a piece of was dropped: "
-                f"{lost.why_dropped}. end_weight_update or abort_weight_update ends it, and "
-                "begin_weight_update begins anew"
+                f"this call's weight-update session was dropped: {lost.why_dropped}. "
+                "end_weight_update or abort_weight_update ends it, and begin_weight_update begins "
+                "anew"
             )
         return None
 
     @property
     def _lost(self) -> OpenUpdate | None:
-        """A session that was dropped, where its client may still send pieces of it.
+        """The last session, if it was dropped and its client may still send pieces.
 
-        Alone each of them would be an update of its own, and part of the weights would go live.
-        A client that died neither ends its session nor begins another one, so its session is
-        forgotten after the time that an update may take.
+        A late piece must not become an update of its own: part of the weights would go live. A
+        dead client neither ends its session nor begins another one, so a dropped session is
+        forgotten after an update's time limit.
         """
         last = self._last
         if last is None or last.phase is not Phase.DROPPED:
@@ -274,9 +273,7 @@ class Updates:
 
     @contextmanager
     def _no_more_pieces(self, session_id: str | None) -> Iterator[None]:
-        """Around a call by which a client ends its session: it sends no more pieces of one that
-        was dropped.
-        """
+        """Forget a dropped session after the block. Its client has sent the last piece."""
         try:
             yield
         finally:
@@ -284,7 +281,7 @@ class Updates:
                 self._last = None
 
     def _require_session(self, session_id: str | None) -> OpenUpdate:
-        """The open session; ``Conflict`` where it is another one than ``session_id``."""
+        """Return the open session. Raises ``Conflict`` if ``session_id`` names another one."""
         session, lost = self._session, self._lost
         if session_id is not None and (session is None or session.id != session_id):
             if lost is not None and lost.id == session_id:
@@ -309,12 +306,12 @@ class Updates:
         return session
 
     def _require_named(self, session_id: str | None) -> OpenUpdate:
-        """As above; a session whose pieces must name it is ended by who names it."""
+        """Return the open session. One begun with ``non_blocking`` needs its ``session_id``."""
         session = self._require_session(session_id)
         if session_id is None and not session.opening.takes_unnamed:
             raise Conflict(
-                "the weight-update session that is open is ended by who names it: pass the "
-                "session_id that begin_weight_update answered with"
+                "only a call with its session_id seals or ends the open weight-update session: "
+                "pass the session_id from begin_weight_update's answer"
             )
         return session
 

@@ -1,4 +1,4 @@
-"""What callers want of an update, resolved when they call: nothing below looks at a body."""
+"""Callers' wishes for an update, read from the body once; later code reads no body."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from sglang_inflight.messages import KVPolicy, Selector, Source
 
 @dataclass(frozen=True)
 class Opening:
-    """Of an update, one call or a session: what its ``OpenCall`` says, and whose it may be."""
+    """How an update opens: the ``OpenCall``'s fields, and whose calls may add to it."""
 
     id: str
     selector: Selector | None
-    # whether what is not sent stays
+    # missing tensors keep their values
     partial: bool
-    # what must be serving when it begins
+    # version that must be served at the opening
     expected_version: str | None
     is_session: bool = False
-    # whether calls that name no session may be pieces of this one
+    # whether calls without a session_id may be pieces of this session
     takes_unnamed: bool = False
     lease_s: float | None = None
 
@@ -58,13 +58,13 @@ class Opening:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Of a call that brings tensors: a whole update, or a piece of a session."""
+    """The wishes of a call with tensors: a whole update, or a piece of a session."""
 
     source: Source
     deadline: Deadline
-    # the session that it must be a piece of
+    # the call must be a piece of this session
     session_id: str | None
-    # where a session is open, upstream takes it for a piece of that
+    # SGLang would take the call for a piece of an open session
     is_upstreams_piece: bool
     on_busy: OnBusy
     selector: Selector | None
@@ -72,19 +72,19 @@ class Wanted:
     expected_version: str | None
     weight_version: str | None
     kv_policy: KVPolicy
-    # whether SGLang has no such call, so that less than the policy is an error
+    # the call uses our fields, so an unsupported policy is an error
     uses_our_fields: bool
-    # whether the policy holds for the whole session, whatever calls before said
+    # the policy overrides those of earlier calls of the session
     kv_policy_is_explicit: bool
     # stage while requests run
     non_blocking: bool
-    # at the commit, all of them
+    # abort all requests at the commit
     aborts_requests: bool
     torch_empty_cache: bool
 
     @classmethod
     def of(cls, body: UpdateBody, source: Source, deadline: Deadline) -> Wanted:
-        """``source`` is that of ``body``: each time it is asked for, it is another one."""
+        """Read ``body``. ``source`` is ``body.source``, read once: each access makes a new one."""
         uses_our_fields = body.kv_cache is not None or body.non_blocking
         return cls(
             source=source,
@@ -108,7 +108,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Ending:
-    """Of the call that ends a session. None: as its pieces said."""
+    """The wishes of a call ending a session. None leaves the choice to its pieces."""
 
     weight_version: str | None
     kv_policy: KVPolicy | None
