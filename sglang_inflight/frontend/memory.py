@@ -81,7 +81,7 @@ class Memory:
             if body.keep_weights is not None:
                 raise Refused(f"keep_weights is not offered here: {reason}")
             if not torch.cuda.is_available():
-                raise Refused(f"memory is released as SGLang does it, which needs CUDA: {reason}")
+                raise Refused(f"memory can be released only by SGLang itself, on CUDA: {reason}")
             await self._tokenizer_manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)
             )
