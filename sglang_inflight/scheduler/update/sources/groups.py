@@ -1,4 +1,4 @@
-"""Process groups with trainers, from which a rank receives broadcasts."""
+"""Process groups with trainers, for receiving their broadcasts."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from sglang_inflight.status import CONTROL_SYNC
 
 logger = logging.getLogger(__name__)
 
-# Asking takes the interpreter from the loop for a moment, so not often for long. A broadcast whose
-# trainer is there takes less than a millisecond, and a model may have 36,000 of them.
+# Each poll takes the interpreter from the loop for a moment, so long waits poll rarely. With the
+# trainer there a broadcast takes less than a millisecond, and a model may have 36,000 broadcasts.
 FIRST_POLL_S = 50e-6
 LAST_POLL_S = 0.005
 
-# What NCCL may be asked to receive ahead. The trainer's next broadcast then finds its peer, and
-# the memory is as much more than a shadow's. The count is far below the launches that a device
-# takes before the next one blocks.
+# Limits of the broadcasts posted ahead with NCCL. The trainer's next broadcast then finds its peer.
+# The buffers take this memory beside the shadow. The count is far below the number of launches
+# after which a device blocks the next one.
 WINDOW_BYTES = 128 << 20
 WINDOW_COUNT = 64
 
-# Names of a call whose first broadcasts the loop posts: it reads all of them, in a few ms.
+# Most names in a call for the loop to post its broadcasts: the loop reads all of them, in a few ms.
 MOST_NAMES = 2048
 
 T = TypeVar("T")
 
 
 class _Transfer(Generic[T]):
-    """The broadcasts of one call, in order: what each is received into, and what is in it."""
+    """The broadcasts of one call, in order: the buffer of each, and its content."""
 
     def __init__(self, expected: Iterator[tuple[torch.Tensor, T]]) -> None:
         self._expected = expected
@@ -62,7 +62,7 @@ class _Transfer(Generic[T]):
         return bool(self._posted)
 
     def find_next(self, window_bytes: int) -> torch.Tensor | None:
-        """The next buffer to post now, or None. The first one may have any size."""
+        """Return the next buffer to post now, or None. The first buffer may have any size."""
         if self._next is None:
             self._next = next(self._expected, None)
         if self._next is None:
@@ -86,77 +86,78 @@ class _Transfer(Generic[T]):
 class Group:
     """One process group in which the trainer is rank 0.
 
-    A broadcast is waited for by asking, not by blocking, so that a trainer that dies or
-    stops costs its own update and nothing else. NCCL's runs on the device until its data come,
-    and what waits for the whole device, such as giving memory back, would wait with it. So
-    one that is given up is ended, and its group with it.
+    A broadcast is awaited by polling, not by blocking: a trainer that dies or stops costs its own
+    update and nothing else. NCCL's broadcast runs on the device until its data come. Waits for the
+    whole device, such as for freeing memory, would wait with it. So giving up a broadcast aborts
+    it, and its group with it.
 
-    NCCL's are posted some way ahead and awaited in order. Gloo's are not: it counts the time of
-    a broadcast from when it is posted, and a trainer may take long between two.
+    NCCL's broadcasts are posted ahead and awaited in order. Gloo's are not: gloo's timeout counts
+    from the post, and a trainer may take long between two broadcasts.
 
-    The first one blocks all the same: in it NCCL's communicator is made, for which all its
-    ranks must come, and that can neither be asked how far it is nor be ended. So it is begun
-    aside. If it is given up then the group is lost, and nothing touches it any more.
+    The first broadcast blocks all the same. In it NCCL makes its communicator, which needs all
+    ranks of the group, and can neither be polled nor aborted. So it begins on an
+    ``AbandonableThread``. If it is given up, the group is lost, and nothing touches the group any
+    more.
 
-    NCCL's should be launched in one order on all ranks, relative to the collectives of their
-    forwards: two communicators may wait for each other otherwise. So the first window of a call
-    is posted by the loop (``post_ahead``), at the boundary at which all ranks take the call in,
-    and the staging thread only awaits it. What goes beyond a window, the first broadcast of a
-    group, and calls that come while another one is received, are posted by the staging thread.
+    NCCL's broadcasts should be launched in one order on all ranks, relative to the collectives of
+    the forwards. Otherwise two communicators may wait for each other. So the loop posts the first
+    window of a call (``post_ahead``), at the boundary at which all ranks take the call in, and the
+    staging thread only awaits it. The staging thread posts broadcasts beyond the window, the first
+    broadcast of a group, and calls that come while another one is received.
 
-    Broadcasts carry no name: the next one received is the next one sent. So a group is out
-    of step with its trainer after a broadcast that did not end, and after a call that was
-    refused before all of its broadcasts were taken in, because what is left of them would
-    be the next update's. It is broken then, and every later use is refused.
+    Broadcasts carry no name: the next one received is the next one sent. So a group is out of step
+    with its trainer after an unfinished broadcast. The same holds after a call that was refused
+    before all its broadcasts were received: the next update would receive the rest. Such a group is
+    broken, and every later use is refused.
     """
 
     def __init__(self, name: str, formed: Formed, join_id: str | None = None) -> None:
-        """``join_id`` is that of the call that formed it."""
+        """``join_id`` is the id of the call that formed the group."""
         self._name = name
         self.join_id = join_id
         self._group, self._store = formed
-        # whether the store ends with the trainer, as far as is known; the staging thread's alone
+        # whether the store ends with the trainer, as far as known; for the staging thread only
         self._store_is_trainers = True
         self._broken: str | None = None
         self._is_retired = False
-        # held while a broadcast is awaited, and while it is left, but not in the first call of it
+        # held while a broadcast is awaited, and by ``leave``, but not during the first broadcast
         self._in_use = threading.Lock()
-        # whether that call has returned; the staging thread's alone
+        # whether the call of the first broadcast has returned; for the staging thread only
         self._has_met = False
         # whether a thread is in that call now
         self._is_meeting = False
-        # given up meanwhile
+        # whether that call was given up before its return
         self._is_lost = False
-        # the last transfer of which every broadcast was taken in
+        # the last transfer with every broadcast received
         self._taken: str | None = None
-        # broadcasts that are awaited, or were given up, and what they may still write
+        # awaited or abandoned broadcasts, and the memory they may still write
         self._unfinished: deque[tuple[dist.Work, torch.Tensor]] = deque()
-        # what the loop has posted, of which call, and what went wrong; guarded by ``_in_use``
+        # (transfer id, transfer posted by the loop, its failure); guarded by ``_in_use``
         self._ahead: tuple[str, _Transfer[Any] | None, Exception | None] | None = None
-        # destroyed, ended or lost: not to be touched
+        # destroyed, aborted or lost: not to be touched
         self._is_gone = False
 
     def mark_taken(self, transfer_id: str) -> None:
         self._taken = transfer_id
 
     def give_up(self, transfer_id: str | None, reason: str) -> bool:
-        """A call failed. Returns whether the group is out of step with its trainer now."""
+        """Note a failed call. Return whether the group is now out of step with its trainer."""
         if self._broken is None and (transfer_id is None or transfer_id != self._taken):
-            self._broken = f"what its trainer broadcast for a refused call is still in it: {reason}"
+            self._broken = f"broadcasts of a refused call were not received: {reason}"
         return self._broken is not None
 
     def is_of_use(self) -> bool:
-        """Whether it is in step with a trainer that is still there. Takes a moment."""
+        """Return whether the group is in step with a living trainer. Waits for an answer."""
         return self._broken is None and Pulse(self._store).answers()
 
     def retire(self, reason: str) -> None:
-        """Leave it, from any thread; a broadcast that is awaited ends first, or is lost."""
+        """Leave the group, from any thread; an awaited broadcast ends first, or is lost."""
         self._broken = self._broken or reason
         self._is_retired = True
         self.leave()
 
     def receive(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
-        """Fill ``tensor`` with the trainer's next broadcast. Raises as ``receive_each`` does."""
+        """Fill ``tensor`` with the trainer's next broadcast. Raises like ``receive_each``."""
         for _ in self.receive_each(iter([(tensor, None)]), check):
             pass
 
@@ -165,8 +166,8 @@ class Group:
     ) -> None:
         """Post the first window of a call, on the loop's thread. Waits for nothing.
 
-        Only while no other call of this group is received, or waits to be: the order of posts is
-        the trainer's. What fails here is raised by ``receive_each``.
+        Call only while no other call of this group is received or queued: posts must keep the
+        trainer's order. ``receive_each`` raises a failure of this method.
         """
         if not self._in_use.acquire(blocking=False):
             return
@@ -189,7 +190,7 @@ class Group:
             self._in_use.release()
 
     def forget_ahead(self, transfer_id: str) -> None:
-        """The call is over; what was posted for it, and not received, is left to nobody."""
+        """End a call. Posted broadcasts not received by now break the group."""
         with self._in_use:
             if self._ahead is None or self._ahead[0] != transfer_id:
                 return
@@ -217,9 +218,9 @@ class Group:
     ) -> Iterator[T]:
         """Fill each of the ``expected`` tensors with the trainer's next broadcast.
 
-        Where the loop has posted the first of them for ``transfer_id``, its tensors are filled.
-        Yields what belongs to a tensor when it is filled. Raises whatever ``check`` raises while
-        nothing comes (dropped, out of time), and ``Refused`` where the trainer is gone.
+        If the loop has posted the first broadcasts for ``transfer_id``, their buffers are filled
+        instead. Yields a tensor's content once it is filled. Raises the errors of ``check`` while
+        waiting (dropped, out of time), and ``Refused`` if the trainer is gone.
         """
         self._refuse_if_broken()
         with self._broken_by_failure():
@@ -272,7 +273,7 @@ class Group:
         self._unfinished.append((begun, buffer))
 
     def _meet(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
-        """Begin the first broadcast."""
+        """Begin the first broadcast, on an abandonable thread."""
 
         def begin() -> None:
             work: dist.Work | None = None
@@ -284,7 +285,7 @@ class Group:
                     if work is not None:
                         self._unfinished.append((work, tensor))
             if self._is_lost:
-                # nobody else touches it, and on the device it might go on for ever
+                # nobody else touches the group, and on the device it might run for ever
                 self._group.abort()
 
         pulse = Pulse(self._store)
@@ -308,7 +309,7 @@ class Group:
         self._has_met = True
 
     def _await_first(self, check: Callable[[], None]) -> None:
-        """Wait for the first posted broadcast. Raises ``Refused`` where its trainer is gone."""
+        """Wait for the first posted broadcast. Raise ``Refused`` if its trainer is gone."""
         self._refuse_if_left()
         work, _ = self._unfinished[0]
         pulse, pause_s = Pulse(self._store), FIRST_POLL_S
@@ -320,7 +321,7 @@ class Group:
             pause_s = min(2 * pause_s, LAST_POLL_S)
         self._unfinished.popleft()
         self._store_is_trainers &= not pulse.was_missed
-        # NCCL's wait says nothing of what its watchdog saw
+        # NCCL's ``wait`` does not raise the errors of its watchdog
         if (failure := work.exception()) is not None:
             raise RuntimeError(f"{failure}")
         work.wait()
@@ -345,18 +346,18 @@ class Group:
             try:
                 _abort_process_group(self._group)
             except Exception:
-                logger.exception("The communicator of group %r could not be ended.", self._name)
+                logger.exception("The communicator of group %r could not be aborted.", self._name)
             else:
                 self._unfinished.clear()
 
     def _lose(self) -> None:
-        """While a thread is in its first call."""
+        """Give the group up while a thread is in its first broadcast."""
         self._is_lost = self._is_gone = True
         free_name(self._group)
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a broadcast may still write into memory of this process."""
+        """True while a broadcast may still write into memory of this process."""
         if self._is_lost:
             return True
         return not all(work.is_completed() for work, _ in self._unfinished)
@@ -370,7 +371,7 @@ class Group:
                 return
             self._is_gone = True
             if self.is_waiting:
-                # destroying waits for what may never come, and so does the object's end
+                # destroying would wait for the broadcast, and so would the object's destructor
                 _abort_process_group(self._group)
             else:
                 dist.destroy_process_group(self._group)
@@ -379,20 +380,20 @@ class Group:
 class Groups:
     """The groups of one rank, by name.
 
-    The staging thread receives in them and leaves them; threads of their own form them
-    (``Rendezvous``), and leave one whose name they take. ``_lock`` guards the tables.
+    The staging thread receives in groups and leaves them. The thread of a ``Rendezvous`` forms a
+    group, and first leaves an old group of the same name. ``_lock`` guards the tables.
     """
 
     def __init__(self, timeout_s: float, device: torch.device) -> None:
-        """``timeout_s`` is that of a rendezvous; ``device`` is what is received on."""
+        """``timeout_s`` limits a rendezvous; ``device`` is the device of received tensors."""
         self._timeout_s = timeout_s
         self._device = device
         self._lock = threading.Lock()
         self._groups: dict[str, Group] = {}
         self._joining: dict[str, Rendezvous] = {}
-        # by name, calls that are received or wait to be
+        # number of calls being received or queued, by the group's name
         self._transfers: Counter[str] = Counter()
-        # left while they waited: with their threads and sockets until their trainer dies
+        # groups left during a broadcast: they keep threads and sockets until their trainer dies
         self._left: list[Group] = []
 
     def get(self, name: str) -> Group:
@@ -410,9 +411,9 @@ class Groups:
         source: DistributedSource,
         expected: Callable[[], Iterator[tuple[torch.Tensor, Any]]] | None,
     ) -> None:
-        """A call is taken in, on the loop's thread; ``end_transfer`` follows, on the staging
-        thread. ``expected`` is what its broadcasts are received into, or None where the loop is
-        to post none of them.
+        """Take a call in, on the loop's thread; ``end_transfer`` follows on the staging thread.
+
+        ``expected`` returns the buffers for the call's broadcasts. With None the loop posts none.
         """
         with self._lock:
             self._transfers[source.group_name] += 1
@@ -431,19 +432,20 @@ class Groups:
             self._transfers[source.group_name] -= 1
 
     def join(self, call: JoinGroupCall, answers: AnswerChannel) -> None:
-        """Begin to meet the trainer. Replicas and stages count on, so every rank has its own
-        number; ``call`` is answered when the group is formed, or was not.
+        """Begin a rendezvous with the trainer. ``call`` is answered at the rendezvous' end.
+
+        Every rank of every replica and stage has its own number in the group:
 
         rank = rank_offset + (dp_rank · pp_size + pp_rank) · tp_size + tp_rank
 
-        A group of that name gives way where it is of no use any more, because it is out of
-        step with its trainer or its trainer is gone, and so does a rendezvous that goes on.
+        A group of the same name is replaced if its trainer is gone or out of step. A running
+        rendezvous of the same name is given up.
         """
         rank = call.rank_offset + own_index()
         if not 0 < rank < call.world_size:
             raise Refused(
-                f"world_size {call.world_size} with rank_offset {call.rank_offset} leaves no "
-                f"place for rank {rank}"
+                f"world_size {call.world_size} with rank_offset {call.rank_offset} has no place "
+                f"for this rank, which would be rank {rank}"
             )
 
         def end(outcome: Formed | Exception) -> None:
@@ -473,7 +475,7 @@ class Groups:
         meeting.start()
 
     def stop_joining(self, name: str, reason: str, join_id: str | None = None) -> None:
-        """That of ``join_id`` alone, where there is one; so in ``leave``."""
+        """Give up the rendezvous of ``name``, or only the one with ``join_id`` if given."""
         with self._lock:
             meeting = self._joining.get(name)
             if meeting is None or join_id not in (None, meeting.join_id):
@@ -487,20 +489,20 @@ class Groups:
             return
         with self._lock:
             if self._groups.get(name) is not group:
-                # it gave way meanwhile
+                # replaced meanwhile
                 return
             del self._groups[name]
         group.leave()
         self._keep_while_waiting(group)
 
     def give_up(self, call: GiveUpTransferCall) -> bool:
-        """Whether there is such a group, and it is broken now."""
+        """Return whether the call's group exists and is broken now."""
         with self._lock:
             group = self._groups.get(call.group_name)
         return group is not None and group.give_up(call.transfer_id, call.reason)
 
     def _make_way(self, name: str) -> None:
-        """On a rendezvous' thread: torch has no two groups of one name."""
+        """Retire a useless group of this name, on a rendezvous' thread: torch has unique names."""
         with self._lock:
             group = self._groups.get(name)
         if group is None:
@@ -518,14 +520,14 @@ class Groups:
             self._left = [left for left in (*self._left, group) if left.is_waiting]
 
     def describe(self) -> dict[str, str]:
-        """How each is, by name."""
+        """Return the state of each group and rendezvous, by name."""
         with self._lock:
             known: dict[str, Group | Rendezvous] = {**self._groups, **self._joining}
         return {name: each.describe() for name, each in known.items()}
 
 
 def own_index() -> int:
-    """This rank's place among all ranks of all replicas."""
+    """Return this rank's index among all ranks of all replicas."""
     parallel = get_parallel()
     replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
     stage: int = replica * parallel.pp_size + parallel.pp_rank

@@ -1,4 +1,4 @@
-"""Meeting one trainer: on a thread of its own, because it waits for somebody else."""
+"""Forms a group with one trainer, on a thread of its own, because it waits for the trainer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_inflight.scheduler.update.sources.process_group import Formed, form_
 from sglang_inflight.scheduler.update.sources.stateless_group import StatelessRendezvous
 from sglang_inflight.threads import start_thread
 
-# between two looks whether the trainer listens
+# pause between two attempts to connect to the trainer
 LOOK_S = 0.05
 CONNECT_S = 1.0
 
@@ -25,14 +25,13 @@ CONNECT_S = 1.0
 class Rendezvous:
     """Forms one process group, or is given up, whichever comes first.
 
-    Torch can neither be asked how far it is nor be interrupted, and it tries twice for as long
-    as it is allowed to. So first the trainer is waited for by asking whether it listens, which
-    can be given up at any moment; and the time limit is kept by a timer, not by torch. What
-    torch forms after the end is handed to ``discard``.
+    Torch's rendezvous can neither be polled nor interrupted, and takes twice its own timeout. So
+    the thread first polls whether the trainer listens, and can be given up at any moment. A timer
+    keeps the time limit, not torch. A group formed after the end is passed to ``discard``.
 
-    ``_lock`` guards the one decision, how it ended: the thread, the timer and whoever gives it
-    up may come to it at once, and the first one counts. ``on_end`` is called once, outside of
-    the lock, by the thread that came first.
+    ``_lock`` guards one decision, the outcome. The thread, the timer and a caller of ``give_up``
+    may decide at once, and the first one counts. That thread calls ``on_end``, once and outside
+    of the lock.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Rendezvous:
         on_end: Callable[[Formed | Exception], None],
         discard: Callable[[Formed], None],
     ) -> None:
-        """``make_way`` is called first, on the thread; what it raises ends the rendezvous."""
+        """``make_way`` is called first, on the thread; its errors end the rendezvous."""
         self._call = call
         self._rank = rank
         self._timeout_s = timeout_s
@@ -57,7 +56,7 @@ class Rendezvous:
         self._address = NetworkAddress(call.master_address, call.master_port)
         self._lock = threading.Lock()
         self._has_ended = False
-        # what has not happened yet; the thread alone writes it
+        # what the rendezvous still waits for; only the thread writes it
         self._lacks = "nobody came"
 
     @property
@@ -65,7 +64,7 @@ class Rendezvous:
         return self._call.call_id
 
     def start(self) -> None:
-        """Its outcome is told to ``on_end``, also that there is no thread for it."""
+        """Start the thread. ``on_end`` gets the outcome, even if no thread can start."""
         try:
             start_thread(self._run, name="inflight-rendezvous")
         except Refused as refused:
@@ -109,7 +108,7 @@ class Rendezvous:
                 time.sleep(LOOK_S)
 
     def _form(self) -> Formed:
-        self._lacks = "somebody listened there, and not every rank came"
+        self._lacks = "the trainer's port was open, but not every rank of the group came"
         if self._call.rendezvous == "stateless":
             return self._form_stateless()
         return form_group(
@@ -130,18 +129,19 @@ class Rendezvous:
             timeout=datetime.timedelta(seconds=self._timeout_s),
         )
         self._lacks = (
-            "somebody listens there and left no NCCL id, as vLLM's trainers do when all ranks have "
-            "come (one that meets through torch.distributed says so: rendezvous 'torch')"
+            "the trainer's port is open, but its store has no NCCL id: vLLM's trainers leave one "
+            "when all ranks have come (for a trainer with torch.distributed, pass rendezvous "
+            "'torch')"
         )
         unique_id = met.read_unique_id()
-        self._lacks = "not every rank formed it"
+        self._lacks = "not every rank formed the group"
         return met.form(self._call.backend, self._call.group_name, unique_id, self._device)
 
     def _give_up_waiting(self) -> None:
         self.give_up(f"{self._lacks} within {self._timeout_s:g} s")
 
     def _end(self, outcome: Formed | Exception) -> bool:
-        """Whether this is how it ended."""
+        """Return whether ``outcome`` came first, and report it then."""
         with self._lock:
             if self._has_ended:
                 return False

@@ -1,8 +1,8 @@
-"""Meeting a trainer as vLLM's workers do, without ``torch.distributed`` on its side.
+"""Forms a group with a trainer of vLLM's, without ``torch.distributed`` on the trainer's side.
 
-The trainer of ``vllm.distributed.weight_transfer`` keeps a ``TCPStore`` in which every rank of
-the group counts itself, and leaves NCCL's id there (``StatelessProcessGroup``). It then forms
-NCCL's communicator by that id, sums one number over all ranks, and broadcasts
+The trainer of ``vllm.distributed.weight_transfer`` keeps a ``TCPStore``. Every rank of the group
+counts itself there, and the trainer leaves NCCL's id there (``StatelessProcessGroup``). The trainer
+then forms NCCL's communicator by this id, sums one number over all ranks, and broadcasts
 (``PyNcclCommunicator``; read in vLLM 0.32.0).
 """
 
@@ -27,24 +27,24 @@ from sglang_inflight.scheduler.update.sources.process_group import (
 )
 from sglang_inflight.scheduler.update.sources.unique_id import read_unique_id
 
-# the first object that rank 0 leaves for all others
+# key of the first object broadcast by rank 0
 UNIQUE_ID = "broadcast_from/0/0"
 
 POLL_S = 0.005
-# torch's own, of what is said in the environment: with more ranks it wants several ids
+# a setting of torch's: above this number of ranks it uses several NCCL ids
 _RANKS_PER_ROOT = "TORCH_NCCL_RANKS_PER_ROOT"
 
 
 class StatelessRendezvous:
-    """One trainer's store, and what it left in it.
+    """One trainer's store and its content.
 
-    For the thread of a rendezvous: each method waits for the trainer.
+    Use it on a rendezvous' thread: each method waits for the trainer.
     """
 
     def __init__(
         self, host: str, port: int, *, rank: int, world_size: int, timeout: datetime.timedelta
     ) -> None:
-        """Connects, and counts this rank. The trainer goes on when all have come."""
+        """Connect, and count this rank. The trainer goes on when all ranks have come."""
         self._rank = rank
         self._world_size = world_size
         self._timeout = timeout
@@ -52,16 +52,17 @@ class StatelessRendezvous:
         self._store = TCPStore(host, port, world_size, is_master=False, timeout=timeout)
 
     def read_unique_id(self) -> bytes:
-        """NCCL's id, which the trainer leaves when all ranks have come. Raises ``Refused``
-        where it left something else."""
+        """Return NCCL's id, left by the trainer when all ranks have come.
+
+        Raise ``Refused`` if the trainer left something else.
+        """
         return read_unique_id(self._store.get(UNIQUE_ID))
 
     def form(self, backend: str, name: str, unique_id: bytes, device: torch.device) -> Formed:
-        """NCCL's group of that id; or gloo's over the same store, where there is no device.
+        """Return NCCL's group of ``unique_id``, or gloo's over the same store without a device.
 
-        Torch asks its store for the id of a communicator that rank 0 made. It is given one
-        that has the trainer's: so what ends a broadcast that does not come, and which stream
-        waits for which, is the same as in every other group.
+        Torch looks up a communicator's id in a store. It is given a store with the trainer's id.
+        So timeouts and the order of streams are the same as in every other group.
         """
         store: Store
         if is_nccl(backend):
@@ -81,7 +82,7 @@ class StatelessRendezvous:
             try:
                 _sum_with_all(group, device)
             except Exception:
-                # torch knows it by its name, which the next one has, too
+                # frees the group's name in torch for the next attempt
                 _abort_process_group(group)
                 raise
             last_for_ever(group)
@@ -89,14 +90,14 @@ class StatelessRendezvous:
 
 
 def _store_with(unique_id: bytes, name: str, timeout: datetime.timedelta) -> Store:
-    """One in which torch finds the id of a group's first communicator."""
+    """Return a store with the id of a group's first communicator, under torch's key."""
     store = HashStore()
     store.set_timeout(timeout)
     of_the_group: Store = store
-    # as torch puts a group's keys under its name, and a backend's under that of its device
+    # torch prefixes a group's keys with its name, and a backend's with its device
     for prefix in (f"{name}/", "cuda/"):
         of_the_group = PrefixStore(prefix, of_the_group)
-    # torch counts the communicators of a group; its stub knows of text alone
+    # "0" is the group's first communicator; torch's stub allows only text
     of_the_group.set("0", unique_id)  # type: ignore[arg-type]
     return store
 
@@ -111,10 +112,10 @@ def _require_one_root(world_size: int) -> None:
 
 
 def _sum_with_all(group: dist.ProcessGroup, device: torch.device) -> None:
-    """As vLLM's communicators begin. All ranks wait here for all others.
+    """Do the first all-reduce of vLLM's communicators. All ranks wait here for all others.
 
-    On a stream of its own and not waited for by any other, so that no forward waits for a
-    rank that does not come. Past the group's time limit NCCL's watchdog ends it.
+    It runs on a stream of its own and no other stream waits for it, so no forward waits for a
+    missing rank. NCCL's watchdog ends it after the group's time limit.
     """
     torch.get_device_module(device).set_device(device)
     with torch.get_device_module(device).Stream(device):

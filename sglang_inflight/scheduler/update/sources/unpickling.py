@@ -1,4 +1,4 @@
-"""Payloads of tensors, unpickled so that one which is refused has done nothing."""
+"""Unpickles payloads of tensors; a refused payload has no side effects."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from sglang_inflight.scheduler.update.sources.regular_file import Stream
 
 
 def unpickle(payload: bytes | BinaryIO, rest: Callable[[], None] = lambda: None) -> Any:
-    """What ``MultiprocessingSerializer`` or plain pickling made of tensors.
+    """Return the tensors pickled plainly or by ``MultiprocessingSerializer``.
 
-    ``rest`` is called now and then, to give the interpreter to others. Raises
-    ``Refused`` where another process keeps what it shares, ``pickle.UnpicklingError`` or
-    whatever else goes wrong.
+    ``rest`` is called now and then, to give the interpreter to others. Raise ``Refused`` if another
+    process does not hand out its shared memory, and ``pickle.UnpicklingError`` or another error
+    for a malformed payload.
     """
     return Unpickler(io.BytesIO(payload) if isinstance(payload, bytes) else payload, rest).load()
 
 
 class Function:
-    """Something that a payload may call."""
+    """A function a payload may call."""
 
     __slots__ = ("_call",)
 
@@ -42,7 +42,7 @@ class Function:
 
 
 class _Record:
-    """A class of which a payload may make an instance, and say what is in it."""
+    """A class for a payload to instantiate and fill."""
 
     __slots__ = ("type",)
 
@@ -51,13 +51,13 @@ class _Record:
 
 
 def _plain(tensor: torch.Tensor, *_: Any) -> torch.Tensor:
-    """A loader needs what is in a parameter, not what it is to its owner."""
+    """Return a parameter's plain tensor: a loader needs only the data."""
     return tensor
 
 
 def _of_type(rebuild: Any, _type: Any, args: Any, *_: Any) -> Any:
     if not isinstance(rebuild, Function):
-        raise pickle.UnpicklingError("a tensor is made by no function")
+        raise pickle.UnpicklingError("a tensor is rebuilt by something other than a function")
     return rebuild(*args)
 
 
@@ -66,19 +66,19 @@ def _no_items() -> OrderedDict[str, Any]:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How bytes are pickled where the protocol has none."""
+    """Return ``text`` as bytes: protocols without bytes pickle them as encoded text."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"bytes are encoded by {shorten(encoding)!r}")
     return text.encode("latin1")
 
 
 def _load_storage(content: bytes) -> Any:
-    """A storage as torch pickles one by value, which is by saving it."""
+    """Return a storage pickled by value: torch pickles it as a saved file."""
     source = memoryview(content)
 
     def read_into(buffer: memoryview, offset: int) -> int:
         size = min(len(buffer), len(source) - offset)
-        # which does not need the interpreter
+        # numpy copies without the interpreter
         np.copyto(
             np.frombuffer(buffer, np.uint8, size), np.frombuffer(source, np.uint8, size, offset)
         )
@@ -92,10 +92,10 @@ def _load_storage(content: bytes) -> Any:
 
 
 def _within(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Torch would give the storage whatever memory a tensor asks for."""
+    """Refuse a tensor beyond its storage: torch would enlarge the storage for it."""
 
     def rebuild_within(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Any:
-        # the dtype is the storage's, or comes after the gradient and the hooks
+        # the dtype follows the gradient and the hooks, or is the storage's
         dtype = rest[2] if len(rest) > 2 else storage.dtype
         _require_within(storage, offset, size, stride, dtype)
         return rebuild(storage, offset, size, stride, *rest)
@@ -117,14 +117,14 @@ def _rebuild_shared(kind: Any, storage: Any, metadata: Any) -> Any:
 
 
 def _rebuild_from_descriptor(*arguments: Any) -> Any:
-    """The process that shared the memory hands a descriptor to its relatives alone.
+    """Open shared memory by descriptor; its owner hands a descriptor only to related processes.
 
-    Raises ``Refused`` with the cause, which is in nothing that is raised on the way.
+    Raise ``Refused`` with the cause: the errors underneath do not tell it.
     """
     try:
         return reductions.rebuild_storage_fd(*arguments)  # type: ignore[no-untyped-call]
     except AuthenticationError as error:
-        whose = "neither started this server nor was started by who did"
+        whose = "neither started this server nor was started by the process that did"
         raise Refused(_no_descriptor(whose, error)) from error
     except (ConnectionError, FileNotFoundError) as error:
         raise Refused(_no_descriptor("has ended, or is in another container", error)) from error
@@ -139,7 +139,7 @@ def _no_descriptor(whose: str, error: Exception) -> str:
 
 
 def _on_gpu(rebuild: Callable[..., Any]) -> Callable[..., Any]:
-    """Torch, and SGLang's function that stands in for torch's, take what they are given."""
+    """Check the arguments first: torch and SGLang's replacement for it take any."""
 
     def rebuild_on_gpu(*arguments: Any) -> Any:
         match arguments:
@@ -157,17 +157,16 @@ def _on_gpu(rebuild: Callable[..., Any]) -> Callable[..., Any]:
             ) if kind in _TENSORS and storage in _STORAGES and len(shared) == 6:
                 has_memory(shape, stride, offset, dtype, memory, nbytes)
             case _:
-                raise pickle.UnpicklingError("it is not what makes a tensor on a GPU")
+                raise pickle.UnpicklingError("its arguments are not those of a tensor on a GPU")
         if memory is not None:
-            # torch opens it, also where the tensor has no element
+            # torch opens the memory even for a tensor without elements
             read_memory(memory, nbytes, *shared)
         return rebuild(*arguments)
 
     return rebuild_on_gpu
 
 
-# By module and name: what senders' payloads call, and what stands in for it here, where that is
-# something else.
+# The functions of senders' payloads, by module and name, with a replacement or None.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch", "Size"): None,
     ("torch", "device"): None,
@@ -185,12 +184,12 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any] | None] = {
     ("torch.multiprocessing.reductions", "rebuild_typed_storage"): None,
     ("torch_npu.multiprocessing.reductions", "rebuild_npu_tensor"): None,
     ("sglang.srt.utils.patch_torch", "_rebuild_npu_tensor_modified"): None,
-    # of a tensor's hooks, which it has none of
+    # for a tensor's hooks: always empty
     ("collections", "OrderedDict"): _no_items,
     ("_codecs", "encode"): _encode,
 }
 
-# what they are called with is looked at first
+# called after a check of their arguments
 _FUNCTIONS_ON_GPU = frozenset(
     {
         ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
@@ -212,7 +211,7 @@ _RECORDS = frozenset(
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _STORAGES = (torch.UntypedStorage, torch.storage.TypedStorage)
-# handed to the functions, and never called or written to
+# passed to the functions, and never called or written to
 _TYPES = frozenset(
     {
         ("torch", "Tensor"),
@@ -223,7 +222,7 @@ _TYPES = frozenset(
     }
 )
 
-# Those that make data, of protocol 2 and later. A dict's keys, see below, are all that is hashed.
+# The opcodes for data, of protocol 2 and later. Only the keys of dicts are hashed (``_set``).
 _OPCODES = (
     pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
     pickle.MEMOIZE, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT,
@@ -245,23 +244,22 @@ class _Opcodes(dict[int, Callable[[Any], None]]):
 
 
 class Unpickler(pickle._Unpickler):
-    """Python's own in Python, with less in it.
+    """Python's unpickler in Python, reduced to tensors.
 
-    SGLang's looks at the names of globals alone. That leaves what a payload does with them: it
-    may write the attributes of a class, which stay written, or have a loop of C's run for as
-    long as it likes, or hash a tuple of tuples that are all the same, with the interpreter held.
-    Here it calls functions that rebuild tensors and nothing else, writes to what it has made
-    itself, and is read opcode by opcode, so that the loop's thread gets in between.
+    SGLang's unpickler checks only the names of globals. A payload could still write the attributes
+    of a class for good, or hold the interpreter: by a long loop in C, or by hashing deeply
+    nested tuples. This unpickler calls only functions that rebuild tensors, and writes
+    only to its own objects. It reads opcode by opcode, so the loop's thread can run in between.
 
-    What senders need for tensors is here, and the rest of what SGLang allows is not: sparse,
-    nested and quantized tensors, which no loader takes, and containers.
+    Senders' tensors are supported. Not supported, unlike in SGLang, are containers, and sparse,
+    nested and quantized tensors: no loader takes these.
     """
 
     stack: list[Any]
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, file: BinaryIO, rest: Callable[[], None] = lambda: None) -> None:
-        """``rest`` is called for each tensor, some 0.1 ms of Python after the one before."""
+        """``rest`` is called for each tensor, after some 0.1 ms of Python."""
         super().__init__(file)
         self._rest = rest
         self._made: set[type] = set()
@@ -279,14 +277,14 @@ class Unpickler(pickle._Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(
-            f"it names {shorten(f'{module}.{name}')}, which no payload of tensors needs"
+            f"it names {shorten(f'{module}.{name}')}, which is not allowed in a payload of tensors"
         )
 
     def load_reduce(self) -> None:
         args = self.stack.pop()
         call = self.stack.pop()
         if not isinstance(call, Function) or not isinstance(args, tuple):
-            raise pickle.UnpicklingError("it calls what is no function")
+            raise pickle.UnpicklingError("it calls something other than an allowed function")
         self._rest()
         self.stack.append(call(*args))
 
@@ -294,7 +292,7 @@ class Unpickler(pickle._Unpickler):
         args = self.stack.pop()
         record = self.stack.pop()
         if not isinstance(record, _Record) or type(args) is not tuple or args:
-            raise pickle.UnpicklingError("it makes an object of no known kind")
+            raise pickle.UnpicklingError("it makes an object of an unknown class")
         self._made.add(record.type)
         self.stack.append(object.__new__(record.type))
 
@@ -302,7 +300,7 @@ class Unpickler(pickle._Unpickler):
         state = self.stack.pop()
         made = self.stack[-1]
         if type(made) not in self._made or not isinstance(state, dict):
-            raise pickle.UnpicklingError("it writes to an object of no known kind")
+            raise pickle.UnpicklingError("it writes to an object of an unknown class")
         vars(made).update(state)
 
     def load_append(self) -> None:
@@ -321,13 +319,13 @@ class Unpickler(pickle._Unpickler):
     def _extend(self, items: list[Any]) -> None:
         to = self.stack[-1]
         if type(to) is not list:
-            raise pickle.UnpicklingError("it appends to what is no list")
+            raise pickle.UnpicklingError("it appends to something other than a list")
         to.extend(items)
 
     def _set(self, items: list[Any]) -> None:
         to = self.stack[-1]
         if not isinstance(to, dict):
-            raise pickle.UnpicklingError("it puts items into what is no dict")
+            raise pickle.UnpicklingError("it sets items of something other than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) is not str:
                 raise pickle.UnpicklingError(f"a dict has a key of {type(key).__name__}")
