@@ -20,7 +20,6 @@ FLAVOUR = Flavour(
     (
         "--enable-memory-saver",
         "--max-total-tokens", str(TOKENS),
-        "--watchdog-timeout", "5",
         "--enable-metrics",
         "--weight-version", "v0",
     ),
