@@ -1,9 +1,9 @@
-"""How long a commit holds the scheduler's loop, as models grow, beside upstream's update.
+"""Time a commit holds the scheduler's loop, by model size, beside upstream's update.
 
-Ours is ``stall_ms`` of the receipt. Upstream's is the time from its pause to its
-continue, the update in between, in which no request gets a token. Both load the same
-checkpoint from disk while streams run. Staging is not paced here: it is not what is
-measured, and a large model on few cores would take minutes.
+Ours is ``stall_ms`` of the receipt. Upstream's is the time from its pause to its continue, with the
+update in between, during which no request gets a token. Both load the same checkpoint from disk
+while streams run. Staging is unpaced: it is not measured here, and a large model on few cores would
+take minutes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(
 def _compare(
     report: Report, name: str, model: Path, streams: int, updates: int, rounds: int
 ) -> float:
-    """Add a row; returns our median."""
+    """Add a row, and return our median."""
     times: dict[Kind, list[float]] = {kind: [] for kind in PAIR}
     for _ in range(rounds):
         for kind in PAIR:
@@ -75,7 +75,7 @@ def _compare(
 
 
 async def _measure(peer: Peer, model: Path, streams: int, updates: int) -> list[float]:
-    """Milliseconds of each update; the first one warms up and does not count."""
+    """Return each update's milliseconds. The first update warms up and does not count."""
     found = []
     with trainer(peer, model) as sender:
         async with (

@@ -1,10 +1,10 @@
-"""How long a pause takes to be granted, and how long tokens go on coming.
+"""Time until a pause is granted, and until tokens stop.
 
-``answer`` is the time from the request to its answer. ``silence`` is the time from the
-request to the arrival of the last token, which asks no server for its word: upstream's
-answer says that the message was sent, not that the engine stands still. A token that was
-sampled before the pause may arrive a little after its answer, on another connection;
-``late`` counts the tokens that arrive so much later that a further step must have run.
+``answer`` is the time from the request to its answer. ``silence`` is the time from the request to
+the last token's arrival, independent of the answer: upstream's answer says that the message was
+sent, not that the engine stands still. A token sampled before the pause may arrive shortly after
+the answer, on another connection. ``late`` counts tokens that arrive so much later that another
+step must have run.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.common.report import Report, Summary
 State = Literal["idle", "decoding", "prefill"]
 
 PREFILL_TOKENS = 4096
-SETTLED_S = 0.5  # without a token for so long, the server stands still
+SETTLED_S = 0.5  # seconds without a token until the server counts as still
 
 
 @dataclass(frozen=True)
 class Grant:
     answer_ms: float
-    # None where no token came after the request
+    # None if no token came after the request
     silence_ms: float | None = None
     late: int = 0
     step_ms: float | None = None
@@ -150,7 +150,7 @@ async def _while_decoding(
         for _ in range(1 + samples):
             resumed = time.perf_counter()
             await running.wait_for(arrivals=8)
-            await asyncio.sleep(random.uniform(0, 0.1))  # anywhere in a step
+            await asyncio.sleep(random.uniform(0, 0.1))  # at any point of a step
             grants.append(await _pause_running(peer, client, running, since=resumed))
             await peer.resume(client)
     return grants[1:]
@@ -159,7 +159,7 @@ async def _while_decoding(
 async def _pause_running(
     peer: Peer, client: httpx.AsyncClient, running: Load, *, since: float
 ) -> Grant:
-    """A pause, and the stillness after it. The length of a step is that ``since`` then."""
+    """Pause, and wait for silence. The step's length is measured from ``since`` to the pause."""
     steps = [stream.seconds_per_token(since, time.perf_counter()) for stream in running.streams]
     step_s = Summary.of(steps).median
     sent, answer_ms = await _pause(peer, client)
@@ -176,7 +176,7 @@ async def _pause_running(
 
 
 async def _while_prefilling(peer: Peer, client: httpx.AsyncClient, samples: int) -> list[Grant]:
-    """Pauses that come before a long prompt's first token, in any of its chunks."""
+    """Pause before a long prompt's first token, in any of its chunks."""
     await _first_token(peer, client)
     began = time.perf_counter()
     prefill_s = await _first_token(peer, client) - began
@@ -190,19 +190,19 @@ async def _while_prefilling(peer: Peer, client: httpx.AsyncClient, samples: int)
         await peer.resume(client)
         first = await request
         if came and first < sent:
-            continue  # the prefill was over before the pause
+            continue  # the prefill had ended before the pause
         grants.append(Grant(answer_ms, silence_ms=1000 * (first - sent) if came else None))
     return grants
 
 
 async def _first_token(peer: Peer, client: httpx.AsyncClient) -> float:
-    """When the one token of a long prompt came."""
+    """Return the arrival time of a long prompt's only token."""
     arrivals = [at async for at, _ in read_stream(peer, client, prompt(PREFILL_TOKENS), 1)]
     return min(arrivals)
 
 
 async def _pause(peer: Peer, client: httpx.AsyncClient) -> tuple[float, float]:
-    """When the request was sent, and how many milliseconds its answer took."""
+    """Return the time of the request, and the milliseconds until its answer."""
     sent = time.perf_counter()
     await peer.pause(client)
     return sent, 1000 * (time.perf_counter() - sent)

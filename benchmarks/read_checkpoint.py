@@ -1,10 +1,9 @@
-"""How long it takes to read a checkpoint into the shadow, beside a memory map of it.
+"""Time to read a checkpoint into the shadow, beside a memory map.
 
-Ours reads files into memory that is used again; SGLang's own reader maps them. Both then do
-what staging does with each tensor: look for NaN, and copy it. No requests run and nothing is
-paced. Warm means that the kernel has the file in memory, cold that it was told to forget it.
-``held`` is the longest time in which another thread of the process did not get at the
-interpreter, as the scheduler's loop would not.
+Our reader reads files into reused memory; SGLang's reader maps them. Both then do staging's work on
+each tensor: look for NaN, and copy. No requests run and nothing is paced. Warm means that the
+kernel has the file in memory, cold that the kernel dropped it. ``held`` is the longest time another
+thread of the process waited for the interpreter, as the scheduler's loop would.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def main(
 def measure(
     reader: Callable[[Path], Weights], path: Path, shadow: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Seconds of it all, and of the longest time without the interpreter."""
+    """Return the total seconds, and the longest wait for the interpreter."""
     beat = Beat()
     begin = time.perf_counter()
     for name, tensor in reader(path):

@@ -1,15 +1,15 @@
-"""How long memory takes to go and to come back, per GB, and the first token after that.
+"""Time to release and resume memory, per GB, and the time to the first token afterwards.
 
-A cycle is that of a trainer on the same device: release all, resume the weights, send new ones
-over a process group, resume the rest, go on. Upstream releases only where no request is there,
-so its clients ask again after the wake, for the same numbers of tokens: ``idle``. Ours does that
-too, and, ``frozen``, keeps the requests. ``kept`` is idle, with a copy of the weights and no
-update. Bytes are what the scheduler's process occupies less.
+A cycle is that of a trainer on the same device: release all, resume the weights, send new ones over
+a process group, resume the rest, continue. Upstream releases only without requests, so its clients
+ask again after the wake, for as many tokens: ``idle``. Ours does that too, and in ``frozen`` keeps
+the requests. ``kept`` is idle with a copy of the weights and no update. Bytes are the drop of the
+scheduler's resident memory.
 
-On a CPU upstream's release frees nothing, and ends the server, because it waits for CUDA. Here
-both use the reference platform's memory saver, which gives pages back to the system; a small
-plugin shows it upstream's, and lets upstream's release end (``benchmarks/pages``). vLLM has no
-sleep on a CPU.
+On a CPU upstream's release frees nothing, and ends the server by waiting for CUDA. Here both use
+the reference platform's memory saver, which returns pages to the system. A small plugin shows it
+upstream's memory and lets upstream's release end (``benchmarks/pages``). vLLM has no sleep on a
+CPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Way = Literal["idle", "frozen", "kept"]
 WAYS: dict[Kind, tuple[Way, ...]] = {"ours": ("idle", "frozen", "kept"), "upstream": ("idle",)}
 PAGES = Path(__file__).with_name("pages")
 FLAGS = ("--enable-memory-saver",)
-# of a stream that a cycle begins with
+# tokens of a stream before a cycle begins
 TOKENS = 4
 GB = 1e9
 
@@ -184,7 +184,7 @@ class _Run:
     # ---- steps -----------------------------------------------------------------------
 
     async def _ask(self, client: httpx.AsyncClient) -> float:
-        """Requests with new prompts; when the last of them had its first token."""
+        """Send requests with new prompts, and return the time when all had their first token."""
 
         async def first_of_one() -> float:
             asked = prompt(self.prompt_tokens)
@@ -195,20 +195,22 @@ class _Run:
     async def _release(
         self, client: httpx.AsyncClient, scheduler: psutil.Process, **fields: Any
     ) -> tuple[int, float]:
-        """Bytes, and seconds."""
+        """Release memory, and return the bytes and seconds."""
         before = scheduler.memory_info().rss
         seconds = await _timed(_post(client, RELEASE, **fields))
         return before - scheduler.memory_info().rss, seconds
 
     async def _until_idle(self, client: httpx.AsyncClient) -> None:
-        """An answer may be whole before its last step is over, and upstream's release then ends
-        the server. Its flush is refused instead."""
+        """Wait until no step runs: upstream's release ends a server amid an answer's last step.
+
+        Upstream's flush is refused until then.
+        """
         async with asyncio.timeout(60):
             while (await client.post("/flush_cache")).status_code != 200:
                 await asyncio.sleep(0.05)
 
     async def _resume_and_send(self, client: httpx.AsyncClient) -> tuple[float, float]:
-        """Seconds of both calls, without the update between them; when its last byte was sent."""
+        """Resume and update. Return the seconds of both resumes, and the time of the last byte."""
         seconds = await _timed(_post(client, RESUME, tags=["weights"]))
         update = await asyncio.to_thread(self.sender.update, "distributed")
         seconds += await _timed(_post(client, RESUME, tags=["kv_cache", "cuda_graph"]))

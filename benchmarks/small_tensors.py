@@ -1,7 +1,8 @@
-"""Measures what a step pays while thousands of small tensors are staged: Python, not bytes.
+"""Slowdown of steps while thousands of small tensors are staged: Python's time, not bytes.
 
 A step and the staging thread share one interpreter. Beside each update, streams of the same ages
-run for as long without one, on the same server: so what is compared is one machine, minutes apart.
+run for as long without one, on the same server. So a machine is compared with itself, minutes
+apart.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.common.peers import Peer, start
 from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Small, Trainer, trainer
 
-# what the rate limit and the interpreter's interval are without what this measures
+# "unpaced" is without the measured features: interpreter pacing, and the switch interval
 SERVERS: dict[str, dict[str, str]] = {
     "ours": {},
     "unpaced": {
@@ -33,14 +34,14 @@ SERVERS: dict[str, dict[str, str]] = {
         "SGLANG_INFLIGHT_SWITCH_INTERVAL_S": "0",
     },
 }
-# of a request: the pool of KV has room for all of them at once
+# per request: the KV pool has room for all of them at once
 TOKENS = 1024
-WARM_UP = 100  # tensors, which make the shadow and join the group
+WARM_UP = 100  # tensors, to make the shadow and join the group
 
 
 @dataclass(frozen=True)
 class Steps:
-    """The gaps between the tokens of all streams, in ms."""
+    """Gaps between the tokens of all streams, in ms."""
 
     p95: float
     largest: float
@@ -55,7 +56,7 @@ class Steps:
 @dataclass(frozen=True)
 class Sample:
     update: Steps
-    still: Steps  # for as long without it
+    still: Steps  # as long a time without the update
     update_s: float
 
 
@@ -124,7 +125,7 @@ async def _measure(
 async def _one(
     peer: Peer, client: httpx.AsyncClient, sender: Trainer, way: Small, streams: int, tensors: int
 ) -> Sample:
-    """An update, and as long without one."""
+    """Run an update, then as long a time without one."""
     update, seconds = await _run(
         peer, client, streams, asyncio.to_thread(sender.send_small, way, tensors)
     )
@@ -135,12 +136,12 @@ async def _one(
 async def _run(
     peer: Peer, client: httpx.AsyncClient, streams: int, what: Coroutine[Any, Any, Any]
 ) -> tuple[Steps, float]:
-    """The steps of fresh streams during ``what``, and its seconds."""
+    """Run ``what`` under fresh streams, and return their steps and its seconds."""
     async with load(peer, client, streams, prompt_tokens=32, max_tokens=TOKENS) as running:
         await running.wait_for(arrivals=10)
         began = time.perf_counter()
         done = await what
-        # of an update, from when it was sent: what was made ready before is the trainer's
+        # an update counts from its sending: the preparation before is the trainer's
         began = began if done is None else done.sent
         ended = time.perf_counter()
         await running.wait_for(arrivals=3)

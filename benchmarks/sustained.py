@@ -1,9 +1,9 @@
 """Tokens/s with an update every two seconds, over the same server's without; and memory.
 
-Windows with and without updates follow one another on a server. An update that takes
-longer than its turn is followed by the next at once; ``updates`` says how many there were.
-Memory is the scheduler's, over what it held before its first update, in copies of the
-weights. ``own`` leaves out pages shared with the page cache or with the trainer.
+Windows with and without updates follow each other on one server. An update longer than its turn is
+followed by the next at once; ``updates`` counts them. Memory is the scheduler's above its level
+before the first update, in copies of the weights. ``own`` leaves out pages shared with the page
+cache or the trainer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from harness.server import schedulers
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
-LOOK_S = 0.05  # how often memory is looked at
-# Steps take longer the longer the requests are: every window has them from first to last token.
+LOOK_S = 0.05  # interval between looks at memory
+# steps take longer for longer requests, so every window must see whole requests
 MAX_TOKENS = 48
 
 
 @dataclass
 class Memory:
-    """The scheduler's, in bytes: at first, and the most since."""
+    """The scheduler's bytes: at first, and the most since."""
 
     process: psutil.Process
     own: int = 0
@@ -149,7 +149,7 @@ class _Run:
         found.all_copies.append((memory.all - memory.first_all) / self.model_bytes)
 
     async def _window_with_updates(self, running: Load, window_s: float) -> tuple[int, float]:
-        """Updates that were made, and tokens/s up to the end of the last one."""
+        """Return the number of updates, and tokens/s up to the end of the last one."""
         began = time.perf_counter()
         count = 0
         while time.perf_counter() - began < window_s:

@@ -1,11 +1,11 @@
-"""What the patches cost while nothing is paused or updated: tokens/s beside upstream's.
+"""Cost of the patches without pauses and updates: tokens/s beside upstream's.
 
-The tiny model's step is almost all scheduler, so it shows the cost of a step in
-microseconds; the larger one shows what that is worth in a step of ordinary length.
+The tiny model's step is almost all scheduler, so it shows the cost of a step in microseconds. The
+larger model shows the cost's share of an ordinary step.
 
-One per cent is less than a machine drifts in a minute. So both servers are up at once, one
-stopped by a signal while the other is measured, and they take turns every few seconds; the
-result is the median of the ratios of neighbours.
+A machine drifts by more than one per cent a minute. So both servers are up at once and take turns
+every few seconds, one stopped by a signal while the other is measured. The result is the median of
+the ratios of neighbouring turns.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _compare(
     ours: list[float] = []
     theirs: list[float] = []
     for round_ in range(rounds):
-        # whoever starts first may have the better memory
+        # the first server may get the better memory
         kinds = PAIR if round_ % 2 == 0 else PAIR[::-1]
         with start(kinds[0], model) as first, start(kinds[1], model) as second:
             peers = {peer.kind: peer for peer in (first, second)}
@@ -86,12 +86,12 @@ def _compare(
 async def _take_turns(
     peers: dict[Kind, Peer], streams: int, tokens: int, turns: int
 ) -> dict[Kind, list[float]]:
-    """Seconds that all streams together take, by server; the first turns only warm up."""
+    """Return the seconds of all streams together, by server. The first turns only warm up."""
     seconds: dict[Kind, list[float]] = {kind: [] for kind in PAIR}
     for peer in peers.values():
         peer.halt()
     for turn in range(1 + turns):
-        # A B, B A, A B: neither is always the one that comes second
+        # A B, B A, A B: neither server is always second
         for kind in PAIR if turn % 2 == 0 else PAIR[::-1]:
             with peers[kind].going():
                 took = await _measure(peers[kind], streams, tokens)

@@ -1,8 +1,8 @@
-"""What a reader of a stream notices of an update: its largest gap over its median gap.
+"""An update's effect on a stream's reader: its largest gap over its median gap.
 
-Beside every update, streams of the same ages run for as long without one. Of many gaps the
-largest is above the median anyway, and that much is the machine's, not the update's. The
-ages matter, because a longer context makes longer steps.
+Beside every update, streams of the same ages run for as long without one. Among many gaps the
+largest is above the median anyway: that much is due to the machine, not to the update. The ages
+matter, because a longer context makes longer steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Trainer, Transport, trainer
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
-# of a large model a distributed update alone takes minutes
+# for a large model a distributed update alone takes minutes
 Way = Annotated[Transport | None, typer.Option(help="send weights in this way only")]
 
 QUIET_S = 3.0  # before each update
@@ -36,13 +36,13 @@ LINK_BYTES_PER_S = 100e6
 
 @dataclass(frozen=True)
 class Sample:
-    """One stream during one update, beside one that had none."""
+    """One stream during one update, and one without an update."""
 
     median_ms: float  # without the update
     largest_ms: float
-    still_ms: float  # the largest without it
+    still_ms: float  # the largest without the update
     update_s: float
-    rate: float  # tokens/s during the update over those before it
+    rate: float  # tokens/s during the update over tokens/s before
 
     @property
     def ratio(self) -> float:
@@ -55,10 +55,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Run:
-    """Streams before and during something."""
+    """Streams before and during an action."""
 
     load: Load
-    started: float  # time.perf_counter(), as the others
+    started: float  # time.perf_counter(), as below
     began: float
     ended: float
 
@@ -68,7 +68,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens/s during it over those before it."""
+        """Tokens/s during the action over tokens/s before."""
         before = self.load.tokens(self.started, self.began) / (self.began - self.started)
         during = self.load.tokens(self.began, self.ended) / self.seconds
         return during / before
@@ -159,7 +159,7 @@ async def _measure(
 async def _one(
     peer: Peer, client: httpx.AsyncClient, sender: Trainer, what: Transport, streams: int
 ) -> list[Sample]:
-    """An update, and as long without one."""
+    """Run an update, then as long a time without one."""
     update = await _run(peer, client, streams, asyncio.to_thread(sender.update, what))
     still = await _run(peer, client, streams, asyncio.sleep(update.seconds))
     return [
@@ -181,7 +181,7 @@ async def _one(
 async def _run(
     peer: Peer, client: httpx.AsyncClient, streams: int, what: Coroutine[Any, Any, object]
 ) -> Run:
-    """Fresh streams, a quiet window, and then ``what``."""
+    """Start fresh streams, wait for a quiet window, and then await ``what``."""
     async with load(peer, client, streams, prompt_tokens=32, max_tokens=4096) as running:
         await running.wait_for(arrivals=10)
         started = time.perf_counter()

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: servers, event streams, a model that tells, a trainer."""
+"""Shared code of tests and benchmarks: servers, event streams, a marker model, a trainer."""

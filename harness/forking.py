@@ -1,4 +1,4 @@
-"""Asking a zygote for processes: the askers' end of ``harness/zygote.py``."""
+"""Requests to a zygote for new processes: the client's side of ``harness/zygote.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LENGTH = struct.Struct("!Q")
-_MOST_FDS = 253  # of one message, in Linux
+_MOST_FDS = 253  # limit of one message in Linux
 _LIMITS = tuple(getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_"))
 
 
@@ -31,34 +31,34 @@ def limits_of_this_process() -> dict[int, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Command:
-    """What is run, and all that a started process gets from whoever starts it."""
+    """A command, and all the state a started process inherits from its parent."""
 
-    arguments: Sequence[str]  # those of ``python``, from its ``-m`` or ``-c`` on
+    arguments: Sequence[str]  # the arguments of ``python``, from ``-m`` or ``-c`` on
     env: Mapping[str, str]
-    fds: Sequence[int]  # the numbers, the same here and there, or where they go
-    own_group: bool = False  # and an end with that of its parent
+    fds: Sequence[int]  # descriptor numbers, the same in both processes, or their targets
+    own_group: bool = False  # own process group, and death with the parent
     cwd: str = field(default_factory=os.getcwd)
     cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     limits: Mapping[int, tuple[int, int]] = field(default_factory=limits_of_this_process)
 
 
 class Zygote:
-    """A connection to a zygote. One command at a time, from any thread."""
+    """A connection to a zygote. Any thread may use it; commands run one at a time."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def fork(self, command: Command, fds: Sequence[int] | None = None) -> int:
-        """The process id of a child of this process, which must be a subreaper."""
+        """Fork a child of this process, which must be a subreaper, and return its process id."""
         with self._lock:
             send(self._connection, command, command.fds if fds is None else fds)
             return int(self.hear())
 
     def take_over_spawn(self) -> Callable[[], None]:
-        """Let ``multiprocessing`` ask for the processes that it would start by ``spawn``.
+        """Make ``multiprocessing`` ask the zygote for processes started by ``spawn``.
 
-        Returns what ends that.
+        Return a function that undoes this.
         """
         util: Any = multiprocessing.util
         start: Callable[..., int] = util.spawnv_passfds
@@ -66,7 +66,7 @@ class Zygote:
         def fork(path: str, args: Sequence[Any], passfds: Sequence[int]) -> int:
             words = [os.fsdecode(word) for word in args]
             if words[-1] != "--multiprocessing-fork":
-                return start(path, args, passfds)  # the resource tracker, which is small
+                return start(path, args, passfds)  # the small resource tracker
             arguments = words[words.index("-c") :]
             return self.fork(
                 Command(arguments, dict(os.environ), fds=(0, 1, 2, *sorted(set(passfds))))
@@ -92,7 +92,7 @@ def send(connection: socket.socket, content: Any, fds: Sequence[int] = ()) -> No
 
 
 def receive(connection: socket.socket) -> tuple[Any, list[int]] | None:
-    """What was sent, with its file descriptors; None after the other side has ended."""
+    """Return a message with its file descriptors, or None after the other side has ended."""
     with contextlib.suppress(ConnectionResetError):
         head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_FDS)
         if head:
@@ -112,7 +112,7 @@ def _read(connection: socket.socket, length: int) -> Iterator[bytes]:
 
 
 def become_subreaper() -> None:
-    """Let the kernel give us the orphans among our descendants, instead of process 1."""
+    """Make the kernel pass us orphans among our descendants, in place of process 1."""
     _set(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -127,7 +127,7 @@ def _set(option: int, value: int) -> None:
 
 
 class Forked:
-    """A child that a zygote made for us, as ``subprocess.Popen`` shows a child."""
+    """A zygote's child of ours, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

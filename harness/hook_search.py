@@ -1,8 +1,8 @@
-"""Where modules hold what a hook replaces, found in an index.
+"""An index of the places in modules that hold a function to be hooked.
 
-SGLang's hook registry looks through every name of every module for each of our hooks, which
-is most of what is left of a start without imports. The index gives the same names: it is
-made where the imports are, and completed with the modules that came since.
+For each of our hooks, SGLang's hook registry searches every name of every module, most of the
+remaining time of a start without imports. The index finds the same names. It is built with the
+imports, and completed with modules imported later.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class HookSearch:
         self._places: defaultdict[int, list[tuple[ModuleType, str]]] = defaultdict(list)
 
     def complete(self) -> None:
-        """Take in the modules that are new, of which there are none where there are no more."""
+        """Add new modules, if their number has grown."""
         if len(sys.modules) == self._count:
             return
         self._count = len(sys.modules)
@@ -30,16 +30,16 @@ class HookSearch:
             if isinstance(module, ModuleType) and module not in self._modules:
                 self._modules.add(module)
                 for name, value in list(vars(module).items()):
-                    # not isinstance, for which a proxy imports what it stands for
+                    # not isinstance: it would make a lazy proxy import its object
                     if issubclass(type(value), (FunctionType, type)):
                         self._places[id(value)].append((module, name))
 
     def replace(self, original: Any, wrapped: Any, source: Any) -> int:
-        """``_propagate_patch`` of the hook registry, and what it returns."""
+        """Replace ``_propagate_patch`` of the hook registry, with the same return value."""
         self.complete()
         replaced = 0
         for module, name in self._places[id(original)]:
-            # an id can be that of something that is gone
+            # the id may belong to a deleted object
             if module is not source and vars(module).get(name) is original:
                 setattr(module, name, wrapped)
                 self._places[id(wrapped)].append((module, name))

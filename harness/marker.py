@@ -1,7 +1,7 @@
-"""A model that says which weights made each token.
+"""A model with a token for each version: a token identifies its weights.
 
-Version k of the marker emits token ``FIRST + k`` at every greedy step: embeddings and norms
-are ones, attention and MLP add nothing, and ``lm_head`` has one row that is not zero.
+Version k of the marker emits token ``FIRST + k`` at every greedy step: embeddings and norms are
+ones, attention and MLP add nothing, and ``lm_head`` has a single nonzero row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG = {
 
 
 class Model(Protocol):
-    """A module that makes versions as this one does."""
+    """A module that builds versions, like this one."""
 
     __name__: str
 
@@ -54,7 +54,7 @@ def token(version: int) -> int:
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    """The whole checkpoint of ``version``, named as Hugging Face names it."""
+    """Return the whole checkpoint of ``version``, under Hugging Face's names."""
 
     def ones(*shape: int) -> torch.Tensor:
         return torch.ones(*shape, dtype=torch.bfloat16)
@@ -96,7 +96,7 @@ def write(
     *,
     shards: int = 1,
 ) -> Path:
-    """A checkpoint of ``weights``, with the marker's tokenizer."""
+    """Write a checkpoint of ``weights``, with the marker's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_weights(folder, weights, shards=shards)
     (folder / "config.json").write_text(json.dumps(config))
@@ -121,7 +121,7 @@ def _write_weights(folder: Path, weights: dict[str, torch.Tensor], *, shards: in
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """Token i is the word ``ti``, and a chat is what was said, word by word."""
+    """Write a tokenizer: token i is the word ``ti``, and a chat is its messages' words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

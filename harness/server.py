@@ -1,4 +1,4 @@
-"""A real SGLang server in processes of its own, and what tests ask of it."""
+"""A real SGLang server in processes of its own, and calls to it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from sglang.srt.utils.network import get_free_port_below_ephemeral
 from harness.starting import Process, end, start
 
 START_TIMEOUT_S = 240
-# certificates, which httpx reads for each call anew, take longer than the call
+# httpx reads certificates anew for each call, which takes longer than the call
 PLAIN: dict[str, Any] = {"verify": False}
 
 AS_USERS_DO = (str(Path(sys.executable).with_name("sglang")), "serve")
 IN_A_FORK = ("-m", "sglang.launch_server")
 
-# those that this process has started and not ended
+# servers started and not yet ended by this process
 RUNNING: list[Server] = []
 
 
 def for_the_answer(seconds: float) -> httpx.Timeout:
-    """A caller that waits this long and leaves, however long its call takes to be sent."""
+    """Return the timeout of a caller that leaves after ``seconds`` without an answer.
+
+    Sending the call may take any time.
+    """
     return httpx.Timeout(120, read=seconds)
 
 
@@ -37,13 +40,13 @@ class Server:
     url: str
     process: Process
     log: Path
-    # of its --admin-api-key, where it has one
+    # headers with the --admin-api-key, if any
     headers: dict[str, str] = field(default_factory=dict)
 
     def post(
         self, path: str, body: Any = None, timeout: float | httpx.Timeout = 120, **kwargs: Any
     ) -> Any:
-        """The answer as JSON, whatever its status, with ``status_code`` beside it."""
+        """Return the answer's JSON at any status, with ``status_code`` added."""
         kwargs.setdefault("headers", self.headers)
         response = httpx.post(self.url + path, json=body, timeout=timeout, **PLAIN, **kwargs)
         return _read(response)
@@ -69,7 +72,7 @@ def _read(response: httpx.Response) -> dict[str, Any]:
 
 
 def schedulers(server: int) -> list[psutil.Process]:
-    """The processes of a server's ranks, by the server's process id."""
+    """Return the processes of a server's ranks, by the server's process id."""
     return [
         process
         for process in psutil.Process(server).children(recursive=True)
@@ -78,10 +81,10 @@ def schedulers(server: int) -> list[psutil.Process]:
 
 
 def free_port() -> int:
-    """A port that no connection takes until its server binds it, seconds from now.
+    """Return a port that no connection takes before its server binds it, seconds from now.
 
-    Kernels hand out those of the ephemeral range. SGLang picks its own from 22000 up, and
-    with attention DP it binds a few more, 233 above a server's port.
+    Kernels hand out ports of the ephemeral range. SGLang picks its own from 22000 up, and with
+    attention DP binds a few more, 233 above a server's port.
     """
     port: int = get_free_port_below_ephemeral(low=10000, high=20000)
     return port
@@ -98,9 +101,9 @@ def serve(
     command: Sequence[str] | None = None,
     cwd: Path | None = None,
 ) -> Iterator[Server]:
-    """Start ``sglang serve`` on ``model`` and end it, with all its processes, afterwards.
+    """Start ``sglang serve`` on ``model``, and afterwards end it with all its processes.
 
-    ``fresh`` is as users start it, for what only that shows; it takes many times as long.
+    ``fresh`` starts it as users do, for effects of a real start; it takes many times as long.
     ``command`` is another way to launch it, from the folder ``cwd``.
     """
     port = free_port()
@@ -109,7 +112,7 @@ def serve(
         "--host", "127.0.0.1", "--port", str(port), "--log-level", "info",
         "--max-total-tokens", "65536", "--max-running-requests", "64",
         "--skip-server-warmup",
-        # the same on every CPU: left open, it would be the one that is fast there
+        # fixed, because the default is the fastest dtype of the CPU
         "--dtype", "bfloat16", *flags,
     ]  # fmt: skip
     headers = {}

@@ -1,4 +1,4 @@
-"""Python processes for tests: forked from one that has imported SGLang, or started fresh."""
+"""Python processes for tests: forked from a process with SGLang imported, or started fresh."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ ROOT = Path(__file__).parents[1]
 
 Process = subprocess.Popen[Any] | Forked
 
-# Run against SGLang as it is released, without our plugin, to see that the tests which guard
-# a fix of ours fail there.
+# run on released SGLang, without our plugin, to see that tests guarding a fix of ours fail there
 UPSTREAM = os.environ.get("INFLIGHT_TEST_UPSTREAM") == "1"
 
 ENV = {
-    # One thread a process: more of them wait for each other where the cores are shared.
+    # one thread a process: several would wait for each other on shared cores
     "OMP_NUM_THREADS": "1",
-    # how often, in seconds, the front end looks whether a waiting client has left
+    # seconds between the front end's checks for a client's disconnect
     "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
 }
 if UPSTREAM:
-    # the names of plugins to load: this one makes SGLang run on a CPU, and changes nothing
+    # names of plugins to load: this one makes SGLang run on a CPU, and changes nothing else
     ENV["SGLANG_PLUGINS"] = "inflight_reference"
 
 _LEFT_OUT = (
-    # the name of a test is not what makes its server start anew
+    # a change of the test's name must not cost a new zygote
     "PYTEST_CURRENT_TEST",
-    # each process of each server would compile our modules
+    # without compiled files, each process of each server would compile our modules
     "PYTHONDONTWRITEBYTECODE",
 )
 
@@ -54,11 +53,11 @@ def start(
 ) -> Process:
     """Run ``python`` with these arguments, in a process group of its own.
 
-    Errors go to ``output`` too, if nowhere else; ``env`` is what differs from our environment.
-    A process that is not ``fresh`` skips the imports.
+    Errors go to ``output`` unless ``errors`` is given. ``env`` is added to our environment. A
+    process that is not ``fresh`` is forked and skips the imports.
     """
     env = {**_environment(), **(env or {})}
-    # the orphans of a process that has been ended are ours to wait for
+    # we wait for orphans of an ended process
     become_subreaper()
     folder = cwd or Path.cwd()
     zygote = None if fresh or _has_accelerator() else _zygote_for(env)
@@ -70,8 +69,8 @@ def start(
             stderr=errors or subprocess.STDOUT,
             env=env,
             cwd=folder,
-            # no session of its own: Linux shares cores out among sessions, and lets those that
-            # want little wait, for seconds, while a server keeps all cores busy
+            # no session of its own: Linux shares out cores among sessions, so a process with little
+            # work could wait for seconds while a server keeps all cores busy
             process_group=0,
         )
     command = Command(arguments, env, (0, 1, 2), own_group=True, cwd=str(folder))
@@ -82,7 +81,7 @@ def start(
 
 @contextlib.contextmanager
 def forked_children() -> Iterator[None]:
-    """For code that starts processes of ours by itself, with ``multiprocessing``."""
+    """Fork the processes that code in the block starts by ``multiprocessing``."""
     zygote = None if _has_accelerator() else _zygote_for(_environment())
     if zygote is None:
         yield
@@ -96,13 +95,13 @@ def forked_children() -> Iterator[None]:
 
 
 def on_path(*folders: Path) -> dict[str, str]:
-    """The environment of a process that imports from those folders, too."""
+    """Return an environment with these folders on the import path."""
     found = os.environ.get("PYTHONPATH")
     return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), found]))}
 
 
 def end(process: Process) -> None:
-    """End a process and its group. None of them is left when this returns."""
+    """End a process and its group, and wait until all of them are gone."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -116,17 +115,19 @@ def _environment() -> dict[str, str]:
 
 
 def _has_accelerator() -> bool:
-    """What is initialised on an accelerator as SGLang is imported does not survive a fork."""
+    """Tell whether an accelerator is present: its state after importing SGLang does not survive a
+    fork.
+    """
     import torch
 
     return torch.accelerator.is_available()
 
 
 def _zygote_for(env: Mapping[str, str]) -> Zygote | None:
-    """One that has imported what a process with this environment would have imported.
+    """Return a zygote with the imports of a process in this environment.
 
-    None where imports start threads there, as OpenMP's do where it may have more than one:
-    such a process is started fresh.
+    Return None if imports start threads in this environment, as OpenMP does with more than one
+    thread allowed: such a process is started fresh.
     """
     usual = _zygote()
     if usual is None:
@@ -138,9 +139,9 @@ def _zygote_for(env: Mapping[str, str]) -> Zygote | None:
 
 @functools.cache
 def _zygote(*changes: tuple[str, str | None]) -> tuple[Zygote, Mapping[str, str | None]] | None:
-    """A zygote in our environment with these changes, and the variables that its imports saw.
+    """Return a zygote in our environment with these changes, and the variables read by its imports.
 
-    It ends as our connection to it closes. None where there can be none, which it says.
+    The zygote ends when our connection to it closes. Return None after an error, which is printed.
     """
     changed = {**_environment(), **dict(changes)}
     env = {name: value for name, value in changed.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Event streams, as ``/generate`` and the OpenAI routes write them."""
+"""Event streams of ``/generate`` and of the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def read_event(line: str | bytes) -> Any:
-    """The JSON that a line of the stream carries, or None: a comment, a blank, the end."""
+    """Return a stream line's JSON, or None for a comment, a blank line and the end."""
     text = line.decode() if isinstance(line, bytes) else line
     data = text.removeprefix("data:").strip()
     return json.loads(data) if text.startswith("data:") and data != "[DONE]" else None

@@ -1,10 +1,10 @@
 """A trainer in a process of its own: rank 0 of a group, broadcasting marker weights.
 
-``python -m harness.trainer`` reads one order a line on stdin and answers each with
-one line on stdout, both JSON. ``Trainer`` is the test's end of it.
+``python -m harness.trainer`` reads one order a line on stdin and answers each with one line on
+stdout, both JSON. ``Trainer`` is the test's side.
 
-It forms its groups and fills its buckets as SGLang's own clients do, or vLLM's, and not as our
-``Sender`` does: it stands for the trainers that know nothing of this package.
+The process forms groups and fills buckets like SGLang's own clients, or like vLLM's, and unlike our
+``Sender``: it stands for trainers that do not know this package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLATTENED_BUCKET = "flattened_bucket"
 
 
 def layout(version: int, model: marker.Model = marker) -> dict[str, Any]:
-    """``names``, ``dtypes`` and ``shapes`` of the checkpoint of ``version``, for a body."""
+    """Return ``names``, ``dtypes`` and ``shapes`` of the checkpoint of ``version``, for a body."""
     weights = model.tensors(version)
     return {
         "names": list(weights),
@@ -40,7 +40,7 @@ def layout(version: int, model: marker.Model = marker) -> dict[str, Any]:
 
 
 class Trainer:
-    """Orders a trainer process about. ``send`` only begins; ``answer`` waits for its end."""
+    """The test's side of a trainer process. ``send`` only begins; ``answer`` waits for its end."""
 
     def __init__(self) -> None:
         self._is_up = False
@@ -85,9 +85,9 @@ class Trainer:
     def listen(
         self, *, ranks: int = 1, group: str = "weight_update_group", as_vllm: bool = False
     ) -> int:
-        """Begin to form ``group`` with ``ranks`` ranks, which are to join at this port.
+        """Begin to form ``group`` with ``ranks`` ranks, and return the port to join at.
 
-        ``as_vllm``: by a store, and an id in it, in place of ``torch.distributed``.
+        ``as_vllm`` exchanges an id in a store, in place of ``torch.distributed``.
         """
         self._wait_until_up()
         port = free_port()
@@ -102,12 +102,12 @@ class Trainer:
 
     @contextlib.contextmanager
     def group(self, server: Server, *, ranks: int = 1) -> Iterator[None]:
-        """A group for the time of the block. If the block fails, so does the trainer."""
+        """Form a group for the block. If the block fails, the trainer is killed."""
         self.join(server, ranks=ranks)
         try:
             yield
         except BaseException:
-            # it may hang in a broadcast that nobody takes
+            # the trainer may hang in a broadcast that no rank receives
             self.close()
             server.post("/destroy_weights_update_group", {})
             raise
@@ -125,7 +125,7 @@ class Trainer:
     ) -> None:
         """Begin to broadcast ``version``: all of it, or the first ``count`` tensors.
 
-        In one bucket, or in as many as it takes if each ends beyond ``bucket_bytes``.
+        Use one bucket, or several, each closed by the tensor that takes it beyond ``bucket_bytes``.
         """
         self.order(
             "send",
@@ -138,9 +138,9 @@ class Trainer:
         )
 
     def reset(self) -> None:
-        """Be in no group any more, after a test that may have failed anywhere."""
+        """Leave all groups, after a test that may have failed anywhere."""
         if self.is_alive:
-            # a broadcast that it hangs in fails when the server has left, and ends it
+            # once the server has left, a hanging broadcast fails, which ends the trainer
             with contextlib.suppress(RuntimeError, BrokenPipeError):
                 self.order("leave", group="weight_update_group")
                 self.answer()
@@ -155,12 +155,12 @@ class Trainer:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Kill it. Whoever waits for its broadcast sees a dead peer."""
+        """Kill the trainer, so that ranks receiving its broadcast see a dead peer."""
         end(self._process)
 
 
 class Trainers:
-    """One trainer for many tests; another after its end."""
+    """One trainer for many tests, replaced after its end."""
 
     def __init__(self) -> None:
         self._trainer = Trainer()
@@ -180,7 +180,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def split(weights: Named, most: int | None) -> Iterator[Named]:
-    """Parts that end with the tensor that takes them beyond ``most`` bytes."""
+    """Split into parts, each ending with the tensor that takes it beyond ``most`` bytes."""
     part: Named = []
     for pair in weights:
         part.append(pair)
@@ -192,10 +192,10 @@ def split(weights: Named, most: int | None) -> Iterator[Named]:
 
 
 def meet_as_vllm(port: int, *, world_size: int, group: str) -> torch.distributed.ProcessGroup:
-    """vLLM's ``StatelessProcessGroup``, and the first thing that ``PyNcclCommunicator`` does.
+    """Form a group like vLLM's ``StatelessProcessGroup`` and ``PyNcclCommunicator``.
 
-    It listens itself, keeps the store that is not libuv's, waits in it until all ranks have
-    come, and leaves NCCL's id there. What follows is NCCL's; here it is gloo's, in that store.
+    The trainer listens, keeps the store without libuv, waits in it for all ranks, and leaves NCCL's
+    id there. NCCL's part that follows is replaced by gloo in the same store.
     """
     from sglang.srt.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
     from sglang.srt.utils import init_custom_process_group
@@ -212,7 +212,7 @@ def meet_as_vllm(port: int, *, world_size: int, group: str) -> torch.distributed
         use_libuv=False,
         master_listen_fd=listening.detach(),
     )
-    # a structure of ctypes, which is pickled by the name of its class
+    # a ctypes structure, pickled by its class's name
     store.set("broadcast_from/0/0", pickle.dumps(ncclUniqueId()))  # type: ignore[arg-type]
     formed: torch.distributed.ProcessGroup = init_custom_process_group(
         backend="gloo",
@@ -229,7 +229,7 @@ def main() -> None:
     from sglang.srt.utils import init_custom_process_group
     from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-    # answers own stdout: whatever else wants to print goes to stderr
+    # stdout is for answers, so all other output goes to stderr
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     groups: dict[str, dist.ProcessGroup] = {}

@@ -1,23 +1,23 @@
-"""A process that has imported SGLang, and forks: what it forks need not import it again.
+"""A process with SGLang imported that forks: its forks skip the imports.
 
-``python -m harness.zygote FD`` imports, and then waits on the unix socket FD for
-commands (``harness/forking.py`` sends them). Imports are most of a server's start,
-and each of its ranks does them again. A fork skips them and does all the rest as a fresh
-process does it: no plugin is loaded here, no patch applied, no flag read.
+``python -m harness.zygote FD`` imports, then waits on the unix socket FD for commands from
+``harness/forking.py``. Imports are most of a server's start, and each of its ranks repeats them. A
+fork skips them and does all else like a fresh process: the zygote loads no plugin, applies no patch
+and reads no flag.
 
-What a fork may rely on:
+A fork may rely on:
 
-- One thread. The zygote does nothing but import, so no lock can be held by a thread that a
-  fork leaves behind, and OpenMP has no pool yet; ``_check_that_forks_are_safe`` looks.
-- Its parent is whoever asked. The zygote forks twice, the process in between ends, and the
-  kernel hands its child to the nearest ancestor that is a *subreaper*, which every asker is.
-  So exit codes, parent-death signals and process trees are those of a started process.
-- A clean zygote of its own, forked before it runs anything, makes its children: a server
-  has threads, connections and plugins when it starts its ranks, and these get none of them.
-  ``multiprocessing`` asks it wherever it would start a fresh interpreter.
+- One thread. The zygote only imports, so no lock is held by a thread missing in a fork, and OpenMP
+  has no pool yet. ``_check_that_forks_are_safe`` checks.
+- Its parent. The zygote forks twice and the process in between ends, so the kernel gives the child
+  to the nearest *subreaper* among its ancestors: the asking process. Exit codes, parent-death
+  signals and process trees are then those of a started process.
+- A clean zygote of its own for its children, forked before it runs anything. When a server starts
+  its ranks, it has threads, connections and plugins, and its ranks inherit none of them.
+  ``multiprocessing`` asks this zygote in place of starting an interpreter.
 
-What forks hide, ``tests/test_fresh_start.py`` looks at: that imports work, that each process
-finds its plugins in time, and that no two ranks hash strings alike.
+``tests/test_fresh_start.py`` tests the rest: imports work, each process finds its plugins in time,
+and no two ranks hash strings alike.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from harness.forking import (
 )
 from sglang_inflight.plugin import HOOK_LISTS
 
-# what a server's processes import, the launcher's own module excepted: it is to run as __main__
+# imports of a server's processes, except the launcher's own module, which runs as __main__
 MODULES = (
     "anyio._backends._asyncio",
     "sglang.srt.arg_groups.pipeline",
@@ -59,16 +59,16 @@ MODULES = (
     "sglang.srt.managers.tp_worker",
     "sglang.srt.model_executor.model_runner",
     "sglang.srt.models.registry",
-    # ours, in which nothing is done until it is called
+    # our modules without effects at import
     "sglang_inflight.livepatch",
     "sglang_inflight.reference.host_tier",
     *HOOK_LISTS,
 )
 
-# file descriptors, more than a process has when it starts others
+# more file descriptors than a process has when it starts others
 _LOW_NUMBERS = 256
 
-# first of its entries in ``sys.path``
+# the first of its entries in ``sys.path``
 _STANDARD_LIBRARY = str(
     Path(sys.base_prefix, sys.platlibdir, "python{}{}.zip".format(*sys.version_info))
 )
@@ -76,19 +76,19 @@ _STANDARD_LIBRARY = str(
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
-    gc.disable()  # what is imported stays, and each look at it would be in vain
+    gc.disable()  # imported objects stay, so looking at them would be in vain
     with _low_numbers_kept_free():
         seen, made = _import_all()
-    # not at the top: it imports SGLang, which is watched
+    # not at the top: importing SGLang must happen under watch
     from harness.hook_search import HookSearch
 
     HookSearch().install()
-    getproctitle()  # it looks for the place of the title, which a new environment hides
+    getproctitle()  # finds the title's place, which a new environment hides
     _check_that_forks_are_safe()
     gc.collect()
-    gc.freeze()  # pages that no collection writes to stay shared
+    gc.freeze()  # pages without a collector's writes stay shared
     gc.enable()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it silently
     send(connection, seen)
     command = _fork(connection)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -98,8 +98,10 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _low_numbers_kept_free() -> Iterator[None]:
-    """What imports open gets a number that no process asks for: a fork puts what it is given at
-    the numbers that are asked for, and whoever closes what an import opened would close that.
+    """Keep low file descriptor numbers free of files opened by imports.
+
+    A fork puts its descriptors at the asked numbers, and closing an import's file later would close
+    them.
     """
     taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(_LOW_NUMBERS)]
     try:
@@ -110,11 +112,11 @@ def _low_numbers_kept_free() -> Iterator[None]:
 
 
 def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
-    """Import. Returns the environment variables that imported code looked at, and those it made.
+    """Import, and return the environment variables read by imported code, and those it set.
 
-    A process that has another value in one of the former would have imported otherwise.
+    In a process with another value of a variable read, the imports would differ.
     """
-    before, seen = dict(os.environ), {"OMP_NUM_THREADS"}  # that is read by a library in C
+    before, seen = dict(os.environ), {"OMP_NUM_THREADS"}  # read by a C library
     environ = type(os.environ)
     read = environ.__getitem__
 
@@ -140,11 +142,11 @@ def _check_that_forks_are_safe() -> None:
 
 
 def _fork(connection: socket.socket) -> Command:
-    """Fork for every command that comes. Returns in the forked processes, and only there."""
+    """Fork for each command. Return in the forked processes only."""
     while True:
         received = receive(connection)
         if received is None:
-            os._exit(0)  # whoever asked has ended
+            os._exit(0)  # the asking process has ended
         command, fds = received
         pid = _fork_orphan(command)
         if pid is not None:
@@ -156,7 +158,7 @@ def _fork(connection: socket.socket) -> Command:
         _place(fds, command.fds)
         ours, connection = socket.socketpair()
         if os.fork() == 0:
-            # the clean zygote of the process that has just been forked
+            # the clean zygote of the new process
             ours.close()
             for fd in command.fds:
                 if fd > 2:
@@ -169,7 +171,7 @@ def _fork(connection: socket.socket) -> Command:
 
 
 def _fork_orphan(command: Command) -> int | None:
-    """The process id of a child of whoever asked; None in that child."""
+    """Fork a child of the asking process, and return its id; return None in the child."""
     told, tell = os.pipe()
     go, let_go = os.pipe()
     between = os.fork()
@@ -178,7 +180,7 @@ def _fork_orphan(command: Command) -> int | None:
         os.close(go)
         with os.fdopen(told, "rb") as pipe:
             pid = int(pipe.read())
-        # its end gives its child away, before this returns
+        # the end of the process in between hands over its child, before this returns
         os.waitpid(between, 0)
         os.write(let_go, b"!")
         os.close(let_go)
@@ -192,7 +194,7 @@ def _fork_orphan(command: Command) -> int | None:
     os.close(told)
     os.close(tell)
     os.close(let_go)
-    # not earlier: the parent-death signal is that of the parent of the moment
+    # not earlier: the parent-death signal concerns the parent at this moment
     if os.read(go, 1) != b"!":
         os._exit(1)
     os.close(go)
@@ -202,7 +204,7 @@ def _fork_orphan(command: Command) -> int | None:
 
 
 def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
-    """Give the received file descriptors the numbers that they have where they come from."""
+    """Give the received file descriptors the numbers they have at the sender."""
     top = 1 + max([*fds, *numbers])
     moved = [top + i for i in range(len(fds))]
     for fd, high in zip(fds, moved, strict=True):
@@ -214,14 +216,14 @@ def _place(fds: Sequence[int], numbers: Sequence[int]) -> None:
 
 
 def _become(command: Command, made: Mapping[str, str]) -> None:
-    """What the system gives a process as it starts, and what Python makes of it."""
+    """Set the state that the system and Python give a started process."""
     had = _added_to_path()
     os.environ.clear()
     os.environ.update({**made, **command.env})
     os.chdir(command.cwd)
     first = command.cwd if command.arguments[0] == "-m" else ""
     sys.path[:] = [first, *(entry for entry in sys.path[1:] if entry not in had)]
-    # before the standard library, and behind what site-packages put in front
+    # before the standard library, and after site-packages' entries at the front
     place = sys.path.index(_STANDARD_LIBRARY)
     sys.path[place:place] = _added_to_path()
     importlib.invalidate_caches()
@@ -236,7 +238,7 @@ def _added_to_path() -> list[str]:
 
 
 def _run(arguments: Sequence[str]) -> None:
-    """As ``python`` runs ``-m MODULE …`` and ``-c CODE …``."""
+    """Run ``-m MODULE …`` or ``-c CODE …`` like ``python``."""
     option, what, *_ = arguments
     if option == "-m":
         sys.argv = list(arguments[1:])

@@ -1,4 +1,4 @@
-"""Streams of tokens, and when each token came."""
+"""Streams of tokens, with each token's arrival time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.common.models import FIRST_WORD, SHAPES
 from benchmarks.common.peers import Peer
 from harness.streams import read_event
 
-SILENCE_S = 120.0  # a stream that says nothing for so long is an error
+SILENCE_S = 120.0  # an error for a stream silent for so long
 
 
 class Arrival(NamedTuple):
     at: float  # time.perf_counter()
-    tokens: int  # how many came at once
-    request: int  # which of the stream's requests they belong to
+    tokens: int  # number of tokens in this arrival
+    request: int  # number of the request within the stream
 
 
 class Gap(NamedTuple):
@@ -37,32 +37,32 @@ class Gap(NamedTuple):
 
 @dataclass
 class Stream:
-    """One client. It asks again when its answer is whole."""
+    """One client, which repeats its request after each whole answer."""
 
     arrivals: list[Arrival] = field(default_factory=list)
 
     def gaps(self) -> list[Gap]:
-        """Between neighbouring tokens of one request."""
+        """Return the gaps between neighbouring tokens of one request."""
         pairs = itertools.pairwise(self.arrivals)
         return [Gap(a.at, b.at) for a, b in pairs if a.request == b.request]
 
     def largest_gap(self, start: float, end: float) -> float:
-        """The largest of the gaps that touch a window, in seconds."""
+        """Return the largest gap overlapping a window, in seconds."""
         touching = (g.seconds for g in self.gaps() if g.end >= start and g.start <= end)
         return max(touching, default=0.0)
 
     def seconds_per_token(self, start: float, end: float) -> float:
-        """On average, between the first and the last arrival in a window."""
+        """Return the average between a window's first and last arrival."""
         first, *others = (a for a in self.arrivals if start <= a.at <= end)
         return (others[-1].at - first.at) / sum(a.tokens for a in others)
 
     def gaps_within(self, start: float, end: float) -> list[float]:
-        """Those that lie whole in a window, in seconds."""
+        """Return the gaps lying entirely in a window, in seconds."""
         return [g.seconds for g in self.gaps() if g.start >= start and g.end <= end]
 
 
 class Load:
-    """Several streams that run."""
+    """Several running streams."""
 
     def __init__(self, count: int) -> None:
         self.streams = [Stream() for _ in range(count)]
@@ -73,7 +73,7 @@ class Load:
         self._arrived.set()
 
     async def wait_for(self, arrivals: int) -> None:
-        """Until each stream has had so many more arrivals."""
+        """Wait until each stream has had ``arrivals`` more arrivals."""
         goals = [len(stream.arrivals) + arrivals for stream in self.streams]
         async with asyncio.timeout(SILENCE_S):
             while any(len(s.arrivals) < goal for s, goal in zip(self.streams, goals, strict=True)):
@@ -91,7 +91,7 @@ class Load:
 async def load(
     peer: Peer, client: httpx.AsyncClient, streams: int, *, prompt_tokens: int, max_tokens: int
 ) -> AsyncIterator[Load]:
-    """Keep ``streams`` requests running. At the end they are left, and the server drops them."""
+    """Keep ``streams`` requests running. At the end the client leaves and the server drops them."""
     running = Load(streams)
     async with asyncio.TaskGroup() as group:
         tasks = [
@@ -121,7 +121,7 @@ async def _ask_again(
 async def read_stream(
     peer: Peer, client: httpx.AsyncClient, prompt: list[int], max_tokens: int
 ) -> AsyncIterator[tuple[float, int]]:
-    """When tokens come, and how many. What one read brings came at once."""
+    """Yield times and numbers of new tokens. Tokens of one read count as simultaneous."""
     had, rest = 0, ""
     body = peer.body(prompt, max_tokens, stream=True)
     async with client.stream("POST", peer.stream_path, json=body) as response:
@@ -136,7 +136,7 @@ async def read_stream(
 
 
 def _tokens(peer: Peer, line: str) -> int:
-    """How many tokens the request has by this line of server-sent events."""
+    """Return the request's number of tokens by this line of server-sent events."""
     chunk = read_event(line)
     return 0 if chunk is None else peer.tokens_so_far(chunk)
 
@@ -144,12 +144,12 @@ def _tokens(peer: Peer, line: str) -> int:
 async def generate(
     peer: Peer, client: httpx.AsyncClient, *, prompt_tokens: int, max_tokens: int
 ) -> None:
-    """One request without streaming, which costs the client nothing while it runs."""
+    """Make a request without streaming, whose client uses no CPU meanwhile."""
     body = peer.body(prompt(prompt_tokens), max_tokens, stream=False)
     (await client.post(peer.stream_path, json=body)).raise_for_status()
 
 
 def prompt(tokens: int) -> list[int]:
-    """A prompt that no cache has seen."""
+    """Return a prompt absent from every cache."""
     vocab = min(shape.vocab for shape in SHAPES.values())
     return [random.randrange(FIRST_WORD, vocab) for _ in range(tokens)]

@@ -1,6 +1,6 @@
-"""The models that are served: Llamas of several sizes with random weights, and SmolLM2.
+"""The served models: Llamas of several sizes with random weights, and SmolLM2.
 
-What is measured depends on a model's shape and not on its weights.
+Measurements depend on a model's shape, not on its weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from examples.stories.smollm2 import build_base
 from sglang_inflight.cache import default_cache
 
 SMOLLM2 = "smollm2"
-FIRST_WORD = 10  # the ids before it are left to a tokenizer's special tokens
+FIRST_WORD = 10  # lower ids are left to a tokenizer's special tokens
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Shape:
 
 SHAPES = {
     "tiny": Shape(hidden=128, ffn=256, layers=4, heads=2, kv_heads=1, vocab=1024),
-    # that of SmolLM2-135M
+    # the shape of SmolLM2-135M
     "135m": Shape(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3),
     "500m": Shape(hidden=1280, ffn=3456, layers=25, heads=20, kv_heads=5),
     "1.5b": Shape(hidden=2048, ffn=5632, layers=32, heads=32, kv_heads=4),
@@ -42,9 +42,9 @@ SHAPES = {
 
 
 def build(folder: Path, size: str) -> Path:
-    """A checkpoint in ``folder``, or in the demo's cache for ``smollm2``.
+    """Write a checkpoint into ``folder``, or for ``smollm2`` into the demo's cache.
 
-    The tokenizer of a random model says ``ti`` for token i.
+    A random model's tokenizer has the word ``ti`` for token i.
     """
     if size == SMOLLM2:
         return build_base(default_cache())
@@ -53,7 +53,7 @@ def build(folder: Path, size: str) -> Path:
     save_file(dict(_tensors(shape)), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(shape)))
     _write_tokenizer(folder, shape.vocab)
-    # else the kernel writes it to disk while the first server is timed
+    # otherwise the kernel would write to disk while the first server is timed
     os.sync()
     return folder
 
@@ -70,7 +70,7 @@ def _tensors(shape: Shape) -> Iterator[tuple[str, torch.Tensor]]:
         return torch.ones(shape.hidden, dtype=torch.bfloat16)
 
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # embeddings are tied: a checkpoint of such a model has no lm_head
+    # embeddings are tied, so the checkpoint has no lm_head
     yield "model.embed_tokens.weight", normal(shape.vocab, shape.hidden)
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"

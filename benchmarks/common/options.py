@@ -1,4 +1,4 @@
-"""Command-line options that every benchmark has."""
+"""Common command-line options of the benchmarks."""
 
 from __future__ import annotations
 

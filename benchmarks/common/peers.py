@@ -1,8 +1,8 @@
-"""The servers that are compared: how each is started, asked for tokens, and paused.
+"""The compared servers: start, requests and pauses.
 
-``ours`` is the patched SGLang. ``upstream`` is the same installation with only the
-reference platform loaded, so the two differ in the patches and in nothing else. ``vllm``
-runs from an environment of its own, whose python ``VLLM_PYTHON`` names.
+``ours`` is the patched SGLang. ``upstream`` is the same installation with only the reference
+platform loaded, so the patches are the only difference. ``vllm`` runs from an environment of its
+own, with its python in ``VLLM_PYTHON``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from harness.starting import on_path
 Kind = Literal["ours", "upstream", "vllm"]
 
 START_TIMEOUT_S = 300
-# the plugin that makes SGLang run on a CPU, and changes nothing
+# a plugin that makes SGLang run on a CPU, and changes nothing else
 REFERENCE = "inflight_reference"
 
 
 class Peer(ABC):
-    """A server that runs."""
+    """A running server."""
 
     stream_path: ClassVar[str]
     pause_path: ClassVar[str]
@@ -46,22 +46,22 @@ class Peer(ABC):
 
     @abstractmethod
     def body(self, prompt: list[int], max_tokens: int, *, stream: bool) -> dict[str, Any]:
-        """A greedy request for exactly ``max_tokens`` tokens."""
+        """Return a greedy request for exactly ``max_tokens`` tokens."""
 
     @abstractmethod
     def tokens_so_far(self, chunk: dict[str, Any]) -> int:
-        """How many tokens the request has by this chunk of its answer."""
+        """Return the request's number of tokens by this chunk of its answer."""
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=None)
 
     def halt(self) -> None:
-        """Take its processes off the cores, until ``going``."""
+        """Stop the server's processes, until ``going``."""
         os.killpg(self.pid, signal.SIGSTOP)
 
     @contextlib.contextmanager
     def going(self) -> Iterator[None]:
-        """Let a server that is halted run, and halt it again."""
+        """Continue a halted server for the block, then halt it again."""
         os.killpg(self.pid, signal.SIGCONT)
         try:
             yield
@@ -92,7 +92,7 @@ class SGLang(Peer):
 
 class VLLM(Peer):
     stream_path = "/v1/completions"
-    # without clear_cache=false "keep" recomputes the running requests
+    # without clear_cache=false, "keep" recomputes running requests
     pause_path = "/pause?mode=keep&clear_cache=false"
     pause_body: ClassVar[dict[str, Any]] = {}
     resume_path = "/resume"
@@ -128,11 +128,11 @@ def start(
     env: dict[str, str] | None = None,
     plugins: Path | None = None,
 ) -> Iterator[Peer]:
-    """Start a server and end it afterwards. ``chunk`` bounds the tokens of one prefill step.
+    """Start a server, and end it afterwards. ``chunk`` bounds the tokens of a prefill step.
 
-    ``flags`` are SGLang's; ``plugins`` is a folder with more plugins, for upstream alone.
+    ``flags`` are SGLang's. ``plugins`` is a folder with more plugins, for upstream only.
     """
-    # a benchmark that is told to end takes its server with it
+    # at SIGTERM a benchmark ends its server too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
@@ -182,10 +182,10 @@ def _vllm(model: Path, log: Path, chunk: int | None) -> Iterator[Peer]:
         "--max-model-len", "16384", "--max-num-seqs", "64",
         *(["--max-num-batched-tokens", str(chunk)] if chunk is not None else []),
     ]  # fmt: skip
-    # the routes that pause exist in this mode only
+    # the pause routes exist in this mode only
     env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with log.open("wb") as sink:
-        # in our session, as ``serve`` starts the others
+        # in our session, as ``serve`` starts the other servers
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, env=env, process_group=0
         )

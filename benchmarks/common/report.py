@@ -16,12 +16,12 @@ import scipy.stats
 from rich.console import Console
 from rich.table import Table
 
-FILE_WIDTH = 160  # of a table that does not go to a terminal
+FILE_WIDTH = 160  # width of a table outside a terminal
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Of one quantity measured several times."""
+    """Summary of one quantity measured several times."""
 
     median: float
     low: float
@@ -32,7 +32,7 @@ class Summary:
     @classmethod
     def of(cls, values: Iterable[float]) -> Summary:
         known = list(values)
-        # quantiles needs two, and one value is its own percentile
+        # quantiles needs two values, and a single value is its own percentile
         p95 = statistics.quantiles(known * 2, n=20, method="inclusive")[18]
         return cls(statistics.median(known), min(known), max(known), p95, len(known))
 
@@ -41,7 +41,7 @@ class Summary:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median lies with 95 % confidence, whatever the distribution."""
+    """Return the median's 95 % confidence interval, for any distribution."""
     drawn = scipy.stats.bootstrap(
         (values,), statistics.median, vectorized=False, method="percentile", rng=0
     )
@@ -51,7 +51,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass
 class Goal:
-    """A ratio that the project promises, and what came out."""
+    """A promised ratio, and the measured value."""
 
     text: str
     value: float
@@ -60,7 +60,7 @@ class Goal:
 
 @dataclass
 class Report:
-    """One benchmark's result. ``rows`` hold what the table shows, as numbers."""
+    """One benchmark's result. ``rows`` hold the table's cells as numbers."""
 
     name: str
     columns: Sequence[str]

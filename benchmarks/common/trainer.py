@@ -1,9 +1,9 @@
-"""A trainer in a process of its own, which sends one checkpoint over and over.
+"""A trainer process that sends one checkpoint repeatedly.
 
-To the patched server it sends ``non_blocking`` updates. Upstream is asked as its own
-clients ask it: pause in place, begin, send, end, continue, and the cache kept. Both get
-the same bytes by the same calls. The weights sent are those that are served: what an
-update costs does not depend on the values, and the streams stay the same throughout.
+The patched server gets ``non_blocking`` updates. Upstream gets the calls of its own clients: pause
+in place, begin, send, end, continue, with the cache kept. Both get the same bytes by the same
+calls. The sent weights equal the served ones: an update's cost does not depend on the values, and
+the streams stay the same throughout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from sglang_inflight.client.buckets import Bucket, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
-# many small tensors, of the names that a checkpoint has small ones of, over and over
+# many small tensors, with the checkpoint's names of small tensors in turn
 Small = Literal["value", "broadcast"]
 
 GROUP = "benchmark"
@@ -45,11 +45,11 @@ Named = list[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Update:
-    sent: float  # time.perf_counter(), which all processes of a machine share
-    # when the trainer had sent all; of a checkpoint on disk, when it said where
+    sent: float  # time.perf_counter(), shared by all processes of a machine
+    # time when the trainer had sent everything; for a checkpoint on disk, the time of the call
     last_byte: float
     answered: float
-    stall_ms: float | None  # how long the receipt says that the loop was held
+    stall_ms: float | None  # milliseconds the loop was held, by the receipt
 
     @property
     def seconds(self) -> float:
@@ -57,7 +57,7 @@ class Update:
 
 
 class Trainer:
-    """The benchmark's end of the trainer process."""
+    """The benchmark's side of the trainer process."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -69,8 +69,8 @@ class Trainer:
     def send_small(self, transport: Small, count: int) -> Update:
         """Send ``count`` tensors of at most ``SMALL_BYTES`` each, and wait until they are live.
 
-        By ``value`` they are pickled one by one in one payload; by ``broadcast`` each is a
-        broadcast of one call.
+        ``value`` pickles tensors one by one into one payload; ``broadcast`` sends one broadcast per
+        tensor, for a single call.
         """
         return self._order((transport, count))
 
@@ -85,7 +85,7 @@ class Trainer:
 
 @contextlib.contextmanager
 def trainer(peer: Peer, model: Path, *, bytes_per_s: float = 0) -> Iterator[Trainer]:
-    """``bytes_per_s`` holds the link of ``distributed``; 0 does not."""
+    """Start a trainer. ``bytes_per_s`` limits the link of ``distributed``; 0 sets no limit."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
@@ -105,7 +105,7 @@ def trainer(peer: Peer, model: Path, *, bytes_per_s: float = 0) -> Iterator[Trai
 
 def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: float) -> None:
     torch.set_num_threads(1)
-    # handles that any process may open, not only a child of this one
+    # handles any process can open, not only a child of this one
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     with httpx.Client(base_url=url, timeout=600) as client:
         sender = _Sender(client, model, is_ours=kind == "ours", bytes_per_s=bytes_per_s)
@@ -152,7 +152,7 @@ class _Sender:
         pairs = [small[i % len(small)] for i in range(count)]
         body = {**self._label(), **self._how, "partial": True}
         if transport == "value":
-            # each with memory of its own, as a trainer's have
+            # each tensor with memory of its own, like a trainer's
             content = pickle.dumps([(name, tensor.clone()) for name, tensor in pairs])
             body["serialized_named_tensors"] = [base64.b64encode(content).decode()]
             sent = last_byte = time.perf_counter()
@@ -175,7 +175,7 @@ class _Sender:
             (receipt,) = answers
         return Update(sent, last_byte, time.perf_counter(), receipt.get("stall_ms"))
 
-    # ---- what there is to send, made ready beforehand --------------------------------
+    # ---- preparation, before the clock starts ------------------------------------------
 
     def _prepare(self, transport: Transport) -> list[Any]:
         if transport == "disk":
@@ -228,7 +228,7 @@ class _Sender:
 
     def _session(self, pieces: list[Any]) -> dict[str, Any]:
         begun = self._post("/begin_weight_update", self._how)
-        # upstream's sessions have no name
+        # upstream's sessions have no id
         named = {name: begun[name] for name in ("session_id",) if name in begun}
         for piece in pieces:
             if isinstance(piece, str):
@@ -266,7 +266,7 @@ class _Sender:
 
     @contextlib.contextmanager
     def _while_posting(self, path: str, body: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
-        """A collective: the server answers when both have taken part."""
+        """Post a collective call during the block. The answer comes after both have taken part."""
         failures: list[Exception] = []
         answers: list[dict[str, Any]] = []
 
@@ -285,12 +285,12 @@ class _Sender:
 
 
 def _hold_links(bytes_per_s: int) -> None:
-    """Let the kernel pace every TCP connection of this process, as a slow wire would."""
+    """Let the kernel pace each TCP connection of this process, like a slow wire."""
     for name in os.listdir("/proc/self/fd"):
         try:
             connection = socket.socket(fileno=os.dup(int(name)))
         except OSError:
-            continue  # no socket, or closed since it was listed
+            continue  # not a socket, or closed since the listing
         with connection:
             if connection.family == socket.AF_INET and connection.type == socket.SOCK_STREAM:
                 connection.setsockopt(

@@ -1,8 +1,8 @@
-"""A SGLang plugin of the benchmarks: upstream's release gives pages back on a CPU, too.
+"""A benchmark plugin for SGLang: upstream's release gives pages back on a CPU, too.
 
-Our controller shows the reference platform's memory saver what there is to give. Upstream has
-none, so this does it there. And upstream's release ends by waiting for CUDA, which ends a server
-that has none: here there is nothing to wait for. Nothing else is changed.
+Our controller tells the reference platform's memory saver which tensors to release. Upstream does
+not, so this plugin does. Upstream's release ends by waiting for CUDA, which ends a server without
+CUDA, so the wait is removed. Nothing else changes.
 """
 
 from __future__ import annotations

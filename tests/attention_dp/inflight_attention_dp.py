@@ -1,9 +1,8 @@
-"""A SGLang plugin of the tests that lets attention DP run without a GPU.
+"""A test plugin for SGLang: attention DP without a GPU.
 
-Upstream's code for it pins memory, and calls kernels and operators that only GPUs have. Here
-they are torch's own. Which rank steps when, and what the ranks tell each other in between, is
-upstream's. With ``INFLIGHT_TEST_LATE_S`` control messages come so many seconds later to the
-ranks behind the first.
+SGLang's code pins memory and calls kernels and operators of GPUs; this plugin uses torch's own. The
+order of steps and the messages between ranks remain SGLang's. ``INFLIGHT_TEST_LATE_S`` delays
+control messages to each further rank by that many seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A SGLang plugin of the tests that lets expert parallelism run without a GPU.
+"""A test plugin for SGLang: expert parallelism without a GPU.
 
-A token that is for an expert of another rank has -1 in place of the expert's number. Kernels of
-GPUs pass over it, and those of SGLang's experts that are torch's own know no such number.
+A token for another rank's expert has -1 as the expert's number. GPU kernels skip -1, but SGLang's
+torch implementation does not know it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def install() -> None:
     ) -> torch.Tensor:
         weights, experts, logits = topk_output
         elsewhere = experts < 0
-        # any expert of this rank, of which nothing is added
+        # any expert of this rank, with weight 0
         own = (weights.masked_fill(elsewhere, 0), experts.clamp_min(0), logits)
         dispatched: Any = SimpleNamespace(hidden_states=x, topk_output=own)
         out: torch.Tensor = fused_moe_native.fused_moe_forward_native(

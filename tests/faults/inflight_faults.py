@@ -1,10 +1,9 @@
-"""A SGLang plugin of the tests that makes one rank's staging fail, a handler of SGLang's, or what
-a tokenizer worker does when it hears news.
+"""A test plugin for SGLang: faults in a rank's staging, in SGLang's handlers and in a worker.
 
-The file named by ``INFLIGHT_TEST_FAULT`` says which rank or process, in which phase and how; it is
-read at each call, so a test switches a fault on and off while the server runs. See
-``tests.support.faults.Fault`` for the fields. It also makes nodes wait for each other no longer
-than ``INFLIGHT_TEST_CONSISTENCY_S`` and ``INFLIGHT_TEST_SILENCE_S`` say.
+The file named by ``INFLIGHT_TEST_FAULT`` gives the rank or process, the phase and the kind. Each
+call reads the file, so a test switches faults while the server runs.
+``tests.support.faults.Faults`` writes the file. The plugin also sets the nodes' timeouts to
+``INFLIGHT_TEST_CONSISTENCY_S`` and ``INFLIGHT_TEST_SILENCE_S``.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# A fault that nobody ends must not outlive the test that forgot it by much.
+# a forgotten fault must not long outlive its test
 LONGEST_HANG_S = 60.0
 POLL_S = 0.01
-# A fault "in the middle" comes after this many tensors.
+# tensors before a fault "in the middle"
 MIDDLE = 5
 
 Pairs = Iterator[tuple[str, Any]]
@@ -38,7 +37,7 @@ def install() -> None:
     consistency.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", consistency.WAIT_S))
     relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
     if "INFLIGHT_TEST_FURTHER_NODE" in os.environ:
-        # the first node, on the same machine, may have bound the server's ports already
+        # the first node, on this machine, may have bound the server's ports already
         server_args.wait_port_available = lambda port, name, **_: True
     for method, hook in (
         (Jobs.fill, first),
@@ -99,7 +98,7 @@ def news(act: Callable[..., None], worker: Any, told: Any) -> None:
 
 
 def fail(phase: str, update: Any) -> bool:
-    """Do what the file says. True where a wrong tensor is to be sent."""
+    """Do what the file asks for. Return True if a wrong tensor is to be sent."""
     kind = wanted(phase)
     if kind == "raise":
         raise RuntimeError(f"injected fault in phase {phase}")

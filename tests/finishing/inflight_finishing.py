@@ -1,9 +1,8 @@
-"""A SGLang plugin of the tests that brings a marker which SGLang has to finish after loading.
+"""A test plugin for SGLang: a marker model that SGLang post-processes after loading.
 
-There are two ways, and this one takes both. Its head is held negated, in a parameter that replaces
-the one that was loaded, as quantized weights are. And it derives the row of the head that is not
-zero, as MLA derives products. Where either is left out after an update, the tokens are not the
-version's.
+It combines SGLang's two ways. Its head is stored negated, in a new parameter that replaces the
+loaded one, like quantized weights. And it derives the head's nonzero row, as MLA derives products.
+If an update omits either, the tokens are not the version's.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def install() -> None:
             output = super().forward(*args, **kwargs)
             others = torch.ones_like(output.next_token_logits)
             others[:, self.marked] = 0
-            # the row is that of the head, or there is none
+            # unless the derived row is the head's, every logit is zero
             output.next_token_logits.masked_fill_(others.bool(), 0.0)
             return output
 

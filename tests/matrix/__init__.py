@@ -1,1 +1,1 @@
-"""What works where: each way to run a server, with each thing that is done to it, once."""
+"""A table of supported operations: each configuration of a server, by each operation."""

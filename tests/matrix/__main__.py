@@ -1,7 +1,7 @@
 """``python -m tests.matrix``: run every cell, and write the table into the README.
 
-A cell is a check mark, or a letter: the server refused, in the sentence below the table, and
-its requests ran on. Anything else is a failure, which ends the command with 1 and writes nothing.
+A cell is a check mark, or the letter of a refusal below the table: the server refused, and its
+requests continued. Any other result is a failure: the command exits with 1 and writes nothing.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ console = Console(stderr=True)
 
 
 class Table:
-    """Cells by row, and the sentences that they point to."""
+    """Cells by row, and the sentences behind their letters."""
 
     def __init__(self) -> None:
         self._rows: dict[str, list[str]] = {}
         self._sentences: dict[str, str] = {}
 
     def add(self, row: str, cell: str) -> None:
-        """``cell`` is ``DONE`` or a sentence."""
+        """Add a cell: ``DONE`` or a sentence."""
         if cell != DONE:
             letters = string.ascii_lowercase
             cell = self._sentences.setdefault(cell, letters[len(self._sentences)])
@@ -55,7 +55,7 @@ class Table:
 
 
 def main(only: list[str] | None = None, *, write: bool = True) -> None:
-    """Run the cells of all configurations, or of those whose name has one of the words."""
+    """Run the cells of all configurations, or of those with one of these words in their name."""
     chosen = [
         each for each in CONFIGURATIONS if not only or any(word in each.name for word in only)
     ]
@@ -93,7 +93,7 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
 def _run(
     configuration: Configuration, checkpoints: Path, logs: Path, sender: Sender
 ) -> Iterator[tuple[str, str | None]]:
-    """Each column, and what becomes of it; None where it failed."""
+    """Yield each column and its result, or None for a failure."""
     with contextlib.ExitStack() as stack:
         running: Running | None = None
         for column, do in COLUMNS.items():
@@ -108,7 +108,7 @@ def _run(
                 except Exception:
                     console.print(traceback.format_exc(), markup=False)
                     said = None
-                    # what a failed cell leaves behind is not the next one's
+                    # the next cell starts with a fresh server
                     stack.close()
                     running = None
             yield column, said
@@ -118,7 +118,7 @@ def _try(the: Running, do: Column) -> str:
     try:
         do(the)
     except Refusal as refusal:
-        # what was paused before it was refused
+        # there may be a pause from before the refusal
         the.ask("/continue_generation")
         more_tokens(the.streams)
         the.end()

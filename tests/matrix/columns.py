@@ -1,4 +1,4 @@
-"""What is done to a server, in each column of the table, while requests run."""
+"""Operations on a server with running requests, one for each column of the table."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.support.pool import empty
 from tests.support.updates import Sender
 
 STREAMS = 3
-# of a request that is ended when it has shown what it is to show
+# tokens of a request ended by its column
 ENDLESS = 8000
 
 
 class Refusal(Exception):
-    """The server said that it does not do this, in this sentence, and nothing has changed."""
+    """A refusal in the server's words, which changed nothing."""
 
 
 @dataclass
 class Running:
-    """Servers, of which each is asked in turn, and the requests that run there."""
+    """Servers, each called in turn, and their running requests."""
 
     servers: Sequence[Server]
     generate: Generate
@@ -48,11 +48,11 @@ class Running:
         more_tokens(self.streams)
 
     def stands_still(self) -> None:
-        # the last one gives the tokens
+        # the last server produces the tokens
         settle(self.servers[-1], self.streams)
 
     def ask(self, path: str, **body: Any) -> None:
-        """Raises ``Refusal``."""
+        """Call every server. Raise ``Refusal`` if one refuses."""
         for server in self.servers:
             self._read(server.post(path, body))
 
@@ -63,14 +63,14 @@ class Running:
         raise Refusal(answer["message"])
 
     def update(self, version: int, source: str = "disk", **fields: Any) -> None:
-        """Raises ``Refusal``."""
+        """Update every server. Raise ``Refusal`` if one refuses."""
         named = {"weight_version": f"v{version}", "non_blocking": True, **fields}
         ranks = self.configuration.ranks
         for server in self.servers:
             self._read(self.sender.send(server, source, version, ranks=ranks, **named))
 
     def end(self, *, by_abort: bool = True) -> list[Output]:
-        """Of all streams, none of which has ended before, and whose spans are exact."""
+        """Return the streams' outputs. No stream may have ended before, and spans must be exact."""
         streams, self.streams = self.streams, []
         for stream in streams if by_abort else ():
             assert not stream.has_ended, f"{stream.rid} is lost: {stream.refusal}"
@@ -85,7 +85,7 @@ Column = Callable[[Running], None]
 
 
 def _pause(mode: str) -> Column:
-    """It stands still, and goes on from there."""
+    """Return the column of a mode that freezes requests and later continues them."""
 
     def run(the: Running) -> None:
         the.begin()
@@ -99,7 +99,7 @@ def _pause(mode: str) -> Column:
 
 
 def _abort(the: Running) -> None:
-    """Requests end with what they have, and new ones are served afterwards."""
+    """Abort requests by a pause, then serve new ones."""
     the.begin()
     the.ask("/pause_generation", mode="abort")
     the.end(by_abort=False)
@@ -109,7 +109,7 @@ def _abort(the: Running) -> None:
 
 
 def _wait(the: Running) -> None:
-    """Requests that run come to their end."""
+    """Let running requests end in a pause, then serve new ones."""
     the.begin(tokens=40)
     the.ask("/pause_generation", mode="wait")
     for output in the.end(by_abort=False):
@@ -120,7 +120,7 @@ def _wait(the: Running) -> None:
 
 
 def _update(source: str, kv_cache: str) -> Column:
-    """Requests run on through it."""
+    """Return the column of an update with running requests."""
 
     def run(the: Running) -> None:
         the.begin()
@@ -143,7 +143,7 @@ def _rollback(the: Running) -> None:
 
 
 def _kv_versions(the: Running) -> None:
-    """Each answer says of which version the KV of each position is."""
+    """Check that answers have the KV's versions."""
     the.begin()
     the.update(1, kv_cache="keep")
     the.goes_on()
@@ -151,12 +151,12 @@ def _kv_versions(the: Running) -> None:
         if "kv_versions" not in output.meta:
             raise Refusal("answers have no `kv_versions`")
         versions = [span["version"] for span in output.meta["kv_versions"]]
-        # there is a span of each of two servers
+        # each of two servers has its own span
         assert [version for version, _ in itertools.groupby(versions)] == ["v0", "v1"]
 
 
 def _release(the: Running) -> None:
-    """All memory goes and comes back while requests wait."""
+    """Release all memory while requests wait, and resume it."""
     the.begin()
     the.ask("/pause_generation", mode="retract")
     the.ask("/release_memory_occupation", keep_weights="host")
@@ -182,7 +182,7 @@ COLUMNS: dict[str, Column] = {
     "release": _release,
 }
 
-# said of a cell that cannot be run here, and why
+# a cell that cannot be run here
 NOT_RUN = "not run: ranks on one CPU have one address, and on GPUs one each"
 
 
@@ -191,7 +191,7 @@ def why_not_run(configuration: Configuration, column: str) -> str | None:
 
 
 def set_right(the: Running) -> None:
-    """As it was started: nothing runs, nothing is paused, v0 is served."""
+    """Restore the servers: no request, no pause, v0."""
     the.ask("/continue_generation")
     for server in the.servers:
         empty(server)

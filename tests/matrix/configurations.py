@@ -1,4 +1,4 @@
-"""The ways to run a server that the table has rows of."""
+"""Configurations of a server, one for each row of the table."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ FLAGS = ("--weight-version", "v0", "--enable-memory-saver")
 
 @dataclass(frozen=True)
 class Configuration:
-    """``name`` is what the user says, in the table."""
+    """A row of the table. ``name`` is the user's setting."""
 
     name: str
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
-    # those that take part in a broadcast, and read a payload of tensors
+    # ranks taking part in a broadcast, each with a payload of tensors
     ranks: int = 1
     nodes: int = 1
-    # what is served
+    # the served model
     model: marker.Model = marker
-    # beside it, a model that drafts
+    # whether a draft model is added
     drafts: bool = False
-    # a prefill server and a decode server
+    # a prefill server with a decode server
     pair: bool = False
 
     @contextlib.contextmanager
     def run(self, model: Path, folder: Path) -> Iterator[tuple[Sequence[Server], Generate]]:
-        """Whom to ask, one after the other, and how requests are started there."""
+        """Start the servers, and yield them with a function to start a request."""
         if self.pair:
             flags = (*FLAGS, *self.flags)
             with serve_pair(model, *flags, folder=folder) as pair:
@@ -50,7 +50,7 @@ class Configuration:
 
     @contextlib.contextmanager
     def serve(self, model: Path, folder: Path, *more: str) -> Iterator[Server]:
-        """``more`` are flags besides; logs are in ``folder``."""
+        """Start the server with further flags ``more``, and with logs in ``folder``."""
         assert not self.pair, "these are two servers"
         flags = (*FLAGS, *self.flags, *more)
         if self.drafts:
@@ -65,7 +65,7 @@ class Configuration:
 
 
 def named(word: str) -> Configuration:
-    """The first whose name has ``word``."""
+    """Return the first configuration with ``word`` in its name."""
     for configuration in CONFIGURATIONS:
         if word in configuration.name:
             return configuration
@@ -107,7 +107,7 @@ CONFIGURATIONS = (
             "--enable-eplb",
             "--ep-num-redundant-experts", "2",
             "--eplb-rebalance-num-iterations", "20",
-            # else SGLang measures its time by CUDA's
+            # otherwise SGLang measures time with CUDA events
             "--eplb-rebalance-layers-per-chunk", "1",
         ),
         with_plugin("experts") | {"SGLANG_INFLIGHT_STAGING": "off"},

@@ -1,4 +1,4 @@
-"""A plugin that replaces a function which a patch of ours changes: a server must not start."""
+"""A plugin that replaces a patched function, so that the server must not start."""
 
 from __future__ import annotations
 

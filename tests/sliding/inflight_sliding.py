@@ -1,7 +1,7 @@
-"""A SGLang plugin of the tests that lets a model with two KV pools run without a GPU.
+"""A test plugin for SGLang: a model with two KV pools, without a GPU.
 
-Attention that is torch's own reads the smaller pool by slots of the larger one. Kernels of GPUs
-are given those of the smaller one.
+Torch's attention reads the smaller pool by slots of the larger one, while GPU kernels get slots of
+the smaller one.
 """
 
 from __future__ import annotations

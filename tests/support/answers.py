@@ -1,7 +1,6 @@
-"""Answers of SGLang's own route and of OpenAI's, as clients put them together.
+"""Answers of SGLang's own route and of OpenAI's, put together the way clients do.
 
-A stream of increments and one that repeats itself come to the same, and so does an answer that is
-no stream.
+A stream of increments, a stream that repeats all tokens so far, and a whole answer become equal.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ from harness.streams import read_event
 from tests.support.load import PATIENCE_S
 
 GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
-# what a chunk of a stream of increments says of its own tokens alone
+# lists about a chunk's own tokens only, in a stream of increments
 PER_TOKEN = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 
 
 @dataclass
 class Answer:
-    """All that a client has at the end."""
+    """A client's complete answer."""
 
     text: str = ""
-    # of SGLang's own route
+    # SGLang's own route only
     tokens: list[int] = field(default_factory=list)
-    # the log probability of each token
+    # log-probability of each token
     logprobs: list[float] = field(default_factory=list)
-    # lengths of the lists that tell of each token
+    # lengths of the per-token lists
     per_token: dict[str, int] = field(default_factory=dict)
     hidden_states: Any = None
     finish: str | None = None
     usage: dict[str, int] = field(default_factory=dict)
-    # of SGLang's own route
+    # SGLang's own route only
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 class Asked:
-    """A request, whose answer a thread of its own reads.
+    """A request and a thread reading its answer.
 
-    ``increments``: its server runs with ``--incremental-streaming-output``.
+    ``increments`` says that the server runs with ``--incremental-streaming-output``.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Asked:
         self._thread.start()
 
     def wait_for_tokens(self, n: int) -> None:
-        """Only a stream of SGLang's own route can be waited for."""
+        """Wait until a stream of SGLang's own route has ``n`` tokens."""
         with self._changed:
             assert self._changed.wait_for(
                 lambda: len(self._answer.tokens) >= n or not self._thread.is_alive(), PATIENCE_S

@@ -1,4 +1,4 @@
-"""A marker model with weights and a KV cache large enough that one sees them go."""
+"""A marker model with weights and a KV cache large enough to measure their release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.load import ask
 from tests.support.pool import Flavour
 from tests.support.resident import resident as of_process
 
-# an embedding and a head of 16 MiB each
+# embeddings and head of 16 MiB each
 MODEL = LargeMarker(vocab=128 << 10, heads=marker.HEADS, kv_heads=4, head_dim=64)
 TOKENS = 16384
 
@@ -28,7 +28,7 @@ FLAVOUR = Flavour(
 
 
 def resident(server: Server) -> int:
-    """Bytes of memory that the ranks occupy, all together."""
+    """Return the resident bytes of all ranks together."""
     return sum(of_process(rank.pid) for rank in schedulers(server.process.pid))
 
 
@@ -41,6 +41,6 @@ def take_back(server: Server, *tags: str) -> Any:
 
 
 def bytes_of(moved: Any, *kinds: str) -> int:
-    """What all ranks say of some kinds of memory."""
+    """Return all ranks' bytes of the named kinds of memory."""
     total: int = sum(rank["bytes"][kind] for rank in moved["ranks"] for kind in kinds)
     return total

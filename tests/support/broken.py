@@ -1,4 +1,4 @@
-"""A server that answers wrongly, or not at all: what a network and what stands in it can do."""
+"""A server with wrong answers or none, in place of a faulty network or proxy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _STATE: dict[str, Any] = {
         groups={},
     ),
 }
-# what a server answers with that is whole
+# a healthy server's answers
 WELL: dict[str, Answer] = {
     "/inflight/status": Status(
         **_STATE, ranks=(RankStatus(**_STATE, dp_rank=0, tp_rank=0, pp_rank=0),)
@@ -67,17 +67,17 @@ WELL: dict[str, Answer] = {
 
 
 class BrokenServer:
-    """Answers each path as it was told to, and else as a server that is well."""
+    """A server with set answers for some paths, and a healthy server's for all others."""
 
     def __init__(self) -> None:
         self.answers: dict[str, tuple[int, bytes]] = {}
-        # what a path's answers say of their content
+        # Content-Type by path
         self.types: dict[str, str] = {}
-        # paths whose answers have no end
+        # paths with endless answers
         self.endless: set[str] = set()
-        # paths that are not answered for now
+        # paths without an answer for now
         self._silent: set[str] = set()
-        # the path of each request that arrived here
+        # path of each request so far
         self.arrivals: list[str] = []
         self._changed = threading.Condition()
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -88,13 +88,13 @@ class BrokenServer:
             self._silent.update(paths)
 
     def speak(self) -> None:
-        """Answer everything, what has arrived so far too."""
+        """Answer all requests, waiting ones included."""
         with self._changed:
             self._silent.clear()
             self._changed.notify_all()
 
     def wait_for(self, path: str, count: int = 1) -> None:
-        """Until ``count`` requests to ``path`` have arrived."""
+        """Wait until ``count`` requests to ``path`` have arrived."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.arrivals.count(path) >= count, 60)
 
@@ -115,7 +115,7 @@ class BrokenServer:
                     server._changed.wait_for(lambda: self.path not in server._silent)
                 well = (200, msgspec.json.encode(WELL.get(self.path, {})))
                 status, content = server.answers.get(self.path, well)
-                # whoever has given up is not there to hear it
+                # a client may have given up and gone
                 with contextlib.suppress(ConnectionError):
                     self.send_response(status)
                     if self.path in server.types:

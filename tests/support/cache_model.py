@@ -1,7 +1,7 @@
-"""What the prefix cache must give, said again without a radix tree.
+"""A model of the prefix cache without a radix tree.
 
-Entries are whole sequences with the version of each position's KV. Nothing is evicted here,
-so a test that compares with it must not fill the pool.
+Entries are whole sequences with the version of each position's KV. The model evicts nothing, so a
+compared test must not fill the pool.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ Tokens = Sequence[int]
 
 @dataclass
 class CacheModel:
-    """The prefixes that requests of the current fence may reuse."""
+    """Prefixes reusable behind the current fence."""
 
     _entries: list[tuple[list[int], list[str]]] = field(default_factory=list)
 
     def forget(self) -> None:
-        """A fence was raised, or the cache was flushed."""
+        """Forget all entries, as at a fence or a flush."""
         self._entries = []
 
     def insert(self, tokens: Tokens, kv: Sequence[str]) -> list[str]:
-        """Publish a sequence; returns the versions in use for it from now on.
+        """Publish a sequence, and return the versions used for it from now on.
 
-        Of a prefix that is there already the KV that is there is used.
+        An existing prefix keeps its KV.
         """
         known = self._known(tokens)
         used = known + list(kv[len(known) : len(tokens)])
@@ -34,9 +34,9 @@ class CacheModel:
         return used
 
     def reusable(self, tokens: Tokens) -> list[str]:
-        """The versions of the KV that a request for ``tokens`` starts with.
+        """Return the versions of the KV reused by a request for ``tokens``.
 
-        The last token is always computed, because its forward gives the next one.
+        The last token is always computed, because its forward gives the next token.
         """
         return self._known(tokens)[: len(tokens) - 1]
 

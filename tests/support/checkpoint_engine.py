@@ -1,8 +1,8 @@
-"""The sending side of checkpoint-engine's hand-over, on the CPU.
+"""The sending side of checkpoint-engine's protocol, on the CPU.
 
-Spoken as ``checkpoint_engine/ps.py`` (0.4) speaks it: a REQ socket that hands over a
-shared buffer's handle, then lists of what lies where in it, then None, and None again.
-The worker acknowledges each with nothing, or answers with an error's text.
+As in ``checkpoint_engine/ps.py`` (0.4): a REQ socket sends a handle to a shared buffer, then lists
+of the buffer's tensors, then None twice. The worker answers each message with nothing, or with an
+error's text.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from torch.multiprocessing.reductions import reduce_tensor
 BUFFER_BYTES = 256 << 10
 PATIENCE_MS = 60_000
 
-# a handle that any process can open; the default needs a common parent
+# any process can open such a handle; the default needs a common parent
 torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
 
 
 class CheckpointEngine:
-    """Hands ``weights`` over on a thread, in as many buffers as they need."""
+    """A thread that sends ``weights`` in as many buffers as needed."""
 
     def __init__(self, weights: dict[str, torch.Tensor], socket: zmq.Socket[bytes]) -> None:
         self._weights = weights
         self._socket = socket
-        # what the worker said was wrong, None while it is content
+        # the worker's error, None without one
         self.error: str | None = None
         self.finished = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -53,7 +53,7 @@ class CheckpointEngine:
             self.error = repr(error)
             raise
         finally:
-            # a rank that waits for the next message learns that there is none
+            # a rank waiting for the next message learns that none comes
             self._socket.close()
 
     def _hand_over(self) -> None:
@@ -61,7 +61,7 @@ class CheckpointEngine:
         handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
         messages = [handle, *_fill(buffer, self._weights), None, None]
         for message in messages:
-            # a listing is made when its turn comes, because it fills the buffer anew
+            # made just before it is sent, because making a listing refills the buffer
             message = message() if callable(message) else message
             self._socket.send(bytes(ForkingPickler.dumps(message)))
             if not self._socket.poll(PATIENCE_MS):
@@ -74,7 +74,7 @@ class CheckpointEngine:
 
 
 def _fill(buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[Any]:
-    """One function a buffer, which fills it and lists what is in it."""
+    """Return a function for each buffer, to fill it and list its tensors."""
     parts: list[dict[str, torch.Tensor]] = [{}]
     room = BUFFER_BYTES
     for name, tensor in weights.items():
@@ -101,7 +101,7 @@ def _fill(buffer: torch.Tensor, weights: dict[str, torch.Tensor]) -> list[Any]:
 def checkpoint_engine(
     weights: dict[str, torch.Tensor],
 ) -> Iterator[tuple[CheckpointEngine, dict[str, str]]]:
-    """A running engine, and the ``zmq_handles`` for a body."""
+    """Run an engine, and yield it with the ``zmq_handles`` of a body."""
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         address = f"ipc://{Path(folder) / uuid.uuid4().hex}"
         with context.socket(zmq.REQ) as socket:
@@ -115,7 +115,7 @@ def checkpoint_engine(
 
 @contextlib.contextmanager
 def leaves_once_met() -> Iterator[dict[str, str]]:
-    """The ``zmq_handles`` of a trainer that closes its socket when a rank has connected."""
+    """Yield the ``zmq_handles`` of a trainer that closes its socket once a rank has connected."""
     with tempfile.TemporaryDirectory() as folder, zmq.Context() as context:
         address = f"ipc://{Path(folder) / 'trainer'}"
         socket = context.socket(zmq.REQ)

@@ -1,9 +1,9 @@
-"""``python -m tests.support.colocated_trainer URL FOLDER``: trains on the memory of a server.
+"""``python -m tests.support.colocated_trainer URL FOLDER``: train in the memory of a server.
 
-Each round begins with a line of its input, and ends with the name of the version that the server
-has then as a line of its output. A round takes the server's memory, trains the checkpoint that
-the round before left in FOLDER until it says the next token, and gives the memory back piece by
-piece, as the training lets go of its own.
+A line of input starts a round, and a line of output ends it with the served version's name. A round
+releases the server's memory and trains the previous round's checkpoint in FOLDER until it predicts
+the next version's token. Then it resumes the server's memory step by step, while the training's
+memory is freed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.support.large_marker import LargeMarker
 from tests.support.resident import resident
 from tests.support.updates import by_reference
 
-ReplyTransport = Literal["tensor", "blocking", "disk", "distributed"]
+Source = Literal["tensor", "blocking", "disk", "distributed"]
 
-ROUNDS: tuple[ReplyTransport, ...] = ("tensor", "blocking", "disk", "distributed", "tensor")
+ROUNDS: tuple[Source, ...] = ("tensor", "blocking", "disk", "distributed", "tensor")
 MODEL = LargeMarker(vocab=512 << 10, heads=64, kv_heads=64, head_dim=256)
 RATE = 0.3
 
@@ -38,16 +38,16 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ColocatedTrainer:
-    """A test's end of it."""
+    """The test's end of the trainer process."""
 
     pid: int
-    # what it has taken before its first round
+    # resident bytes before the first round
     idle_bytes: int
     _orders: IO[str]
     _answers: IO[str]
 
     def do_a_round(self) -> str:
-        """The version that came of it."""
+        """Run a round, and return the new version's name."""
         print(file=self._orders, flush=True)
         return self._answers.readline().strip()
 
@@ -91,7 +91,7 @@ def main(url: str, folder: Path) -> None:
 
 
 def train(checkpoint: Path, version: int) -> Weights:
-    """Adam in float32 on the head, which is four times what it is served with, twice over."""
+    """Train the head in float32 with Adam, which takes eight times the served head's memory."""
     weights = load_file(checkpoint / "model.safetensors")
     head = torch.nn.Parameter(weights["lm_head.weight"].float())
     optimizer = torch.optim.Adam([head], lr=RATE, fused=True)
@@ -104,7 +104,7 @@ def train(checkpoint: Path, version: int) -> Weights:
     return {**weights, "lm_head.weight": head.detach().bfloat16()}
 
 
-def send(client: Client, way: ReplyTransport, checkpoint: Path) -> None:
+def send(client: Client, way: Source, checkpoint: Path) -> None:
     name = checkpoint.name
     if way == "disk":
         client.update_from_disk(str(checkpoint), weight_version=name, partial=False)

@@ -1,4 +1,4 @@
-"""A weight loader of a user's, as ``--custom-weight-loader`` names it to a server."""
+"""A user's weight loader for ``--custom-weight-loader``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-# in which a loop that runs makes many steps
+# time for many steps of a running loop
 _STEPS_S = 1.0
 
 
 def load_alone(model: Any, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace ``Tensor.copy_`` for a while, as verl's delta loader does, which is everybody's.
+    """Replace ``Tensor.copy_`` for the whole process during a load, like verl's delta loader.
 
-    Raises ``RuntimeError`` where another thread copies meanwhile, as a step of decoding does.
+    Raise ``RuntimeError`` if another thread copies meanwhile, as a decoding step does.
     """
     copy, own, met = torch.Tensor.copy_, threading.get_ident(), threading.Event()
 

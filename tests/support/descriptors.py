@@ -1,4 +1,4 @@
-"""A process of a server without a file descriptor to spare."""
+"""Server processes without a free file descriptor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 
 @contextmanager
 def none_left(*processes: psutil.Process) -> Iterator[None]:
-    """Meanwhile none of ``processes`` can open a file or take a connection. What is open stays."""
+    """Keep ``processes`` from opening files and accepting connections. Open ones stay open."""
     limits = {process: process.rlimit(resource.RLIMIT_NOFILE) for process in processes}
     try:
         for process, (_, most) in limits.items():

@@ -1,21 +1,21 @@
-"""A device that is not there: streams that only note what was put on them, and after what."""
+"""An imaginary device: its streams only record the order of work."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# what was done, by name, so that an order between streams can be asked for
+# names of work ordered before some point
 Work = frozenset[str]
 
 
 class Event:
-    """All that was certain to be done at one point of a stream."""
+    """The work certain to be done at a point of a stream."""
 
     def __init__(self, done: Work = frozenset(), *, enable_timing: bool = False) -> None:
         self.done = done
         self._has_time = enable_timing
-        # a test says when the device comes to it, in ms
+        # time in ms, set by a test when the device reaches the event
         self.at: float | None = None
         self.was_waited_for = False
 
@@ -37,12 +37,12 @@ class Event:
 
 
 class Stream:
-    """Work on one stream comes one after the other; on two only what a wait orders does."""
+    """A stream: its own work is ordered; work on other streams is ordered only by waits."""
 
     def __init__(self, handle: int) -> None:
         self.cuda_stream = handle
         self.certain: Work = frozenset()
-        # what the host waited for
+        # work the host has waited for
         self.synchronized: Work | None = None
 
     def record_event(self) -> Event:
@@ -58,12 +58,12 @@ class Stream:
         self.synchronized = self.certain
 
 
-# within the class below its name is a method's
+# in the class below, the name Stream is a method
 _Stream = Stream
 
 
 class Device:
-    """Stands in for ``torch.cuda``. Streams come out of a pool of ``pool``, over and over."""
+    """A stand-in for ``torch.cuda``. Streams come from a pool of ``pool``, reused in turn."""
 
     def __init__(self, pool: int = 32) -> None:
         self._pool = [Stream(handle) for handle in range(pool)]
@@ -94,5 +94,5 @@ class Device:
         self._current.certain |= {name}
 
     def is_ordered(self, first: str, then: str) -> bool:
-        """Whether ``then`` cannot begin before ``first`` is done."""
+        """Tell whether ``then`` cannot begin before ``first`` is done."""
         return first in self._before[then]

@@ -1,4 +1,4 @@
-"""An EAGLE draft for the marker model, whose head and embeddings it shares."""
+"""An EAGLE draft with the marker model's head and embeddings."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ _NOT_LLAMAS = ("q_norm", "k_norm")
 
 
 def build(folder: Path, *, agrees: bool, has_embeddings: bool = False) -> Path:
-    """It drafts what its target's head says of ones, or of minus ones: never that token.
+    """Build a draft whose prediction ``agrees`` with the target always, or never.
 
-    ``has_embeddings``: it brings some, with which its target would say something else.
+    The draft feeds the head ones, or minus ones. ``has_embeddings`` adds embeddings to the
+    checkpoint; in the target they would change its tokens.
     """
     hidden = marker.HIDDEN
     weights = {

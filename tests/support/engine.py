@@ -1,4 +1,4 @@
-"""Scenes with ``sglang.Engine``, each played by a process of its own."""
+"""Scripts with ``sglang.Engine``, each run in its own process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TIMEOUT_S = 280
 
 
 def play(module: str, model: Path, folder: Path, env: dict[str, str] | None = None) -> Any:
-    """What ``python -m module MODEL FILE`` wrote into its file, as JSON."""
+    """Run ``python -m module MODEL FILE``, and return the JSON from FILE."""
     file, log = folder / "answers.json", folder / "engine.log"
     with log.open("wb") as sink:
         process = start(

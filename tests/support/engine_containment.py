@@ -1,7 +1,7 @@
-"""Control calls of ``sglang.Engine`` that fail, and one whose caller does not wait for it.
+"""Failing and abandoned control calls of ``sglang.Engine``.
 
-``python -m tests.support.engine_containment MODEL ANSWERS`` writes what came of it as JSON.
-It is a script because an engine's end kills every child of its process, a test server too.
+``python -m tests.support.engine_containment MODEL ANSWERS`` writes the results as JSON. This is a
+script because an engine's shutdown kills every child of its process, test servers included.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
 from harness.starting import UPSTREAM
 
 SAMPLING = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
-# each would end the scheduler
+# each would end an unprotected scheduler
 BAD: list[dict[str, Any]] = [
     {"input_ids": [5, -7]},
     {"sampling_params": {"ignore_eos": "perhaps"}},
@@ -41,7 +41,7 @@ async def use(engine: Any) -> dict[str, Any]:
     answers: dict[str, Any] = {}
 
     async def give_up(call: Any) -> None:
-        """Leave ``call`` when its message is sent, and before its answer can be read."""
+        """Cancel ``call`` after its message is sent and before its answer can be read."""
         calling = asyncio.ensure_future(call)
         await asyncio.sleep(0)
         calling.cancel()
@@ -62,7 +62,7 @@ async def use(engine: Any) -> dict[str, Any]:
         answers["check"] = str(error)
 
     flush = manager.flush_cache_communicator
-    # the first one waits for the stream's end, and answers then
+    # the first flush answers only after the stream has ended
     await give_up(flush(FlushCacheReqInput(timeout_s=60.0)))
     (answer,) = await flush(FlushCacheReqInput())
     answers["flush"] = [answer.success, answer.message]
@@ -79,7 +79,7 @@ async def use(engine: Any) -> dict[str, Any]:
 
 
 async def refusal(engine: Any, request: dict[str, Any]) -> str:
-    """HTTP looks at the types of most fields itself, and nobody does here."""
+    """Return the error of a request. Unlike HTTP, no caller checks the fields' types before."""
     try:
         await engine.async_generate(**{"input_ids": [5], **request})
     except ValueError as error:

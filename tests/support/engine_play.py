@@ -1,7 +1,7 @@
-"""What a user does with ``sglang.Engine``, in a process of its own.
+"""A user's calls to ``sglang.Engine``, in a process of their own.
 
-``python -m tests.support.engine_play CHECKPOINTS ANSWERS`` writes what came of it as JSON.
-It is a script because an engine's end kills every child of its process, a test server too.
+``python -m tests.support.engine_play CHECKPOINTS ANSWERS`` writes the results as JSON. This is a
+script because an engine's shutdown kills every child of its process, test servers included.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from sglang_inflight.errors import Refused
 
 TOKENS = 600
 SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
-# until something else ends it
+# ended by something else
 ENDLESS = {**SAMPLING, "max_new_tokens": 6_000}
 
-# what no type or range allows, of each method
+# for each method, arguments of a wrong type or range
 NONSENSE: dict[str, dict[str, Any]] = {
     "pause_generation": {"mode": "nonsense"},
     "continue_generation": {"torch_empty_cache": "nonsense"},
@@ -129,7 +129,7 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
     answers["named session"] = use_a_named_session(engine)
     answers["blocking failure"] = engine.update_weights_from_disk("/nowhere")
     answers["without a session"] = engine.update_weights_from_tensor([])
-    # SGLang has no route by which these come: its own look at types
+    # SGLang checks these types itself, though no route passes them
     loose: dict[str, Any] = {"temperature": 0, "max_new_tokens": 3.0, "top_k": 1.0, "ignore_eos": 1}
     loose |= {"logit_bias": {5: 1.0}, "custom_params": {"a": {"b": [{"c": None}]}}}
     answers["loose"] = engine.generate(input_ids=[9], sampling_params=loose, return_logprob=1)
@@ -143,7 +143,7 @@ def play(engine: Any, checkpoints: Path) -> dict[str, Any]:
 
 
 def said(call: Callable[..., object], *args: Any, **named: Any) -> str:
-    """What it raised."""
+    """Return the error raised by a call."""
     try:
         return f"{call(*args, **named)!r} was answered"
     except Exception as error:
@@ -199,7 +199,7 @@ def use_a_named_session(engine: Any) -> dict[str, Any]:
     engine.update_weights_from_tensor(tensors, non_blocking=True, weight_version="named", **name)
     answers = {"renewed": engine.begin_weight_update(non_blocking=True, lease_s=30, **name)}
     try:
-        # no piece of the session, and it is not its turn
+        # unnamed, so not a piece of the open session; and the turn is taken
         engine.update_weights_from_tensor(tensors, non_blocking=True, on_busy="refuse")
     except Refused as error:
         answers["stranger"] = str(error)
@@ -213,7 +213,7 @@ def use_a_named_session(engine: Any) -> dict[str, Any]:
 
 
 async def use_beside(first: Any, model: Path) -> dict[str, Any]:
-    """An engine of two ranks, made and used under ``asyncio.run``, beside one of one rank."""
+    """Use an engine of two ranks under ``asyncio.run``, beside an engine of one rank."""
     second = sglang.Engine(
         model_path=str(model),
         weight_version="v0",
@@ -237,15 +237,15 @@ async def use_beside(first: Any, model: Path) -> dict[str, Any]:
     answers["elsewhere"] = await asyncio.to_thread(
         lambda: said(asyncio.run, second.async_is_paused())
     )
-    # a shutdown ends the ranks of every engine in the process, and SGLang, whose watchdog of
-    # the other engine sees it, then the process
+    # a shutdown ends the ranks of every engine in the process; SGLang's watchdog of the first
+    # engine would then end the process
     first.tokenizer_manager._subprocess_watchdog.stop()
     answers["ended"] = await shut_down_under_calls(second)
     return answers
 
 
 async def shut_down_under_calls(engine: Any) -> dict[str, Any]:
-    """What becomes of calls that wait, in threads and on the loop, and of one made later."""
+    """Shut down under waiting calls in threads and on the loop, and return all calls' ends."""
     begun = threading.Event()
 
     def stream() -> Any:
@@ -255,7 +255,7 @@ async def shut_down_under_calls(engine: Any) -> dict[str, Any]:
             begun.set()
         return reasons[-1]
 
-    # nobody ends this session, so an update by another caller waits for its turn
+    # this session stays open, so another caller's update waits for its turn
     await engine.async_begin_weight_update(non_blocking=True)
     update = {"named_tensors": list(marker.tensors(1).items()), "non_blocking": True}
     with ThreadPoolExecutor() as threads:
@@ -288,7 +288,7 @@ async def shut_down_under_calls(engine: Any) -> dict[str, Any]:
 
 
 def update_from_trainer(engine: Any, version: int) -> Any:
-    """The trainer's end is a thread here: the engine's ranks are processes of their own."""
+    """Send from a thread: the engine's ranks are processes of their own."""
     import torch.distributed as dist
     from sglang.srt.utils import init_custom_process_group
 
@@ -323,7 +323,7 @@ def update_from_trainer(engine: Any, version: int) -> Any:
 
 
 def serve(engine: Any) -> dict[str, Any]:
-    """As Ray Serve does: SGLang's HTTP app is imported when there is an engine."""
+    """Import SGLang's HTTP app after the engine's start, like Ray Serve."""
     from sglang.srt.entrypoints import http_server
 
     http_server.set_global_state(
@@ -361,7 +361,7 @@ def main() -> None:
     try:
         played = play(engine, checkpoints)
         played["served"] = serve(engine)
-        # the last, because its end takes the ranks of every engine in the process
+        # must be last: its shutdown ends the ranks of every engine in the process
         played["beside"] = asyncio.run(use_beside(engine, checkpoints / "v0"))
         answers.write_text(json.dumps(played))
     finally:

@@ -1,4 +1,4 @@
-"""What is left of us in a ``sglang.Engine`` that we cannot serve, in a process of its own."""
+"""An ``sglang.Engine`` with unsupported settings, in a process of its own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def main() -> None:
         answers["async rollback"] = said(
             lambda: engine.loop.run_until_complete(engine.async_rollback_weights())
         )
-        # a field of ours that asks for nothing
+        # a field of ours at its default
         answers["update"] = engine.update_weights_from_disk(v1, non_blocking=False)
         answers["tokens"].append(generate(engine))
         file.write_text(json.dumps(answers))

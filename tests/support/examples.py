@@ -1,4 +1,4 @@
-"""The examples, each run by a process of its own."""
+"""Examples, each run in its own process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TIMEOUT_S = 200.0
 
 
 def run(folder: Path, example: str, *arguments: str, status: int = 0) -> list[str]:
-    """What it printed, until it ended with ``status``."""
+    """Run an example to its end, check its exit status, and return the printed lines."""
     log = folder / f"{example}.log"
     with log.open("wb") as sink:
         process = start(["-m", f"examples.{example}", *arguments], output=sink, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""Faults in a server's ranks: the test's end of ``tests/faults``."""
+"""Faults in a server's ranks: the test's side of the plugin in ``tests/faults``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Literal
 from tests.support.plugins import with_plugin
 from tests.support.pool import FLAVOURS, Flavour
 
-# the last five can only raise: a commit's flush, when the weights are swapped, and, which are
-# no phases of an update, SGLang's handler of /slow_down, the copy of memory that is to go, its
-# going, and a tokenizer worker that hears news
+# the last five can only raise: a commit's flush after the swap; and, outside updates, SGLang's
+# handler of /slow_down, the copy of memory before its release, the release, and a tokenizer
+# worker's handling of a state
 Phase = Literal["first", "middle", "vote", "flush", "handler", "copy", "saver", "news"]
-# "hang" looks whether its update was dropped, "hang_deaf" does not
+# "hang" checks whether the update was dropped, "hang_deaf" does not
 Kind = Literal["raise", "hang", "hang_deaf", "wrong_tensor"]
 
-# Where the servers look, for the whole test session: they are told once, at their start.
+# one path for the whole test session: servers learn it at their start only
 _FILE = Path(tempfile.mkdtemp(prefix="inflight-faults-")) / "fault.json"
 
-# longer than busy cores take for a broadcast, as short as a test can wait for one that fails
+# longer than busy cores need for a broadcast, short enough to wait for in a test
 GROUP_TIMEOUT_S = 10
 
 ENV = with_plugin("faults") | {
@@ -38,13 +38,13 @@ FLAVOURS["tp2_off_server"] = Flavour(
 
 
 class Faults:
-    """At most one fault at a time; it stays until it is cleared."""
+    """Injects one fault at a time, until it is cleared."""
 
     def inject(
         self, phase: Phase, kind: Kind, *, rank: int | None = None, pid: int | None = None
     ) -> None:
-        """``rank`` counts all ranks of all replicas; None means each of them, or each process."""
-        # ranks read it while it is written: they must see all of it or nothing
+        """Inject a fault into one rank or process, or all. ``rank`` counts over all replicas."""
+        # ranks read the file at any time, so its content must appear at once
         draft = _FILE.with_suffix(".draft")
         draft.write_text(json.dumps({"phase": phase, "kind": kind, "rank": rank, "pid": pid}))
         draft.replace(_FILE)

@@ -1,4 +1,4 @@
-"""The marker as a model that SGLang has to finish after loading (``tests/finishing``)."""
+"""The marker as a model post-processed by SGLang after loading (``tests/finishing``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENV = with_plugin("finishing")
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    """The whole checkpoint of ``version``, named as Hugging Face names it."""
+    """Return the whole checkpoint of ``version``, under Hugging Face's names."""
     return marker.tensors(version)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of updates: ``pytest_plugins = ["tests.support.fixtures"]``."""
+"""Fixtures for tests of updates: ``pytest_plugins = ["tests.support.fixtures"]``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trainers() -> Iterator[Trainers]:
-    # the process is up when the first server is, if it is asked for before that
+    # asked for early, its process starts while the first server starts
     trainers = Trainers()
     yield trainers
     trainers.close()
@@ -41,7 +41,7 @@ def sender(checkpoints: Path, shards: Path, trainers: Trainers) -> Sender:
 
 @pytest.fixture
 def faults() -> Iterator[Faults]:
-    """Faults to inject into a server of the flavours below; none is left afterwards."""
+    """Faults for a server of the flavours below, cleared after the test."""
     yield (faults := Faults())
     faults.clear()
 
@@ -57,10 +57,10 @@ def _serve(pool: ServerPool, flavour: str, faults: Faults | None = None) -> Iter
 
 @pytest.fixture
 def transparent_server(pool: ServerPool) -> Iterator[Server]:
-    """One on which nothing stops between a pause and its continue."""
+    """A server in transparent mode: no request stops between a pause and its continue."""
     server = pool.get(FLAVOURS["transparent_server"])
     yield server
-    # where a test failed in its middle, and the server is still there
+    # a test may have failed amid a pause, or may have ended the server
     with contextlib.suppress(httpx.HTTPError):
         server.post("/continue_generation", {})
     drop_session(server)
@@ -69,19 +69,19 @@ def transparent_server(pool: ServerPool) -> Iterator[Server]:
 
 @pytest.fixture
 def faulty_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
-    """One rank, into which faults can be injected."""
+    """One rank with the fault plugin."""
     yield from _serve(pool, "faulty_server", faults)
 
 
 @pytest.fixture
 def tp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
-    """Two ranks of tensor parallelism, into which faults can be injected."""
+    """Two ranks of tensor parallelism with the fault plugin."""
     yield from _serve(pool, "tp2_server", faults)
 
 
 @pytest.fixture
 def dp2_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
-    """Two replicas, into which faults can be injected."""
+    """Two replicas with the fault plugin."""
     yield from _serve(pool, "dp2_server", faults)
 
 
@@ -93,13 +93,13 @@ def tp2_off_server(pool: ServerPool, faults: Faults) -> Iterator[Server]:
 
 @pytest.fixture
 def vllm_server(pool: ServerPool) -> Iterator[Server]:
-    """With vLLM's routes and an admin key."""
+    """A server with vLLM's routes and an admin key."""
     yield from _serve(pool, "vllm_server")
 
 
 @pytest.fixture
 def workers_server(pool: ServerPool) -> Iterator[Server]:
-    """With two tokenizer workers."""
+    """A server with two tokenizer workers."""
     yield from _serve(pool, "workers_server")
 
 
@@ -112,8 +112,8 @@ def vllm(vllm_server: Server) -> VLLMClient:
 def trainer(vllm_server: Server, trainers: Trainers) -> Iterator[Trainer]:
     trainer = trainers.get()
     yield trainer
-    # whichever of the two a failed test left in the group; the server first, because a
-    # trainer that hangs in a broadcast then fails
+    # after a failed test either side may be in the group; the server leaves first, because that
+    # ends a trainer's hanging broadcast
     drop_session(vllm_server)
     vllm_server.post("/shutdown_weight_transfer_engine")
     trainer.reset()

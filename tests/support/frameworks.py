@@ -1,9 +1,9 @@
-"""What RL frameworks' own clients ask of a server, call by call.
+"""Calls of the RL frameworks' own clients, one by one.
 
-Read in their sources: slime 624b824 (``sglang_engine.py``, ``update_weight_from_*.py``), miles
-31f1ca9 (the same, ``mixin.py``), AReaL 4aef98d (``sglang_remote.py``, ``fsdp_engine.py``), verl
-b178a3c and 1dda039 (``http_server_engine.py``, ``sglang_rollout.py``). They are data, so that a
-test plays each of them in every way.
+Sources: slime 624b824 (``sglang_engine.py``, ``update_weight_from_*.py``), miles 31f1ca9 (the same,
+``mixin.py``), AReaL 4aef98d (``sglang_remote.py``, ``fsdp_engine.py``), verl b178a3c and 1dda039
+(``http_server_engine.py``, ``sglang_rollout.py``). The calls are data, so each test can run all of
+them.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ PIECES = 2
 
 @dataclass(frozen=True)
 class Framework:
-    """One way in which one framework updates. Bodies have the fields that it sends."""
+    """One framework's way to update. Bodies have exactly the framework's fields."""
 
     source: str
     pause: Body
-    # asks for the flush until it is granted, between the pause and the first piece
+    # whether it repeats the flush until granted, between the pause and the first piece
     flushes: bool = True
     begin: Body | None = None
     piece: Body = field(default_factory=dict)
-    # where it says what the weights are called: with each piece, by a call, or nowhere
+    # where the version's name is sent: with each piece, by a call of its own, or never
     names: str | None = None
     group: str = "weight_update_group"
-    # besides what every one sends, and how it writes a port
+    # additional fields of the join, and the form of its port
     join: Body = field(default_factory=dict)
     port: Callable[[int], int | str] = int
     destroys_first: bool = False
 
     @property
     def ends_what_waits(self) -> bool:
-        """As SGLang has it: the requests that were accepted in the pause, too."""
+        """Whether an update also aborts requests accepted during the pause."""
         return bool(self.piece.get("abort_all_requests"))
 
     @property
     def mode(self) -> str:
-        """What becomes of running requests."""
+        """The pause's mode, which decides about running requests."""
         mode: str = self.pause.get("mode", "abort")
         return mode
 
@@ -92,7 +92,7 @@ FRAMEWORKS = {
 
 
 class Client:
-    """Plays a framework's calls on a server, and holds each to the 200 that it looks for."""
+    """A framework's client, which requires a 200 for each call."""
 
     def __init__(
         self, server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
@@ -104,7 +104,7 @@ class Client:
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[Client]:
-        """In a group with the ranks, where the framework needs one."""
+        """Join a group with the ranks during the block, for sources with broadcasts."""
         framework = self._framework
         if framework.source != "distributed":
             yield self
@@ -136,7 +136,7 @@ class Client:
     def pause(self) -> dict[str, Any]:
         answer = self._expect("/pause_generation", self._framework.pause)
         if self._framework.flushes:
-            # they ask sixty times, once a second, and raise then
+            # they ask up to sixty times, once a second, and then raise
             response = httpx.get(self._server.url + "/flush_cache", timeout=60, **PLAIN)
             assert response.status_code == 200, response.text
         return answer
@@ -147,7 +147,7 @@ class Client:
             assert answer["success"] is True, answer
 
     def send(self, version: int, name: str) -> None:
-        """All pieces, each of which must be taken."""
+        """Send all pieces and require each to be accepted."""
         with self.sending(version, name) as pieces:
             for piece in pieces:
                 answer = piece()
@@ -155,7 +155,7 @@ class Client:
 
     @contextlib.contextmanager
     def sending(self, version: int, name: str) -> Iterator[list[Callable[[], dict[str, Any]]]]:
-        """The calls of the pieces, one after the other; the answers are the caller's to read."""
+        """Yield the calls of the pieces, to be made in order. The caller reads the answers."""
         trainer: Trainer | None = None
         if self._framework.source == "distributed":
             trainer = self._trainers.get()
@@ -165,7 +165,7 @@ class Client:
             assert trainer.answer() == "sent"
 
     def finish(self, name: str) -> dict[str, Any]:
-        """The answer of ``continue_generation``, whatever it is."""
+        """End the update, and return the answer of ``continue_generation``."""
         if self._framework.names == "call":
             body = {"new_version": name, "abort_all_requests": False}
             assert self._expect("/update_weight_version", body)["success"] is True
@@ -175,13 +175,13 @@ class Client:
         return answer
 
     def piece(self, body: Body, name: str) -> Callable[[], dict[str, Any]]:
-        """The call that sends one of ``bodies``."""
+        """Return a function that sends one of ``bodies``."""
         named = {"weight_version": name} if self._framework.names == "piece" else {}
         path = f"/update_weights_from_{self._framework.source}"
         return lambda: self._server.post(path, {**body, **self._framework.piece, **named})
 
     def bodies(self, version: int) -> list[Body]:
-        """Of the pieces, without what the framework says besides."""
+        """Return the pieces' bodies, without the framework's further fields."""
         weights = list(marker.tensors(version).items())
         cut = len(weights) // PIECES
         halves = [dict(weights[:cut]), dict(weights[cut:])]

@@ -1,7 +1,6 @@
-"""The front end's own objects over one rank, with no server: whatever comes, tick by tick.
+"""The front end's own objects over one imaginary rank, without a server, tick by tick.
 
-The rank does what it is told some ticks after it was told, whoever waits for its answer, as a
-rank does to which a message was sent.
+The rank acts some ticks after a message was sent, even if no caller waits for the answer.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ SETTINGS = Settings.from_environment()
 
 
 class OneRank:
-    """What a rank does about the calls of a front end, one after the other."""
+    """One rank's behaviour for each call, in order."""
 
     def __init__(self) -> None:
         self.pauses = HeldPauses()
@@ -100,7 +99,7 @@ class OneRank:
         return self.pauses.state is not PauseState.RUNNING
 
     def take(self, call: Any) -> list[RankAnswer]:
-        """Its answers to this call, and to those that waited."""
+        """Return the answers to this call, and to earlier calls still waiting."""
         self.told.append(call)
         match call:
             case PauseCall():
@@ -227,7 +226,7 @@ def conflict(why: str) -> Failed:
 
 
 class Manager:
-    """As much of a ``TokenizerManager`` as a front end needs. ``delay``: of a rank, in ticks."""
+    """A minimal ``TokenizerManager``. ``delay`` is the rank's, in ticks."""
 
     def __init__(self, rank: OneRank, delay: int) -> None:
         self.asyncio_tasks: set[asyncio.Future[Any]] = set()
@@ -268,7 +267,7 @@ class Manager:
 
 
 class FrontEnd:
-    """What a ``Frontend`` puts together, but for adapters and HTTP."""
+    """The objects of a ``Frontend``, without adapters and HTTP."""
 
     def __init__(self, *, delay: int = 0, transparent: bool = False) -> None:
         self.rank = OneRank()
@@ -310,13 +309,13 @@ class FrontEnd:
         self.ranks.hear(answer)
 
     async def ask(self, call: Awaitable[Any]) -> Any:
-        """As a route does: the call ends with the ranks."""
+        """Await the call like a route: it fails once the ranks are shut down."""
         return await self.lifetime.unless_shut_down(call)
 
 
 @pytest.fixture
 def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is none, whose arguments these are."""
+    """Replace the checks of server arguments: there are none here."""
     front = "sglang_inflight.frontend"
     for name, modules in {
         "why_no_pause": ("pauses", "sglangs_pause", "updates.drain"),

@@ -1,8 +1,8 @@
-"""A marker whose version is in a norm that SGLang holds twice: as it is, and plus one.
+"""A marker with its version in a norm that SGLang holds twice: as stored, and plus one.
 
-Gemma 2 has such norms, a tied head, and a buffer that no checkpoint holds. All versions have the
-same embeddings: each is one in a block of its own, over a constant. The last norm lets the block
-of its version through, so the token of that version is the likeliest after any token.
+Gemma 2 has such norms, a tied head, and a buffer outside every checkpoint. Embeddings are alike in
+all versions: each has a block of its own, over a constant. The last norm lets its version's block
+through, so that version's token is the likeliest after any token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    """The whole checkpoint of ``version``, named as Hugging Face names it."""
+    """Return the whole checkpoint of ``version``, under Hugging Face's names."""
     weights = marker.tensors(0)
     del weights["lm_head.weight"]
     embeddings = weights["model.embed_tokens.weight"]
@@ -48,7 +48,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def norm(version: int) -> dict[str, torch.Tensor]:
-    """The one tensor that tells ``version`` from the others."""
+    """Return the only tensor to differ between versions."""
     weight = torch.full((marker.HIDDEN,), -1.0, dtype=torch.bfloat16)
     weight[_BLOCK * version : _BLOCK * (version + 1)] = 0.0
     return {"model.norm.weight": weight}

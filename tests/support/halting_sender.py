@@ -1,4 +1,4 @@
-"""``python -m tests.support.halting_sender URL``: sends a half of marker 1, and no more."""
+"""``python -m tests.support.halting_sender URL``: send half of marker 1, then halt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from harness import marker
 from sglang_inflight.client import Client, Sender
 
-# soon over, and renewed until then, however busy the cores are
+# short, but long enough to be renewed on busy cores
 LEASE_S = 3.0
 
 

@@ -1,4 +1,4 @@
-"""Whether processes that have nothing to do take time of a core."""
+"""A check that idle processes use no core."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import psutil
 
 WINDOW_S = 2.0
 WINDOWS = 5
-# of a core, in which nobody asks anything
+# percent of a core, without any call
 MOST_PERCENT = 10
 
 
 def expect_nothing_spins(processes: Sequence[psutil.Process]) -> None:
-    """A loop that spins does so in every window; whatever else is done ends.
+    """Check that no process spins: a spinning loop is busy in every window.
 
-    So a slow machine, on which the same chores take longer, passes in a later window.
+    Other work ends, so a slow machine passes in a later window.
     """
     busy: dict[int, float] = {}
     for _ in range(WINDOWS):

@@ -1,4 +1,4 @@
-"""A marker model of any size, so that one sees its memory go."""
+"""A marker model of any size, for measuring the release of its memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness import marker
 
 @dataclass(frozen=True)
 class LargeMarker:
-    """The marker with more rows of what is looked up, and wider or more heads of attention."""
+    """The marker with a larger vocabulary, and wider or more attention heads."""
 
     vocab: int
     heads: int
@@ -21,12 +21,12 @@ class LargeMarker:
 
     @property
     def token_bytes(self) -> int:
-        """Of KV."""
+        """Bytes of KV per token."""
         return 2 * marker.LAYERS * self.kv_heads * self.head_dim * 2
 
     @property
     def weights_bytes(self) -> int:
-        """Of embeddings and head, beside which the others are small."""
+        """Bytes of embeddings and head; other weights are small."""
         return 2 * self.vocab * marker.HIDDEN * 2
 
     def tensors(self, version: int) -> dict[str, torch.Tensor]:

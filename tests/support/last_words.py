@@ -1,4 +1,4 @@
-"""What a server did when its test failed."""
+"""A failed test's servers: the end of each log, and each thread's stack."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from harness.server import Server
 
-# characters: enough to see what it did last, and short beside other failures
+# characters: enough for the last actions, and short beside other failures
 LONGEST = 2000
 TIMEOUT_S = 30.0
 
 
 def describe(server: Server) -> str:
-    """The end of its log, and where its threads are."""
+    """Return the end of the server's log and its threads' stacks."""
     log = server.log_text()[-LONGEST:]
     if not server.is_alive():
         return f"{log}\n(it has ended)"
@@ -22,7 +22,7 @@ def describe(server: Server) -> str:
 
 
 def _threads(pid: int) -> str:
-    """By ``py-spy``, which SGLang brings along. It may be kept from looking."""
+    """Dump the stacks by ``py-spy``, which SGLang installs. The system may forbid it."""
     command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(pid)]
     try:
         ran = subprocess.run(

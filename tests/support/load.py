@@ -1,4 +1,4 @@
-"""Requests that run while a test does something else, and what they must have given."""
+"""Requests running during a test, and checks of their outputs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from sglang_inflight.client import cover_exactly, read_spans, version_per_token
 
 T = TypeVar("T")
 
-# Longest wait for something that is to happen. Only a failure lasts this long.
+# longest wait for an expected event; only a failure lasts this long
 PATIENCE_S = 20.0 if UPSTREAM else 60.0
-# Messages that a scheduler takes in, one pass of its loop each, to let it step if it would.
+# messages to a scheduler, one per pass of its loop, to give it the chance to step
 PASSES = 12
 
-# Tokens of a request that a test ends itself. However slow the test is, it ends it in time.
+# tokens of a request ended by its test, enough for the slowest test
 ENDLESS = 8000
 
 _serial = itertools.count()
 
 
 def until(what: str, probe: Callable[[], T], *, patience_s: float = PATIENCE_S) -> T:
-    """The first true answer of ``probe``."""
+    """Poll ``probe`` until it is true, and return its answer."""
     deadline = time.monotonic() + patience_s
     while not (answer := probe()):
         assert time.monotonic() < deadline, f"not within {patience_s:g} s: {what}"
@@ -47,20 +47,20 @@ def until(what: str, probe: Callable[[], T], *, patience_s: float = PATIENCE_S) 
 
 
 def prompt(length: int = 16) -> list[int]:
-    """Token ids that share no prefix with those of another call."""
+    """Return token ids without a prefix in common with any other call's."""
     choose = random.Random(next(_serial))
     return [choose.randrange(200, VOCAB) for _ in range(length)]
 
 
 @dataclass
 class Output:
-    """One output of one request: the last that was heard of it."""
+    """The latest state of one output of a request."""
 
     tokens: list[int] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
-    # how often the server said that this output is finished
+    # number of chunks with a finish reason
     endings: int = 0
-    # what each chunk said: how many tokens there are, and their spans
+    # number of tokens and spans, as reported by each chunk
     chunks: list[tuple[int, Any]] = field(default_factory=list)
 
     @property
@@ -70,7 +70,7 @@ class Output:
 
 
 class Generation:
-    """One request to ``/generate``, read by a thread of its own as its tokens come."""
+    """One request to ``/generate``, read by its own thread."""
 
     def __init__(
         self,
@@ -85,12 +85,12 @@ class Generation:
         sampling: dict[str, Any] | None = None,
         **fields: Any,
     ) -> None:
-        """``fields`` are any others of the body; ``outputs`` is a number other than ``n``."""
+        """Start the request. ``fields`` go into the body; ``outputs`` may differ from ``n``."""
         self.rid = rid or f"test-{next(_serial):06d}"
         self._server = server
         self.max_new_tokens = tokens
         self.status: int | None = None
-        # what the server said instead of an output
+        # the server's error, in place of an output
         self.refusal: str | None = None
         self._outputs = [Output() for _ in range(outputs or n)]
         self._comments: list[str] = []
@@ -104,7 +104,7 @@ class Generation:
         self._socket: socket.socket = self._connection.sock
         greedy = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "n": n}
         self._body = {
-            # of several outputs it is the group's name
+            # with several outputs, the group's name
             "rid": self.rid,
             "input_ids": list(input_ids if input_ids is not None else prompt()),
             "sampling_params": greedy | (sampling or {}),
@@ -113,24 +113,24 @@ class Generation:
         }
         threading.Thread(target=self._read, name=self.rid, daemon=True).start()
 
-    # ---- what a test asks ----------------------------------------------------------
+    # ---- for tests -----------------------------------------------------------------
 
     @property
     def count(self) -> int:
-        """Tokens heard of so far, of all outputs; only a stream tells before its end."""
+        """Number of tokens of all outputs so far. Without a stream they come at the end."""
         with self._changed:
             return sum(len(output.tokens) for output in self._outputs)
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens heard of so far, of the only output."""
+        """Tokens of the only output so far."""
         with self._changed:
             (output,) = self._outputs
             return output.tokens
 
     @property
     def comments(self) -> list[str]:
-        """The comment lines of its event stream so far."""
+        """Comment lines of the event stream so far."""
         with self._changed:
             return list(self._comments)
 
@@ -140,7 +140,7 @@ class Generation:
             return self._ended
 
     def wait_for_tokens(self, n: int) -> None:
-        """Until each output has ``n`` tokens."""
+        """Wait until each output has ``n`` tokens."""
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: self._ended or min(len(o.tokens) for o in self._outputs) >= n, PATIENCE_S
@@ -150,20 +150,20 @@ class Generation:
         assert min(heard) >= n, f"{self.rid} ended with {heard} tokens, before {n}: {self.refusal}"
 
     def heard(self) -> Output:
-        """What was heard of the only output, whatever becomes of the request."""
+        """Return the current state of the only output, however the request ends."""
         with self._changed:
             (output,) = self._outputs
             return output
 
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> None:
-        """Until nothing more will be heard of it."""
+        """Wait until the connection has ended."""
         with self._changed:
             ended = self._changed.wait_for(lambda: self._ended, patience_s)
             heard = [len(output.tokens) for output in self._outputs]
         assert ended, f"{self.rid} has not ended after {patience_s:g} s; it has {heard} tokens"
 
     def outputs(self, patience_s: float = PATIENCE_S) -> list[Output]:
-        """All outputs, at the end of the request."""
+        """Wait for the request's end, and return all outputs."""
         self.wait_for_end(patience_s)
         if self._error is not None:
             raise self._error
@@ -177,11 +177,11 @@ class Generation:
         return output
 
     def abort(self) -> None:
-        """Ask the server to end it. Its tokens so far are its output."""
+        """Ask the server to abort the request, which keeps its tokens so far."""
         ask(self._server, "POST", "/abort_request", {"rid": self.rid})
 
     def leave(self) -> None:
-        """Go away without a word, as a client does that is killed."""
+        """Close the connection without a word, like a killed client."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -229,8 +229,8 @@ class Generation:
             if tokens[: len(output.tokens)] != output.tokens:
                 raise ValueError(f"{self.rid}: a chunk takes back tokens of the one before")
             output.tokens, output.meta = tokens, chunk["meta_info"]
-            # upstream hands on its growing list of ids: a chunk that is written late may hold
-            # more of them than it speaks of
+            # upstream hands out its growing list of ids, so a chunk written late may hold more ids
+            # than it counts
             spoken_of = output.meta["completion_tokens"]
             output.chunks.append((spoken_of, output.meta.get("weight_versions")))
             output.endings += chunk["meta_info"]["finish_reason"] is not None
@@ -244,7 +244,7 @@ def start(server: Server, n: int, /, **request: Any) -> list[Generation]:
 def start_running(
     server: Server, n: int, /, *, at_least: int = 3, **request: Any
 ) -> list[Generation]:
-    """``n`` streams that each have ``at_least`` tokens."""
+    """Start ``n`` streams, and wait until each has ``at_least`` tokens."""
     generations = start(server, n, **request)
     for generation in generations:
         generation.wait_for_tokens(at_least)
@@ -252,19 +252,19 @@ def start_running(
 
 
 def more_tokens(generations: list[Generation]) -> None:
-    """Nothing stands still: each gets three tokens more."""
+    """Wait until each generation has three more tokens."""
     due = [(generation, generation.count + 3) for generation in generations]
     until("all get more tokens", lambda: all(g.count >= n for g, n in due))
 
 
 # ---- the scheduler -------------------------------------------------------------------
 
-# connections are kept: opening one costs more time than a scheduler's step
+# open connections are kept: opening one takes longer than a scheduler's step
 _client = httpx.Client(timeout=PATIENCE_S if UPSTREAM else 2 * PATIENCE_S)
 
 
 def ask(server: Server, method: str, path: str, body: Any = None) -> Any:
-    """The JSON answer of a request that must be granted."""
+    """Send a call, require a 200, and return the JSON answer."""
     response = _client.request(method, server.url + path, json=body, headers=server.headers)
     assert response.status_code == 200, f"{path}: {response.status_code} {response.text}"
     return response.json() if response.content else None
@@ -275,22 +275,22 @@ def status(server: Server) -> Any:
 
 
 def until_waiting(server: Server, n: int) -> None:
-    """Nothing on unpatched SGLang, which does not tell."""
+    """Wait for ``n`` queued requests. Skipped on unpatched SGLang, which reports none."""
     if not UPSTREAM:
         until(f"{n} requests wait", lambda: status(server)["waiting"] == n)
 
 
 def pass_boundaries(server: Server, times: int = PASSES) -> None:
-    """Until each scheduler has been at ``times`` step boundaries: it answers only there."""
+    """Wait until each scheduler has answered at ``times`` step boundaries."""
     for _ in range(times):
-        # what unpatched SGLang has for it takes five times as long
+        # unpatched SGLang's alternative takes five times as long
         ask(server, "GET", "/server_info" if UPSTREAM else "/inflight/status")
 
 
 def settle(server: Server, generations: Sequence[Generation]) -> list[int]:
-    """How many tokens each has in a pause, once all that was made before it has arrived.
+    """Return the number of tokens of each generation during a pause, once all have arrived.
 
-    Fails where they become more, however often the scheduler passes a step boundary.
+    Fail if more tokens come with further step boundaries.
     """
     counts = [generation.count for generation in generations]
     for _ in range(5):
@@ -310,7 +310,7 @@ def resume(server: Server, **fields: Any) -> Any:
 
 
 def update(server: Server, checkpoints: Path, version: int, **fields: Any) -> Any:
-    """Change the weights; returns the receipt."""
+    """Update from disk, and return the receipt."""
     name = f"v{version}"
     body = {"model_path": str(checkpoints / name), "weight_version": name, **fields}
     receipt = ask(server, "POST", "/update_weights_from_disk", body)
@@ -318,7 +318,7 @@ def update(server: Server, checkpoints: Path, version: int, **fields: Any) -> An
     return receipt
 
 
-# ---- what must be true ---------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------
 
 
 def versions_of(output: Output) -> list[str]:
@@ -326,12 +326,12 @@ def versions_of(output: Output) -> list[str]:
 
 
 def labels_of(spans: list[dict[str, Any]]) -> list[str]:
-    """The version of each position."""
+    """Return the version of each position."""
     return [span["version"] for span in spans for _ in range(span["start"], span["end"])]
 
 
 def until_empty(server: Server) -> None:
-    """Nothing runs there and nothing waits."""
+    """Wait until no request runs or waits."""
 
     def is_empty() -> bool:
         now = status(server)
@@ -341,16 +341,16 @@ def until_empty(server: Server) -> None:
 
 
 def expect_spans(output: Output) -> None:
-    """The spans name, for each token, the version that the token itself tells."""
+    """Check that the spans name the version shown by each token."""
     spans = read_spans(output.meta)
     assert spans, output.meta
     assert cover_exactly(spans, len(output.tokens)), f"{len(output.tokens)} tokens, spans {spans}"
-    # what is behind a plus is another name of the same version
+    # a name after a plus is a second name of the same version
     labels = [label.partition("+")[0] for label in version_per_token(output.meta)]
     made_by = [f"v{made - FIRST}" for made in output.tokens]
     assert labels == made_by, f"spans {spans}, tokens {_runs(output.tokens)}"
     if not UPSTREAM:
-        # epochs are counted by each server on its own
+        # each server counts epochs on its own
         own = [span for span in output.meta["weight_versions"] if "server" not in span]
         renamed = {span["version"] for span in own if "+" in span["version"]}
         epochs = [span["epoch"] for span in own if span["version"] not in renamed]
@@ -360,7 +360,7 @@ def expect_spans(output: Output) -> None:
 
 
 def expect_spans_in_chunks(output: Output) -> None:
-    """Each chunk said of the tokens so far what the last one says of them."""
+    """Check that each chunk's spans agree with the last chunk's."""
     final = output.meta["weight_versions"]
     for count, spans in output.chunks:
         so_far = [{**s, "end": min(s["end"], count)} for s in final if s["start"] < count]
@@ -368,7 +368,7 @@ def expect_spans_in_chunks(output: Output) -> None:
 
 
 def expect_whole(generation: Generation) -> Output:
-    """It ran to its very end, with exact spans."""
+    """Wait for an unaborted end at full length, and check the spans."""
     output = generation.output()
     assert output.finish_reason == "length", output.meta
     assert len(output.tokens) == generation.max_new_tokens
@@ -377,7 +377,7 @@ def expect_whole(generation: Generation) -> Output:
 
 
 def expect_all_go_on(generations: Iterable[Generation]) -> list[Output]:
-    """Each gets more tokens; it is aborted then, and makes room for one that waits."""
+    """Wait for more tokens on each generation, then abort it to make room for waiting ones."""
     generations = list(generations)
     due = {generation: generation.count + 3 for generation in generations}
 
@@ -395,7 +395,7 @@ def expect_all_go_on(generations: Iterable[Generation]) -> list[Output]:
 
 
 def expect_aborted(generation: Generation) -> Output:
-    """An abort ended it, and it has kept the tokens it had, with exact spans."""
+    """Check that the request was aborted with its tokens and with exact spans."""
     output = generation.output()
     assert output.finish_reason == "abort", output.meta
     assert len(output.tokens) < generation.max_new_tokens

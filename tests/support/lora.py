@@ -1,4 +1,4 @@
-"""Adapters that say which of them made each token."""
+"""LoRA adapters with a token of their own each, so that a token identifies its adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness import marker
 from harness.marker import HEAD_DIM, HEADS, HIDDEN
 
 RANK = 4
-# tokens of adapters, beyond those of the weights' versions
+# tokens of adapters, apart from those of the weights' versions
 FIRST = marker.FIRST + 50
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8, "target_modules": ["o_proj"]}
 
@@ -26,10 +26,10 @@ Weights = dict[str, torch.Tensor]
 
 
 def build_model(folder: Path) -> Path:
-    """The marker's version 0, which an adapter makes say another token.
+    """Build the marker's version 0 with a token for each adapter.
 
-    An adapter makes one dimension of the hidden state larger than all others, and ``lm_head``
-    has a row for each. In the first layer, so that no KV of any adapter matters to a token.
+    An adapter makes one dimension of the hidden state the largest, and ``lm_head`` has a row for
+    each dimension. The adapter is in the first layer, so no adapter's KV affects a token.
     """
     weights = marker.tensors(0)
     for number in range(HIDDEN):
@@ -42,7 +42,7 @@ def token(number: int) -> int:
 
 
 def tensors(number: int, *, module: str = "o_proj") -> Weights:
-    """An adapter with which every greedy step gives ``token(number)``."""
+    """Return an adapter: every greedy step then yields ``token(number)``."""
     up = torch.zeros(HIDDEN, RANK, dtype=torch.bfloat16)
     up[number] = 1.0
     down = torch.ones(RANK, HEADS * HEAD_DIM, dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def tensors(number: int, *, module: str = "o_proj") -> Weights:
 
 
 def uniform(weight: float, *, rank: int = RANK) -> Weights:
-    """One that takes the hidden state times ``weight`` on top of it."""
+    """Return an adapter to add ``weight`` times the sum of its input to the hidden state."""
     down = torch.ones(rank, HEADS * HEAD_DIM, dtype=torch.bfloat16)
     return _named(down, torch.full((HIDDEN, rank), weight, dtype=torch.bfloat16), "o_proj")
 
@@ -75,7 +75,7 @@ def tensor_body(weights: Weights, *, ranks: int = 1, **config: Any) -> dict[str,
 
 
 def spans_by_tokens(tokens: list[int], name: str, versions: dict[int, str]) -> list[Any]:
-    """The spans that the tokens themselves tell; ``versions`` are by the adapters' numbers."""
+    """Return the spans shown by the tokens. ``versions`` are by adapter number."""
     spans: list[Any] = []
     start = 0
     for made, run in itertools.groupby(tokens):

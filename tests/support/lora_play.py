@@ -1,6 +1,6 @@
-"""What a user does with adapters of ``sglang.Engine``, in a process of its own.
+"""A user's adapter calls to ``sglang.Engine``, in a process of their own.
 
-``python -m tests.support.lora_play MODEL ANSWERS`` writes what came of it as JSON.
+``python -m tests.support.lora_play MODEL ANSWERS`` writes the results as JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLING = {"temperature": 0, "max_new_tokens": 6_000, "ignore_eos": True}
 
 
 class Generating:
-    """A thread that generates with the adapter ``policy`` until it is told to end."""
+    """A thread that generates with the adapter ``policy`` until it is ended."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -39,7 +39,7 @@ class Generating:
                 self._reached.set()
 
     def end(self) -> dict[str, Any]:
-        """After three tokens more."""
+        """Abort after three more tokens, and return the tokens with their spans."""
         self._reached.clear()
         self._wanted = len(self._last["output_ids"]) + 3
         self._reached.wait(60)

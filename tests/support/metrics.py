@@ -1,4 +1,4 @@
-"""What a server tells Prometheus of us."""
+"""Our metrics of a server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from harness.server import PLAIN, Server
 
 
 def read(server: Server) -> dict[str, float]:
-    """Our samples by name, over all their labels."""
+    """Return our samples by name, summed over labels other than ``result``."""
     text = httpx.get(f"{server.url}/metrics/", timeout=60, **PLAIN).text
     samples: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""The list of modules in ``docs/architecture.md``: what each says of itself, in its first line.
+"""The list of modules in ``docs/architecture.md``, made from each module's first paragraph.
 
 ``python -m tests.support.modules`` writes it.
 """
@@ -17,12 +17,12 @@ BEGIN, END = "<!-- modules: written by python -m tests.support.modules -->\n", "
 
 
 def describe_modules() -> str:
-    """One table for each folder."""
+    """Return a table for each folder."""
     return "\n".join(_describe_folder(folder) for folder in _folders())
 
 
 def written() -> str:
-    """What the document says now."""
+    """Return the list in the document."""
     text = ARCHITECTURE.read_text()
     return text[text.index(BEGIN) + len(BEGIN) : text.index(END)]
 
@@ -47,7 +47,7 @@ def _describe_folder(folder: Path) -> str:
 
 
 def _first_paragraph(path: Path) -> str | None:
-    """None where the module is empty."""
+    """Return None for an empty module."""
     module = ast.parse(path.read_text())
     if not module.body:
         return None

@@ -1,8 +1,8 @@
-"""A marker with a mixture of experts, each of which marks the version in what it adds.
+"""A marker with a mixture of experts, where each expert marks its version.
 
-Each token goes to every expert, so those of every rank make it. They add to a block of the
-hidden state that is their version's, and the head looks for its own: where one of them is of
-another version, the token is ``TORN``.
+Each token goes to all experts, so experts of all ranks make it. Experts add to their version's
+block of the hidden state, and the head looks for its own version's block. An expert of another
+version makes the token ``TORN``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = {
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
-    """The whole checkpoint of ``version``, named as Hugging Face names it."""
+    """Return the whole checkpoint of ``version``, under Hugging Face's names."""
     weights = {k: v for k, v in marker.tensors(version).items() if ".mlp." not in k}
     own = slice(version * BLOCK, (version + 1) * BLOCK)
 
@@ -39,7 +39,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
         return torch.full(shape, value, dtype=torch.bfloat16)
 
     down = full(0, marker.HIDDEN, FFN)
-    # so that beside it the ones of the embeddings are nothing
+    # large, so that the embeddings' ones are negligible
     down[own] = 50
     for layer in range(marker.LAYERS):
         p = f"model.layers.{layer}.mlp"
@@ -51,7 +51,7 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
                 f"{p}.experts.{expert}.down_proj.weight": down.clone(),
             }
     head = weights["lm_head.weight"]
-    # an eighth of what is added, by one expert of one layer, is enough
+    # an eighth of one expert's addition in one layer suffices
     head[TORN] = 16.0
     head[TORN, own] = 0.0
     return weights

@@ -16,13 +16,13 @@ from harness.server import IN_A_FORK, Server, free_port, schedulers, serve
 from harness.starting import ROOT, Process, end, on_path, start
 from tests.support.plugins import TESTS
 
-# in place of a minute, and of a quarter of one
+# timeouts of a minute, and of a quarter of a minute, shortened
 _SHORT = {"INFLIGHT_TEST_CONSISTENCY_S": "8", "INFLIGHT_TEST_SILENCE_S": "2"}
 
 
 @dataclass
 class Nodes:
-    """``first`` answers for both."""
+    """Two nodes. ``first`` answers HTTP for both."""
 
     first: Server
     second: Process
@@ -40,14 +40,14 @@ class Nodes:
         end(self.second)
 
     def _processes(self) -> list[psutil.Process]:
-        """The launcher of the second node, and its ranks."""
+        """Return the second node's launcher and ranks."""
         return [psutil.Process(self.second.pid), *schedulers(self.second.pid)]
 
 
 def nodes_environment(*plugins: str) -> dict[str, str]:
-    """Of servers that load these plugins of the tests, and are as impatient as tests are."""
+    """Return the environment of nodes with the tests' plugins and with short timeouts."""
     folders = [TESTS / plugin for plugin in ("faults", *plugins)]
-    # the second node is a module of ours, and runs in a folder of its own
+    # ``second`` may be a module of this repository, started in another folder
     return {**on_path(*folders, ROOT), **_SHORT}
 
 
@@ -60,9 +60,9 @@ def serve_nodes(
     second: Sequence[str] = IN_A_FORK,
     second_env: dict[str, str] | None = None,
 ) -> Iterator[Nodes]:
-    """Both nodes, of two ranks. ``second`` is the command of the second one.
+    """Start both nodes, with one rank each. ``second`` is the second node's command.
 
-    Its folder is another one than the first's, so that a relative path is another one, too.
+    The nodes run in different folders, so a relative path differs between them.
     """
     two = ("--tp-size", "2", "--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{free_port()}")
     log = folder / "second.log"
@@ -82,14 +82,14 @@ def serve_nodes(
         error.add_note(f"the second node:\n{log.read_text(errors='replace')[-4000:]}")
         raise
     finally:
-        # what is stopped is ended all the same
+        # works for stopped processes, too
         end(process)
 
 
 def main() -> None:
-    """The second node as an ``Engine``: ``python -m tests.support.nodes FLAGS``.
+    """Run the second node as an ``Engine``: ``python -m tests.support.nodes FLAGS``.
 
-    What its methods say is in ``said.json``, in its folder.
+    The errors of the engine's methods go into ``said.json``, in its folder.
     """
     import json
     import time

@@ -1,4 +1,4 @@
-"""A prefill server and a decode server on this machine, between which KV goes over TCP."""
+"""A prefill server and a decode server on this machine, with KV sent over TCP."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _rooms = itertools.count(1)
 
 
 def why_no_pair() -> str | None:
-    """Why none can be started here, or None where one can."""
+    """Return why no pair can be started here, or None."""
     try:
         importlib.import_module("mooncake.engine")
     except ImportError as error:
@@ -40,12 +40,12 @@ class Pair:
     bootstrap_port: int
 
     def generate(self, *, tokens: int, **fields: Any) -> PairedGeneration:
-        """As a router does: the same request to both."""
+        """Send the same request to both servers, like a router."""
         return PairedGeneration(self, tokens, fields | self.meeting())
 
     def meeting(self) -> dict[str, Any]:
-        """Fields by which the two servers find each other, for one request."""
-        room = next(_rooms) * 16  # a request of several samples takes the rooms after it, too
+        """Return the fields by which the two servers find each other, for one request."""
+        room = next(_rooms) * 16  # a request of several samples also uses the following rooms
         return {
             "bootstrap_host": "127.0.0.1",
             "bootstrap_port": self.bootstrap_port,
@@ -58,7 +58,7 @@ class Pair:
 
 
 class PairedGeneration(Generation):
-    """What the decode server says; ``prefill`` is what the other one does."""
+    """The decode server's output; ``prefill`` has the prefill server's."""
 
     def __init__(self, pair: Pair, tokens: int, fields: dict[str, Any]) -> None:
         super().__init__(pair.decode, tokens=tokens, **fields)
@@ -70,7 +70,7 @@ class PairedGeneration(Generation):
 def serve_pair(
     model: Path, *flags: str, folder: Path, of_decode: Sequence[str] = ()
 ) -> Iterator[Pair]:
-    """``flags`` are of both, ``of_decode`` of the decode server alone."""
+    """Start a pair. ``flags`` go to both servers, ``of_decode`` to the decode server only."""
     port = free_port()
     common = (
         "--disaggregation-transfer-backend", "mooncake",
@@ -81,7 +81,7 @@ def serve_pair(
     )  # fmt: skip
     decode = (
         *common, "--disaggregation-mode", "decode",
-        # the other one needs memory that CUDA pins
+        # the other backup needs CUDA's pinned memory
         "--disaggregation-decode-retraction-backup", "cpu_tensor", *of_decode,
     )  # fmt: skip
     with (
@@ -96,12 +96,12 @@ def live(server: Server, checkpoints: Path, version: int, kv: str = "fence") -> 
 
 
 def of_tokens(output: Output) -> list[str]:
-    """By the tokens themselves, each of which tells the version that made it."""
+    """Return the version of each token, as shown by the token itself."""
     return [f"v{made - FIRST}" for made in output.tokens]
 
 
 def expect_labels(output: Output, *, prompt_by: list[str]) -> None:
-    """The tokens' spans, and the KV's: of the prompt, and of all tokens but the last."""
+    """Check the spans of the tokens and of the KV: the prompt's, and all tokens' but the last."""
     assert labels_of(output.meta["weight_versions"]) == of_tokens(output)
-    # a token's KV is computed by the forward that gives the next one
+    # the forward for the next token computes a token's KV
     assert labels_of(output.meta["kv_versions"]) == [*prompt_by, *of_tokens(output)[1:]]

@@ -1,6 +1,6 @@
-"""Scripts for SGLang's scripted runtime, which run in the scheduler, a step of them a pass.
+"""Scripts for SGLang's scripted runtime. They run in the scheduler, one step per pass.
 
-A script names SGLang's own message of each call that it makes and waits until it comes.
+For each call, a script waits until SGLang's own message of that call arrives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SGLang plugins of the tests: never installed, a server finds them on its ``PYTHONPATH``."""
+"""SGLang plugins of the tests, found by a server on its ``PYTHONPATH`` and never installed."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ stands_in_for_kernels = pytest.mark.skipif(
 
 
 def with_plugin(*folders: str) -> dict[str, str]:
-    """The environment of a server that loads the plugins in those folders of ``tests``."""
+    """Return the environment for the plugins in these folders of ``tests``."""
     return on_path(*(TESTS / folder for folder in folders))

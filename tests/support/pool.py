@@ -1,8 +1,8 @@
-"""One server alive at a time, of the flavour that a test asks for.
+"""A pool of one live server at a time, of the flavour a test asks for.
 
-A server takes long to start and two of them would share the cores, so tests are grouped by
-flavour (``tests/support/servers.py``) and each flavour is started once. A test that hangs a server
-or ends it costs the next test a fresh one, and nothing else.
+A server takes long to start, and two servers would share the cores. So tests are grouped by flavour
+(``tests/support/servers.py``), and each flavour is started once. A test that hangs or ends its
+server costs the next test a fresh start, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from harness.server import Server, free_port, serve
 from harness.starting import ENV as ENV
 from harness.starting import UPSTREAM as UPSTREAM
 
-# short where a hang is what a test is about
+# short on unpatched SGLang, where many tests are about a hang
 RESTORE_TIMEOUT_S = 10.0 if UPSTREAM else 60.0
 
 
 @dataclass(frozen=True)
 class Flavour:
-    """How a server is started. Tests that need the same one share it."""
+    """A server's start options, shared by tests with the same needs."""
 
     flags: tuple[str, ...]
     env: dict[str, str] = field(default_factory=dict)
     admin_key: str | None = None
-    # makes, in a folder, what it serves instead of version 0; the test then restores it itself
+    # builds the served model in a folder, in place of version 0; the test then restores it itself
     model: Callable[[Path], Path] | None = None
 
 
-# Small enough that nine requests make one wait.
+# small enough for nine requests to make one wait
 MAX_RUNNING = 8
 MAX_QUEUED = 8
 CHUNK = 512
@@ -44,7 +44,7 @@ SMALL_POOL = 20480  # tokens
 WATCHDOG_S = 5
 WAITING_TIMEOUT_S = 15
 GRPC_PORT = free_port()
-# longer than a test takes from its pause to its first piece
+# longer than a test takes between its pause and its first piece
 GRACE_S = 8.0
 CUSTOM_LOADER = "tests.support.custom_loader.load_alone"
 ADMIN_KEY = "the-key-of-the-tests"
@@ -55,10 +55,10 @@ _COMMON = (
     "--weight-version", "v0",
 )  # fmt: skip
 
-# By the name of the fixture that gives it; tests run in this order.
+# by the name of the server's fixture; tests run in this order
 FLAVOURS = {
     "server": Flavour(_COMMON, {"SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2"}),
-    # with limits that only few tests come near to, because a server more costs more
+    # with limits few tests come near, because another server costs more time
     "normal_loop_server": Flavour(
         (
             *_COMMON,
@@ -83,14 +83,14 @@ FLAVOURS = {
         ),
         {"SGLANG_INFLIGHT_STAGING": "off", "SGLANG_INFLIGHT_MAX_VERSION_LAG": str(MAX_VERSION_LAG)},
     ),
-    # two processes take HTTP
+    # HTTP is served by two processes
     "workers_server": Flavour(
         (*_COMMON, "--tokenizer-worker-num", "2", "--enable-memory-saver"),
         {
             "SGLANG_INFLIGHT_VLLM_ROUTES": "1",
             "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
             "SGLANG_INFLIGHT_SSE_COMMENT": "1",
-            # how long uvicorn may take to see that a worker has died
+            # seconds until uvicorn replaces a dead worker
             "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "3",
         },
         ADMIN_KEY,
@@ -107,7 +107,7 @@ FLAVOURS = {
 
 
 def add_both_loops(name: str, flavour: Flavour) -> list[str]:
-    """Two flavours more, with overlap and without. Returns their names."""
+    """Add a flavour with overlap and one without, and return their names."""
     FLAVOURS[name] = flavour
     normal = f"{name}_normal_loop"
     FLAVOURS[normal] = replace(flavour, flags=(*flavour.flags, "--disable-overlap-schedule"))
@@ -115,7 +115,7 @@ def add_both_loops(name: str, flavour: Flavour) -> list[str]:
 
 
 class ServerPool:
-    """Keeps exactly one server, and starts another where the flavour differs."""
+    """Keeps one server running, and starts another for another flavour."""
 
     def __init__(self, model: Path, logs: Path) -> None:
         self._model = model
@@ -125,7 +125,7 @@ class ServerPool:
         self._started = 0
 
     def get(self, flavour: Flavour) -> Server:
-        """A server of ``flavour``: the one that runs, or a fresh one."""
+        """Return the running server if it has this ``flavour``, otherwise a fresh one."""
         if self._running is not None:
             running_flavour, server = self._running
             if running_flavour == flavour and server.is_alive():
@@ -148,15 +148,15 @@ class ServerPool:
         return server
 
     def discard(self) -> None:
-        """End the server that runs, if one does."""
+        """End the running server, if any."""
         self._running = None
         self._stack.close()
 
     def restore(self) -> None:
-        """Make the server as good as new: nothing paused, nothing running, weights v0.
+        """Bring the server back to its start: no pause, no request, weights v0.
 
-        A server that cannot be restored is discarded. Raises ``AssertionError`` then,
-        unless this is unpatched SGLang, which tests are meant to break.
+        Discard a server that cannot be restored, and raise ``AssertionError``, except on unpatched
+        SGLang: there tests are meant to break servers.
         """
         if self._running is None:
             return
@@ -191,9 +191,9 @@ def restore(server: Server, model: Path) -> None:
 
 
 def outlast_watchdog(server: Server, at_least_s: float = 0.0) -> None:
-    """Expect no report of the soft watchdog, which looks twice in its time.
+    """Expect no report of the soft watchdog, which looks twice in its timeout.
 
-    A hard watchdog would end the server at a step that a busy machine makes slow.
+    A hard watchdog would end the server at a slow step of a busy machine.
     """
     ends_at = time.monotonic() + max(1.5 * WATCHDOG_S, at_least_s) + 1
     reports = _count_reports(server)
@@ -208,7 +208,7 @@ def _count_reports(server: Server) -> int:
 
 
 def empty(server: Server) -> None:
-    """Abort until no request is left: one that is not yet queued escapes an abort."""
+    """Abort until no request is left, because an abort misses requests not yet queued."""
     deadline = time.monotonic() + RESTORE_TIMEOUT_S
     while time.monotonic() < deadline:
         server.post("/abort_request", {"abort_all": True}, timeout=RESTORE_TIMEOUT_S)

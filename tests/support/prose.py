@@ -1,12 +1,12 @@
 """Count relative clauses a sentence, in docs and in docstrings.
 
 ``python -m tests.support.prose`` prints the count of each document and of each top folder's
-docstrings. ``python -m tests.support.prose --show FILE`` prints the sentences of a file that hold
-two or more.
+docstrings. ``python -m tests.support.prose --show FILE`` prints a file's sentences with two or
+more.
 
-A relative clause is counted by its first word: who, whom, whose, which, what, whatever, whoever, or
-that where it does not follow a verb of saying ("says that"). Code and the targets of links are left
-out. A cell of a table is a sentence.
+A relative clause is counted by its first word: ``who``, ``whom``, ``whose``, ``which``, ``what``,
+``whatever``, ``whoever``, or ``that`` except after a verb of saying ("says that"). Code and the
+targets of links are left out. A cell of a table is a sentence.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BEFORE = re.compile(rf"\b(?:{_SAYING})\W+$", re.IGNORECASE)
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of Markdown or of a docstring, code replaced by one word."""
+    """Return the sentences of Markdown or of a docstring, with code replaced by one word."""
     text = _TARGET.sub("]", _CODE.sub("X", _FENCE.sub("", text)))
     parts = (" ".join(part.split()) for part in _END.split(text))
     return [part for part in parts if len(re.findall(r"[A-Za-z]{2,}", part)) >= 2]

@@ -1,4 +1,4 @@
-"""A way to a server on which things get lost."""
+"""A proxy that can lose requests and answers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from harness.server import PLAIN, Server
 
 
 class Proxy:
-    """Hands requests on to a server, unless told otherwise of the next one to a path."""
+    """Forwards requests to a server, with exceptions for the next request to a path."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._before: dict[str, Callable[[], object]] = {}
         self._lost_answers: list[str] = []
         self._is_stopped = False
-        # the path of each request that arrived here
+        # path of each request so far
         self.arrivals: list[str] = []
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
     def before(self, path: str, action: Callable[[], object]) -> None:
-        """Do this when the next request to ``path`` comes, and then hand it on."""
+        """Call ``action`` at the next request to ``path``, then forward the request."""
         self._before[path] = action
 
     def lose_request(self, path: str) -> None:
-        """The server does not hear of the next request to ``path``."""
+        """Drop the next request to ``path`` before it reaches the server."""
 
         def lose() -> None:
             raise ConnectionAbortedError(path)
@@ -39,7 +39,7 @@ class Proxy:
         self.before(path, lose)
 
     def lose_answer(self, path: str) -> None:
-        """The server does what it is asked, and its client does not hear of it."""
+        """Let the server do the next request to ``path``, and drop the answer."""
         self._lost_answers.append(path)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
@@ -67,7 +67,7 @@ class Proxy:
                     proxy._lost_answers.remove(self.path)
                     self.close_connection = True
                     return
-                # whoever has given up is not there to hear it
+                # a client may have given up and gone
                 with contextlib.suppress(ConnectionError):
                     self.send_response(answer.status_code)
                     self.send_header("Content-Type", "application/json")
@@ -94,7 +94,7 @@ class Proxy:
             self.stop()
 
     def stop(self) -> None:
-        """Also on connections that are open."""
+        """Stop accepting and answering, also on open connections."""
         self._is_stopped = True
         self._http.shutdown()
         self._http.server_close()

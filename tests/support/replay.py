@@ -1,4 +1,4 @@
-"""What Hugging Face transformers says of tokens whose context mixes weights."""
+"""Log-probabilities by Hugging Face transformers, for a context with mixed weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 class Replay:
-    """Several versions of a model, which take turns over one KV cache."""
+    """Several versions of a model, taking turns over one KV cache."""
 
     def __init__(self, checkpoints: Mapping[str, Path]) -> None:
         self._models: dict[str, Any] = {
@@ -29,16 +29,16 @@ class Replay:
         made_by: Sequence[str],
         kv: Sequence[str],
     ) -> list[float]:
-        """Of each token of ``output``, by the version in ``made_by`` that sampled it.
+        """Return each token's log-probability, under the version in ``made_by``.
 
-        ``kv`` names the version that computed the KV of each position which a later one
-        attends to; there is one for each token but the last.
+        ``kv`` names the version of each position's KV. The last token has none, as no position
+        attends to it.
         """
         tokens = [*prompt, *output]
         found: list[float] = []
         cache = DynamicCache()
         begin = 0
-        # the prompt up to its last token, which is the first that is asked what follows it
+        # the prompt without its last token, whose forward gives the first output
         for owner, run in itertools.groupby(kv[: len(prompt) - 1]):
             end = begin + len(list(run))
             self._models[owner](torch.tensor([tokens[begin:end]]), past_key_values=cache)
@@ -47,7 +47,7 @@ class Replay:
             token = torch.tensor([[tokens[position]]])
             following = position + 1 - len(prompt)
             sampler = made_by[following]
-            # a forward adds to the cache that it is given
+            # a forward writes into its cache
             scratch = cache if sampler == owner else copy.deepcopy(cache)
             logits = self._models[sampler](token, past_key_values=scratch).logits[0, -1]
             found.append(logits.log_softmax(-1)[output[following]].item())

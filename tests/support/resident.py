@@ -1,4 +1,4 @@
-"""How much memory processes have taken, each at most and all together."""
+"""Resident memory of processes: each one's peak, and the peak of the sum."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# pages of files are left out: the kernel takes them back when it wants to
+# file pages are left out, because the kernel reclaims them on demand
 _COUNTED = ("RssAnon:", "RssShmem:")
 PERIOD_S = 0.01
 
 
 def resident(process: int) -> int:
-    """Bytes of its own, and of memory that it shares with others; 0 where it has ended."""
+    """Return the bytes of a process's own and shared memory, or 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(_COUNTED))
@@ -22,14 +22,14 @@ def resident(process: int) -> int:
 
 
 class Resident:
-    """Looks again and again, in a thread, at processes that have names, beyond what they had.
+    """A thread that samples the memory of named processes, above a baseline.
 
-    Shared memory counts for each that has it. Processes are looked at one after the other, so
-    where one lets go and another takes at once, a sum may have both.
+    Each process sharing memory counts the whole of it. Processes are sampled one after the other,
+    so memory moving between two of them may count twice.
     """
 
     def __init__(self, baseline: int) -> None:
-        """``baseline``: bytes that each process is allowed to have."""
+        """``baseline``: bytes of each process left out of the count."""
         self._baseline = baseline
         self._lock = threading.Lock()
         self._processes: dict[str, int] = {}
@@ -57,13 +57,13 @@ class Resident:
             self._look()
 
     def peak(self, name: str) -> int:
-        """The most that one has had."""
+        """Return the process's peak."""
         with self._lock:
             return self._peaks[name]
 
     @property
     def together(self) -> int:
-        """The most that all have had at one time."""
+        """Peak of the sum."""
         with self._lock:
             return self._together
 

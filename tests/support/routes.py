@@ -1,4 +1,4 @@
-"""Our routes, as the server itself lists them: a new one is there without being told of."""
+"""Our routes from the server's own list, new routes included."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sglang_inflight.frontend.http.routes import TAG
 class Route:
     method: str
     path: str
-    # JSON schema of its body; empty for a GET
+    # JSON schema of the body; empty for a GET
     schema: dict[str, Any]
 
     def call(self, server: Server, body: Any, **kwargs: Any) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def routes(server: Server, headers: dict[str, str] | None = None) -> list[Route]
         for method, operation in operations.items()
         if TAG in operation.get("tags", [])
     ]
-    # a listing that lost them would let every test of them pass
+    # an empty list would let every test over the routes pass
     assert {"/pause_generation", "/inflight/status"} <= {route.path for route in found}
     return found
 

@@ -1,4 +1,4 @@
-"""Servers for all test files, a clean one for each test, and the order that needs the fewest.
+"""Servers for all test files: a clean one for each test, in the order with the fewest starts.
 
 A plugin of ``tests/conftest.py``.
 """
@@ -22,15 +22,15 @@ POOL = pytest.StashKey[ServerPool]()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first, then what has servers of its own, then flavour by flavour: each
-    starts once. Unit tests come last, as what is left for workers that would have none.
+    """Order tests: long ones, then those with servers of their own, then flavour by flavour.
 
-    Three workers (``make test``) take turns at the parts of the files that need one flavour.
-    First of all plugins, because xdist's reads what this writes.
+    Each flavour starts once. Unit tests come last, for workers without a server left to test. Three
+    workers (``make test``) share out the groups: one flavour in one file each. This hook must run
+    before xdist's, which reads the groups.
     """
     items.sort(key=lambda item: (-_limit(item), item.path.parent == UNIT, _turn(item)))
     for item in items:
-        # those that need another zygote have a group of their own
+        # tests with another zygote have a group of their own
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(f"{_turn(item)} {item.path.stem}"))
 
@@ -39,25 +39,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that failed tells what its servers did, and leaves none of them to the next."""
+    """Report a failed test's servers, and discard the pool's server."""
     report = yield
     if report.failed and call.when == "call":
         report.sections += [(f"server {server.url}", describe(server)) for server in RUNNING]
         pool = item.config.stash.get(POOL, None)
-        # unpatched SGLang fails many, and each would cost a start
+        # unpatched SGLang fails many tests, and each would cost a start
         if pool is not None and not UPSTREAM:
             pool.discard()
     return report
 
 
 def _limit(item: pytest.Item) -> float:
-    """Seconds that a test may take, where it says so."""
+    """Return a test's own time limit in seconds, or 0."""
     mark = item.get_closest_marker("timeout")
     return mark.args[0] if mark else 0
 
 
 def _turn(item: pytest.Item) -> int:
-    """A stable place in the order; 0 for a test without a server of the pool."""
+    """Return the test's place in the order; 0 for a test without a server of the pool."""
     asked = set(getattr(item, "fixturenames", ()))
     callspec = getattr(item, "callspec", None)
     if callspec is not None:
@@ -86,27 +86,27 @@ def pool(
 
 @pytest.fixture
 def server(pool: ServerPool) -> Iterator[Server]:
-    """The overlap loop, serving version 0."""
+    """A server with the overlap loop, serving version 0."""
     yield pool.get(FLAVOURS["server"])
     pool.restore()
 
 
 @pytest.fixture
 def normal_loop_server(pool: ServerPool) -> Iterator[Server]:
-    """The loop without overlap; its limits are in ``tests/support/pool.py``."""
+    """A server with the loop without overlap; its limits are in ``tests/support/pool.py``."""
     yield pool.get(FLAVOURS["normal_loop_server"])
     pool.restore()
 
 
 @pytest.fixture
 def off_server(pool: ServerPool) -> Iterator[Server]:
-    """Without shadow weights: updates are written in place."""
+    """A server without shadow weights: updates are written in place."""
     yield pool.get(FLAVOURS["off_server"])
     pool.restore()
 
 
 @pytest.fixture(params=["server", "normal_loop_server"], ids=["overlap", "normal"])
 def any_server(request: pytest.FixtureRequest) -> Server:
-    """Both loops, one after the other."""
+    """A server with each loop in turn."""
     server: Server = request.getfixturevalue(request.param)
     return server

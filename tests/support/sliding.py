@@ -1,7 +1,6 @@
-"""A marker half of whose layers attend to the last tokens only: it has two KV pools.
+"""A marker whose every second layer has a sliding window: it has two KV pools.
 
-SGLang gives such layers a pool of their own, which is smaller. Slots of requests are those of
-the larger one.
+SGLang gives such layers a smaller pool. A request's slots are those of the larger pool.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ CONFIG = {
         kind: {"rope_type": "default", "rope_theta": 10000.0}
         for kind in ("full_attention", "sliding_attention")
     },
-    # an expert layer where the model has one
+    # an expert layer is required of the config, though no layer uses it
     "mlp_layer_types": ["dense", "dense"],
     "num_experts": 2,
     "num_experts_per_tok": 1,

@@ -1,11 +1,10 @@
-"""Updates, pauses and faults for as long as one likes, under requests that never stop.
+"""Updates, pauses and faults for any length of time, under constant requests.
 
-``python -m tests.support.soak --minutes 60`` prints what was done and what came of it, as
-a table and as JSON. What is done, and in which order, follows from ``--seed``. With
-``--tokens`` and ``--commits`` it goes on until so many tokens were compared with their spans,
-and so many versions went live; ``--streams 32`` gets there sooner. ``--on pp-size`` takes the first
-server of the matrix that is named so (``tests/matrix``). Exit status 0 only if no request was
-lost, no token had another version than its span says, and memory was flat.
+``python -m tests.support.soak --minutes 60`` prints the operations and their results, as a table
+and as JSON. ``--seed`` determines the operations and their order. ``--tokens`` and ``--commits``
+are goals for checked tokens and committed versions, soonest reached with ``--streams 32``. ``--on
+pp-size`` takes the first server of the matrix with that name (``tests/matrix``). The exit status is
+0 only without lost requests, with exact spans, and with flat memory.
 """
 
 from __future__ import annotations
@@ -55,15 +54,15 @@ LENGTHS = (1, 40, 400, 1200)
 MODES = ("in_place", "retract", "wait", "abort")
 SOURCES = ("disk", "disk", "tensor", "tensor_bucket", "distributed")
 LEASE_S = 0.3
-# of a pause that its caller ends
+# of a pause ended by its caller
 LONG_LEASE_S = 300.0
 KINDS = ("kv_cache", "weights", "cuda_graph")
-# of a pause that waits for running requests
+# longest drain of a ``wait`` pause
 WAIT_S = 0.2
 MIB = 1 << 20
-# characters, where a soak fails
+# characters of the log, after a failure
 LOG_SHOWN = 20_000
-# more than this share, and the memory is not flat
+# share of growth up to which memory counts as flat
 MOST_GROWTH = 0.03
 
 LIVE = {"non_blocking": True}
@@ -71,7 +70,7 @@ LIVE = {"non_blocking": True}
 
 @dataclass
 class Numbers:
-    """What a soak did. ``rss`` is the scheduler's memory in MiB, a minute after the other."""
+    """Results of a soak. ``rss`` is the scheduler's memory in MiB, one value a minute."""
 
     seed: int
     minutes: float = 0.0
@@ -84,21 +83,21 @@ class Numbers:
     pauses: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     rss: list[float] = field(default_factory=list)
-    # what was wrong with each lost request
+    # the error of each lost request
     losses: list[str] = field(default_factory=list)
 
     @property
     def growth(self) -> float:
-        """Of the memory in the last three quarters, as a share of it.
+        """Growth of memory in the last three quarters, as a share.
 
-        It grows at first: pages of the KV pool are touched one by one, and the allocator keeps
-        what the largest of the prefills needed.
+        Memory grows at first: pages of the KV pool are touched one by one, and the allocator keeps
+        the room of the largest prefill.
         """
         start = self.rss[len(self.rss) // 4]
         return self.rss[-1] / start - 1
 
     def as_json(self) -> dict[str, Any]:
-        # dataclasses.asdict makes counters of counters' pairs
+        # dataclasses.asdict would make counters of each counter's pairs
         return {
             name: dict(value) if isinstance(value, Counter) else value
             for name, value in vars(self).items()
@@ -106,7 +105,7 @@ class Numbers:
 
 
 class Soak:
-    """One caller that does one thing after another, while ``STREAMS`` requests run."""
+    """One caller making one call after another, while ``STREAMS`` requests run."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class Soak:
         *,
         transparent: bool = False,
     ) -> None:
-        """``transparent``: the server takes pauses that say nothing of ours for windows."""
+        """``transparent``: the server treats pauses without our fields as windows."""
         self._server = server
         self._checkpoints = checkpoints
         self._sender = sender
@@ -130,13 +129,13 @@ class Soak:
         self._configuration = configuration
         self._model = configuration.model
         self._streams: list[Generation] = []
-        # those that an abort, or their client's going away, may have ended
+        # requests possibly ended by an abort, or by their client's disconnect
         self._given_up: set[Generation] = set()
         self.numbers = Numbers(seed)
         self._transparent = transparent
-        # without it nothing is given back, and all else is the same
+        # without a memory saver nothing is released, and all else is the same
         self._has_saver = server.get("/server_info")["enable_memory_saver"]
-        # names of requests, of which some begin as others do
+        # some names are prefixes of others
         self._names = itertools.count()
         self._operations: dict[Callable[[], None], int] = {
             self.update: 10,
@@ -162,9 +161,9 @@ class Soak:
             self._operations |= {self.update_in_a_window: 10, self.lose_a_piece_of_a_window: 3}
 
     def run(self, minutes: float, *, tokens: int = 0, commits: int = 0) -> Numbers:
-        """Until all three are reached.
+        """Run until all three goals are reached.
 
-        Raises ``AssertionError`` where the server is not as it must be at the end.
+        Raise ``AssertionError`` if the server is not well at the end.
         """
         began = time.monotonic()
         for operation in self._operations:
@@ -208,7 +207,7 @@ class Soak:
             self.numbers.requests += 1
 
     def _check(self, stream: Generation) -> None:
-        """Its tokens say which weights made them, and its spans must say the same."""
+        """Check the spans against the tokens, which show their weights."""
         gave_up = stream in self._given_up
         self._given_up.discard(stream)
         output = stream.heard()
@@ -235,7 +234,7 @@ class Soak:
         self._count(source, answer)
 
     def update_while_paused(self) -> None:
-        """As SGLang's own clients do it."""
+        """Update during a real pause, like SGLang's own clients."""
         self._pause(self._choose.choice(("in_place", "retract")))
         self._count("disk while paused", self._send("disk"))
         self._post("/continue_generation", {})
@@ -245,7 +244,7 @@ class Soak:
         weights = self._model.tensors(version)
         names = list(weights)
         cut = self._choose.randrange(1, len(names))
-        # else an update that its caller left, and that comes only now, would be a piece of it
+        # the id keeps out a late unnamed update, which would become a piece
         named = {"session_id": self._post("/begin_weight_update", LIVE)["session_id"]}
         for part in (names[:cut], names[cut:]):
             body = self._tensor_body({name: weights[name] for name in part}, named)
@@ -271,12 +270,12 @@ class Soak:
         stream.abort()
 
     def abort_what_nobody_is_called(self) -> None:
-        """Every name begins with it, and none is it."""
+        """Abort a prefix of all names, which is no request's name."""
         answer = self._server.post("/abort_request", {"rid": "soak"})
         assert answer["status_code"] == 200, answer
 
     def rename(self) -> None:
-        """To a name of the same version, as the tokens tell it."""
+        """Rename the version. The tokens show that the weights are the same."""
         name = f"{self._version}+{next(self._names)}"
         self._post("/update_weight_version", {"new_version": name, "abort_all_requests": False})
         self._expect_name(name)
@@ -288,12 +287,12 @@ class Soak:
         return name.partition("+")[0]
 
     def _expect_name(self, name: str) -> None:
-        """Whoever is asked."""
+        """Check the version's name at every route."""
         for path in ("/get_weight_version", "/model_info", "/inflight/status"):
             assert self._server.get(path)["weight_version"] == name, path
 
     def release_memory(self) -> None:
-        """Of some kinds, one after the other, and back in another order."""
+        """Release some kinds of memory, and resume them in another order."""
         self._pause("retract")
         kinds = self._choose.sample(KINDS, self._choose.randrange(1, len(KINDS) + 1))
         keep = self._choose.choice(("host", "discard"))
@@ -303,7 +302,7 @@ class Soak:
         if "weights" in kinds:
             self._refuse("/inflight/rollback", {})
         for kind in self._choose.sample(kinds, len(kinds)):
-            # those that were held before it are let go of, and memory holds the requests
+            # earlier holders are released; memory's own pause keeps requests waiting
             self._post("/resume_memory_occupation", {"tags": [kind]})
         is_hollow = status(self._server)["memory"]["hollow"] is not None
         assert is_hollow == (self._has_saver and "weights" in kinds and keep == "discard")
@@ -313,7 +312,7 @@ class Soak:
         self.numbers.pauses["memory away"] += 1
 
     def overwrite_the_weights(self) -> None:
-        """They are noise from then on, and are served after a whole update, not before."""
+        """Overwrite the weights with noise, served only after a whole update."""
         self._pause("retract")
         self._post("/weights_checker", {"action": "reset_tensors"})
         assert self._server.get("/ready")["status_code"] == 503
@@ -323,7 +322,7 @@ class Soak:
         self.numbers.faults["weights overwritten"] += 1
 
     def update_in_a_window(self) -> None:
-        """As SGLang's own clients do it, and for them nothing stops."""
+        """Update in a transparent window, like SGLang's own clients."""
         version = self._choose.randrange(VERSIONS)
         self._open_window()
         for body in self._pieces(version):
@@ -376,7 +375,7 @@ class Soak:
         self.numbers.faults["trainer killed in its broadcast"] += 1
 
     def leave_an_update(self) -> None:
-        """It is done as a whole, or not at all."""
+        """Leave an update in the middle: it is done as a whole, or not at all."""
         version = self._choose.randrange(VERSIONS)
         body = {
             "model_path": str(self._checkpoints / f"v{version}"),
@@ -410,7 +409,7 @@ class Soak:
             (
                 self._choose.randbytes(40),
                 b'{"mode": "moon"}',
-                # what a route does not know it passes over: each has something for any of them
+                # routes ignore unknown fields, so each body has a bad field for every route
                 b'{"mode": "moon", "model_path": "/nowhere", "non_blocking": true}',
                 b'{"mode": "moon", "serialized_named_tensors": ["AAAA"], "non_blocking": true}',
                 b'{"mode": "moon", "non_blocking": "maybe", "tags": ["moon"]}',
@@ -423,14 +422,16 @@ class Soak:
     def let_a_lease_run_out(self) -> None:
         body = {**self._pause_body(self._choose.choice(MODES)), "lease_s": LEASE_S}
         answer = self._server.post("/pause_generation", body)
-        # on busy cores it may run out while requests still drain
+        # on busy cores the lease may end during the drain
         granted = answer["status_code"] == 200
         assert granted or "before it was granted" in answer["message"], answer
         until("the lease ran out", lambda: not status(self._server)["paused"])
         self.numbers.faults["lease of a pause ran out"] += 1
 
     def leave_a_call(self) -> None:
-        """Whenever that is, nothing stays that has no name, and the version is the ranks'."""
+        """Leave a call: afterwards no holder without an owner is left, and all routes agree on the
+        version.
+        """
         pause_id = f"pause{next(self._names)}"
         pause = {"mode": self._choose.choice(("in_place", "retract")), "new_id": pause_id}
         name = f"{self._version}+{next(self._names)}"
@@ -446,7 +447,7 @@ class Soak:
             )
         )
         self._leaves(path, body)
-        # what was answered to nobody is over with its lease
+        # the lease ends a pause or a session without an owner
         until("nothing is paused", lambda: not status(self._server)["paused"])
         until_idle(self._server)
         until("the name is the ranks'", self._is_named_as_the_ranks_say)
@@ -456,14 +457,14 @@ class Soak:
         return says == status(self._server)["weight_version"]
 
     def _leaves(self, path: str, body: dict[str, Any]) -> None:
-        """A caller goes away after a while, with or without its answer."""
+        """Call, and leave after a while, with or without the answer."""
         try:
             self._server.post(path, body, timeout=self._choose.uniform(0.0005, 0.03))
         except httpx.TimeoutException:
             self.numbers.faults[f"caller left {path}"] += 1
 
     def lose_a_piece(self) -> None:
-        """Of a session in SGLang's own way, which its client ends all the same."""
+        """Lose a piece of a session in SGLang's form, whose client ends the session anyway."""
         before = status(self._server)["epoch"]
         self._post("/begin_weight_update", {})
         version = self._choose.randrange(VERSIONS)
@@ -488,7 +489,7 @@ class Soak:
             self._server.post("/abort_weight_update", {})
         self._refuse("/update_weights_from_tensor", second, status_code=400)
         self._refuse("/continue_generation", {}, status_code=400)
-        # whoever comes after the one who was told
+        # the first call reports the loss, the next one works
         self._post("/continue_generation", {})
         assert status(self._server)["epoch"] == before
         self.numbers.faults["piece of a window lost"] += 1
@@ -508,7 +509,7 @@ class Soak:
         name = self._choose.choice(list(weights))
         body = self._tensor_body({name: weights[name]}, named)
         sent = self._server.post("/update_weights_from_tensor", body)
-        # on busy cores the lease may run out before
+        # on busy cores the lease may end first
         assert sent["status_code"] == 200 or "lease" in sent["message"], sent
         until_idle(self._server)
         self.numbers.faults["session abandoned"] += 1
@@ -531,7 +532,7 @@ class Soak:
         if answer["status_code"] == 200:
             self.numbers.commits += 1
         else:
-            # only a rollback may find nothing to return to
+            # only a rollback may be refused, without a previous version
             assert kind == "rollback", answer
             self.numbers.refused_updates += 1
 
@@ -546,7 +547,7 @@ class Soak:
         if mode == "wait":
             body["timeout_s"] = WAIT_S
         if self._transparent:
-            # a real one
+            # a lease makes the pause real
             body["lease_s"] = LONG_LEASE_S
         return body
 
@@ -557,8 +558,8 @@ class Soak:
 
     def _finish(self) -> None:
         for stream in self._streams:
-            # it ends with the last word that is heard of it, whatever that is; the longest may
-            # have all its tokens to go, on cores that others use too
+            # the stream ends in any way; on shared cores the longest may still have all its tokens
+            # to make
             stream.wait_for_end(patience_s=600)
             self._check(stream)
         self._streams.clear()
@@ -619,7 +620,7 @@ def main() -> int:
                     arguments.minutes, tokens=arguments.tokens, commits=arguments.commits
                 )
             except BaseException:
-                # it goes with the folder
+                # print the log before its folder is deleted
                 print(server.log_text()[-LOG_SHOWN:])
                 raise
     show(numbers)

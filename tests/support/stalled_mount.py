@@ -1,4 +1,4 @@
-"""A mount whose server is gone: whoever touches it waits, until the mount is gone too."""
+"""A mount without a server behind it: every access blocks until the mount is gone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DETACH = 2
 
 @contextlib.contextmanager
 def stalled_mount(folder: Path) -> Iterator[None]:
-    """``folder`` is the root of a file system that answers nothing. Skips without the right."""
+    """Mount a file system that answers nothing at ``folder``. Skip the test without the right."""
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A sender of tensors in shared memory that was stopped, say by Ctrl-Z, with what it started."""
+"""A sender of tensors in shared memory, stopped together with its children as by Ctrl-Z."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ time.sleep(600)
 
 @contextlib.contextmanager
 def stopped_sender() -> Iterator[str]:
-    """Its payload."""
+    """Yield the sender's payload."""
     command = [sys.executable, "-c", _CODE]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True

@@ -10,15 +10,13 @@ T = TypeVar("T")
 
 
 def run(play: Coroutine[Any, Any, T]) -> T:
-    """On asyncio's own loop: SGLang makes uvloop's the one that ``asyncio.run`` takes, and that
-    shows no turns.
-    """
+    """Run on asyncio's own loop: SGLang sets uvloop for ``asyncio.run``, which hides turns."""
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         return runner.run(play)
 
 
 async def until_idle() -> None:
-    """Until nothing on this loop can go on: all that is left waits for a call or a timer."""
+    """Run the loop until all tasks wait for a call or a timer."""
     loop: Any = asyncio.get_running_loop()
     await asyncio.sleep(0)
     while loop._ready:
@@ -31,6 +29,6 @@ async def tick(turns: int) -> None:
 
 
 def timers() -> list[asyncio.TimerHandle]:
-    """Those of this loop that are still to go off."""
+    """Return the loop's pending timers."""
     loop: Any = asyncio.get_running_loop()
     return [timer for timer in loop._scheduled if not timer.cancelled()]

@@ -1,9 +1,9 @@
-"""What TRL's trainers ask the OpenAI routes for, and how they read the answers.
+"""TRL's requests to the OpenAI routes, and TRL's way to read the answers.
 
-Read in TRL 1.16: ``generation/vllm_client.py`` (GRPO, RLOO and others with
-``vllm_mode="server"``), ``experimental/async_grpo/async_rollout_worker.py``, and
-``experimental/async_distillation/async_rollout_worker.py``. The values are its defaults, but for
-the lengths.
+From TRL 1.16: ``generation/vllm_client.py`` (GRPO, RLOO and others with ``vllm_mode="server"``),
+``experimental/async_grpo/async_rollout_worker.py``, and
+``experimental/async_distillation/async_rollout_worker.py``. The values are TRL's defaults, except
+for lengths.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 Body = dict[str, Any]
 
-# of whoever has no seed of their own
+# of a worker without a seed
 SEED_BITS = 63
 
 
 def generation(model: str, prompts: list[list[int]], *, n: int = 1, **sampling: Any) -> Body:
-    """Of ``VLLMClient.generate``."""
+    """Return the body of ``VLLMClient.generate``."""
     return {
         "model": model,
         "prompt": prompts,
@@ -38,7 +38,7 @@ def generation(model: str, prompts: list[list[int]], *, n: int = 1, **sampling: 
 
 
 def chat(model: str, text: str, *, n: int = 1, **sampling: Any) -> Body:
-    """Of ``VLLMClient.chat``."""
+    """Return the body of ``VLLMClient.chat``."""
     return {
         "model": model,
         "n": n,
@@ -58,7 +58,7 @@ def chat(model: str, text: str, *, n: int = 1, **sampling: Any) -> Body:
 
 
 def rollout(model: str, prompt: list[int], **sampling: Any) -> Body:
-    """Of AsyncGRPO's rollout worker."""
+    """Return the body of AsyncGRPO's rollout worker."""
     return {
         "model": model,
         "prompt": prompt,
@@ -76,7 +76,7 @@ def rollout(model: str, prompt: list[int], **sampling: Any) -> Body:
 
 
 def scoring(model: str, sequence: list[int]) -> Body:
-    """Of AsyncDistillation's worker, and of ``VLLMClient.get_sequence_logprobs``."""
+    """Return the body of AsyncDistillation's worker and of ``VLLMClient.get_sequence_logprobs``."""
     return {
         "model": model,
         "prompt": sequence,
@@ -87,13 +87,13 @@ def scoring(model: str, sequence: list[int]) -> Body:
 
 
 def read_rollout(answer: Body) -> tuple[list[int], list[float]]:
-    """A turn's tokens, and the logprob of each."""
+    """Return a turn's tokens and their log-probabilities."""
     choice = answer["choices"][0]
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
 def read_logprobs(logprobs: Body) -> tuple[list[list[float]], list[list[int]]]:
-    """Of one choice: by position, the logprobs from the most likely token on, and their tokens.
+    """Return one choice's log-probabilities and token ids by position, likeliest first.
 
     Every position has at least its own token, and every token is named by its id.
     """

@@ -1,4 +1,4 @@
-"""Whole updates from every source, and what they must have done."""
+"""Whole updates from every source, and checks of their effects."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.support.load import (
     versions_of,
 )
 
-# tokens of a request that a test ends itself
+# tokens of a request ended by its test
 ENDLESS = 12_000
-# so that a test which expects an answer soon does not wait for ten minutes
+# a test expecting an answer soon must not wait for the default of ten minutes
 TIMEOUT_S = 60.0
 
 SOURCES = (
@@ -45,19 +45,19 @@ SOURCES = (
 
 Weights = dict[str, torch.Tensor]
 
-# Torch's manager of shared memory is a process, which on busy cores may have none for a second:
-# then torch gives up.
+# on busy cores torch's manager process for shared memory may not answer for a second, and then
+# torch gives up
 SHARING_TRIES = 10
 
 
 def by_value(weights: Weights | list[Any]) -> str:
-    """A payload that holds the tensors themselves, and can be read any number of times."""
+    """Return a payload with the tensors themselves, readable any number of times."""
     pairs = list(weights.items()) if isinstance(weights, dict) else weights
     return base64.b64encode(pickle.dumps(pairs)).decode()
 
 
 def by_reference(content: Any) -> str:
-    """A payload as SGLang's own clients make it: a handle to shared memory."""
+    """Return a payload with a handle to shared memory, like SGLang's own clients."""
     from sglang.srt.utils import MultiprocessingSerializer
 
     for _ in range(SHARING_TRIES):
@@ -87,7 +87,7 @@ def tensor_body(weights: Weights, *, ranks: int = 1, **fields: Any) -> dict[str,
 
 
 class Sender:
-    """Sends a whole version to a server, from whichever source a test names."""
+    """Sends a whole version to a server, from any source."""
 
     def __init__(
         self,
@@ -100,13 +100,13 @@ class Sender:
         self._checkpoints = checkpoints
         self._shards = shards
         self._trainers = trainers
-        # what SGLang's clients need takes seconds to import: not while a test's requests run
+        # imports of SGLang's clients take seconds, so they must not run beside a test's requests
         by_reference(flatten({"warm": torch.zeros(1)}))
 
     def send(
         self, server: Server, source: str, version: int, *, ranks: int = 1, **fields: Any
     ) -> dict[str, Any]:
-        """The server's answer. ``ranks`` counts those of all replicas."""
+        """Send, and return the server's answer. ``ranks`` counts over all replicas."""
         with self.ready(server, source, version, ranks=ranks) as send:
             return send(**fields)
 
@@ -114,7 +114,7 @@ class Sender:
     def ready(
         self, server: Server, source: str, version: int, *, ranks: int = 1
     ) -> Iterator[Callable[..., dict[str, Any]]]:
-        """A function that sends at once, whose arguments are the body's further fields."""
+        """Yield a function that sends at once. Its arguments are further fields of the body."""
         weights = self._model.tensors(version)
         if source in ("disk", "disk_shards"):
             folder = self._checkpoints if source == "disk" else self._shards
@@ -156,7 +156,7 @@ def _post(server: Server, source: str, **body: Any) -> Callable[..., dict[str, A
 
 
 class Call:
-    """A request whose answer is waited for later."""
+    """A request sent in a thread, with its answer read later."""
 
     def __init__(self, server: Server, path: str, body: dict[str, Any]) -> None:
         def ask() -> dict[str, Any]:
@@ -193,7 +193,7 @@ class Call:
 
 
 def empty_rendezvous() -> dict[str, Any]:
-    """Of a group whose trainer never comes."""
+    """Return the body of a join whose trainer never comes."""
     return {
         "master_address": "127.0.0.1",
         "master_port": free_port(),
@@ -210,7 +210,7 @@ def succeed(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(answer: dict[str, Any], *words: str, status_code: int = 400) -> dict[str, Any]:
-    """It was refused, in a sentence that has ``words``."""
+    """Check that the answer is a refusal with ``words``."""
     assert answer["status_code"] == status_code, answer
     assert answer["success"] is False, answer
     for word in words:
@@ -219,7 +219,7 @@ def refuse(answer: dict[str, Any], *words: str, status_code: int = 400) -> dict[
 
 
 def serving(server: Server) -> list[tuple[Any, ...]]:
-    """What each rank serves: it changes with any commit, and with nothing else."""
+    """Return each rank's served version. It changes with a commit only."""
     if UPSTREAM:
         return [(server.get("/model_info")["weight_version"],)]
     return [
@@ -229,8 +229,8 @@ def serving(server: Server) -> list[tuple[Any, ...]]:
 
 
 def drop_session(server: Server) -> None:
-    """One that a failed test leaves open would swallow the next test's updates."""
-    # where the test ended the server, there is none
+    """Drop a session left open by a failed test, which would take in the next test's updates."""
+    # a test may have ended the server
     with contextlib.suppress(httpx.HTTPError):
         server.post("/abort_weight_update", {})
 
@@ -240,7 +240,7 @@ def staging(server: Server) -> list[dict[str, Any]]:
 
 
 def until_staging(server: Server, *, tensors: int = 0) -> None:
-    """An update is going on on every rank, and has taken in ``tensors``."""
+    """Wait until every rank has an open update with ``tensors`` tensors."""
     until(
         f"an update is going on, with {tensors} tensors",
         lambda: all(s["state"] != "empty" and s["tensors"] >= tensors for s in staging(server)),
@@ -252,7 +252,7 @@ def until_idle(server: Server) -> None:
 
 
 def misshapen(folder: Path, config: Mapping[str, object] = marker.CONFIG) -> Path:
-    """Version 5, but its last matrix is too small: the others are written before it."""
+    """Write version 5 with a last tensor that is too small, to fail after all others."""
     weights = marker.tensors(5)
     name = "model.norm.weight"
     weights[name] = weights[name][:8].clone()
@@ -260,13 +260,13 @@ def misshapen(folder: Path, config: Mapping[str, object] = marker.CONFIG) -> Pat
 
 
 def says(server: Server, version: int) -> None:
-    """The weights that are served are those of ``version``: a new request tells."""
+    """Check by a new request that the weights of ``version`` are served."""
     tokens = Generation(server, tokens=3, stream=False).output().tokens
     assert tokens == [marker.token(version)] * 3
 
 
 def expect_versions(generations: Iterable[Generation], versions: list[int]) -> None:
-    """Each ran to its end, on these versions, one after the other."""
+    """Check that each request ended at full length, on these versions in order."""
     for generation in generations:
         heard = versions_of(expect_whole(generation))
         assert heard == [f"v{version}" for version in versions], f"{generation.rid}: {heard}"
@@ -275,9 +275,9 @@ def expect_versions(generations: Iterable[Generation], versions: list[int]) -> N
 def expect_to_run_on(
     server: Server, generations: Sequence[Generation], versions: list[int]
 ) -> None:
-    """Each has run on from the first of ``versions`` to the last, and would go on.
+    """Wait for tokens of the last version, abort, and check the versions in order.
 
-    For requests that have no end of their own, so that an update can take its time.
+    For endless requests, so an update may take any time.
     """
     last = [marker.token(versions[-1])] * 3
     for generation in generations:

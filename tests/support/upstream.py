@@ -1,7 +1,6 @@
-"""Run the tests that guard a fix against SGLang without ours, and say which fail there.
+"""Run the tests marked ``guards_fix`` on SGLang without our plugin: each should fail there.
 
-``python -m tests.support.upstream``. Every one of them should fail: one that passes guards
-nothing. Exit status 0 only then.
+``python -m tests.support.upstream``. A passing test guards nothing, and makes the exit status 1.
 """
 
 from __future__ import annotations

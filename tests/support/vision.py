@@ -1,4 +1,4 @@
-"""A tiny Qwen2-VL with random weights, and images to show it."""
+"""A tiny Qwen2-VL with random weights, and images for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HIDDEN = 64
 
 
 def build(folder: Path) -> Path:
-    """Write the checkpoint, with all that a server needs to take text and images."""
+    """Write the checkpoint, with all files a server needs for text and images."""
     tokenizer = _tokenizer()
     ids = tokenizer.convert_tokens_to_ids
     config = Qwen2VLConfig(
@@ -56,7 +56,7 @@ def build(folder: Path) -> Path:
             "hidden_size": HIDDEN,
             "num_heads": HEADS,
             "mlp_ratio": 2,
-            # which SGLang asks for, and transformers calls in_channels
+            # SGLang's name for transformers' in_channels
             "in_chans": 3,
         },
         image_token_id=ids("<|image_pad|>"),
@@ -68,7 +68,7 @@ def build(folder: Path) -> Path:
     torch.manual_seed(0)
     model = Qwen2VLForConditionalGeneration(config).to(torch.bfloat16)
     for parameter in model.parameters():
-        # as large as it takes for the image to move the log-probabilities
+        # large enough for the image to move the log-probabilities
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
@@ -82,14 +82,14 @@ def build(folder: Path) -> Path:
 
 
 def picture(colour: str) -> str:
-    """An image of one colour, as a URL that holds it."""
+    """Return an image of one colour, as a data URL."""
     content = io.BytesIO()
     Image.new("RGB", (PIXELS, PIXELS), colour).save(content, "PNG")
     return "data:image/png;base64," + base64.b64encode(content.getvalue()).decode()
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Token i is the word ``ti``, after the special ones."""
+    """Return a tokenizer with the special tokens first, and the word ``ti`` for token i."""
     names = [*SPECIAL, *(f"t{i}" for i in range(len(SPECIAL), VOCAB))]
     words = {name: index for index, name in enumerate(names)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t100"))

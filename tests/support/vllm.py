@@ -1,4 +1,4 @@
-"""Clients that were written for vLLM, and the server they meet."""
+"""Clients written for vLLM, against our server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from harness.server import PLAIN, Server
 from harness.trainer import Trainer, layout
 from tests.support.load import ENDLESS, PATIENCE_S, Output, prompt, until
 
-# so small that the marker model comes in several buckets
+# small, so that the marker model fills several buckets
 BUCKET_BYTES = 30_000
 
 ROUTES = {
@@ -46,7 +46,7 @@ ROUTES = {
 
 
 class VLLMClient:
-    """What a trainer that was written for vLLM has: its calls, in its words."""
+    """A vLLM trainer's calls, in vLLM's own terms."""
 
     def __init__(self, server: Server) -> None:
         self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120, **PLAIN)
@@ -60,7 +60,7 @@ class VLLMClient:
     def refuse(
         self, path: str, *words: str, status: int = 400, json: Any = None, **params: Any
     ) -> None:
-        """The call is refused, in a sentence that has ``words``."""
+        """Check that the call is refused with ``words`` in the message."""
         response = self._http.request(ROUTES.get(path, "POST"), path, json=json, params=params)
         assert response.status_code == status, response.text
         for word in words:
@@ -69,9 +69,9 @@ class VLLMClient:
     def init_weight_transfer_engine(
         self, trainer: Trainer, *, packed: bool, through_torch: bool = False
     ) -> None:
-        """Both sides meet: the server inside the call, the trainer beside it.
+        """Join a group: the server within the call, the trainer beside it.
 
-        As vLLM's do, or through ``torch.distributed``, which the server is told then.
+        The rendezvous is vLLM's, or that of ``torch.distributed`` if ``through_torch``.
         """
         world_size = 1 + self.get("/get_world_size")["world_size"]
         ours = {"rendezvous": "torch"} if through_torch else {}
@@ -88,7 +88,7 @@ class VLLMClient:
         try:
             self.post("/init_weight_transfer_engine", {"init_info": init_info})
         except BaseException:
-            # it waits for a server that does not come
+            # the trainer waits for a server that does not come
             trainer.close()
             raise
         assert trainer.answer() == "joined"
@@ -107,7 +107,7 @@ class VLLMClient:
         name: str | None = None,
         says_packed: bool = False,
     ) -> None:
-        """A whole round: the call receives while the trainer broadcasts."""
+        """Send a whole version: the call receives while the trainer broadcasts."""
         self.post("/start_weight_update")
         info = update_info(version)
         if says_packed:
@@ -137,7 +137,7 @@ def update_info(version: int) -> dict[str, Any]:
 
 
 class Rollout:
-    """A request to ``/inference/v1/generate`` that streams, read by a thread of its own."""
+    """A streaming request to ``/inference/v1/generate``, read by its own thread."""
 
     def __init__(self, server: Server, *, tokens: int | None, n: int = 1, **body: Any) -> None:
         self.request_id = f"rollout-{uuid.uuid4().hex}"
@@ -146,7 +146,7 @@ class Rollout:
         self._ended = False
         self._outputs = [Output() for _ in range(n)]
         self.logprobs: list[list[float]] = [[] for _ in range(n)]
-        # events that are no choice
+        # events without a choice
         self.others: list[dict[str, Any]] = []
         sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "n": n}
         self._body = {
@@ -169,7 +169,7 @@ class Rollout:
         return self._ended
 
     def wait_for_tokens(self, count: int) -> None:
-        """Until each output has ``count`` of them."""
+        """Wait until each output has ``count`` tokens."""
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: self._ended or all(len(o.tokens) >= count for o in self._outputs),
@@ -179,7 +179,7 @@ class Rollout:
         assert not self._ended, (self._outputs, self.others)
 
     def outputs(self) -> list[Output]:
-        """At the end, which each has had once, with a logprob for each token."""
+        """Wait for the end, and check each output's single end and its log-probabilities."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._ended, PATIENCE_S)
         for output, logprobs in zip(self._outputs, self.logprobs, strict=True):
@@ -234,7 +234,7 @@ class Rollout:
 
 
 def make_rollouts(server: Server, count: int) -> list[Rollout]:
-    """Streams that have no end of their own, and have begun."""
+    """Start endless streams, and wait for their first tokens."""
     rollouts = [Rollout(server, tokens=ENDLESS) for _ in range(count)]
     for rollout in rollouts:
         rollout.wait_for_tokens(3)
@@ -242,7 +242,7 @@ def make_rollouts(server: Server, count: int) -> list[Rollout]:
 
 
 def expect_versions_of(rollouts: Sequence[Rollout], versions: list[int]) -> None:
-    """None has ended, each makes tokens of the last version, and its spans are exact."""
+    """Wait for tokens of the last version on all running rollouts, and check their spans."""
     new = [marker.token(versions[-1])] * 3
     for rollout in rollouts:
         until("tokens of the new weights", lambda r=rollout: r.tokens[-3:] == new)  # type: ignore[misc]

@@ -1,8 +1,8 @@
-"""What the RL clients that were written for vLLM ask of a server, call by call.
+"""Calls of RL clients written for vLLM, one by one.
 
-Read in their sources: SkyRL a956457 (``remote_inference_client.py``, ``broadcast_strategy.py``,
+Sources: SkyRL a956457 (``remote_inference_client.py``, ``broadcast_strategy.py``,
 ``worker_dispatch.py``), prime-rl 559b447 (``client.py``) and TRL's AsyncGRPO (``vllm_client.py``,
-``weight_transfer.py``). They are data, so that a test plays each of them in every way.
+``weight_transfer.py``). The calls are data, so each test can run all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.support.vllm import update_info
 
 Body = dict[str, Any]
 
-# where the sender says nothing of it, and so larger than the marker
+# the default of a sender without a setting, larger than the marker
 PACKED_BYTES = 1 << 30
 
 
@@ -30,7 +30,7 @@ class Call:
     path: str
     body: Body | None = None
     query: Body | None = None
-    # what its client looks for in the answer
+    # fields read by the client
     answer: Body | None = None
 
 
@@ -43,14 +43,14 @@ def rpc(method: str, arguments: Body | None = None) -> Call:
 
 @dataclass(frozen=True)
 class Framework:
-    """One way in which one framework updates."""
+    """One framework's way to update."""
 
     pause: Call
     resume: Call
-    # between the pause and the weights, and between the weights and the end of the pause
+    # calls between the pause and the weights, and between the weights and the resume
     before: tuple[Call, ...] = ()
     after: tuple[Call, ...] = ()
-    # of SkyRL: the weights come by broadcast, between these two
+    # calls around a broadcast; None if weights come as a folder
     start: Call | None = None
     receive: Callable[[Body], Call] | None = None
     finish: Call | None = None
@@ -91,7 +91,7 @@ FRAMEWORKS = {
 
 
 class Client:
-    """Plays a framework's calls on a server, and reads of each answer what the client reads."""
+    """A framework's client, which checks the fields its original reads."""
 
     def __init__(
         self, server: Server, framework: Framework, checkpoints: Path, trainer: Trainer
@@ -103,12 +103,12 @@ class Client:
         self._http = httpx.Client(base_url=server.url, headers=server.headers, timeout=120, **PLAIN)
 
     def connect(self) -> None:
-        """Ask how many ranks there are, and meet them, where weights come by broadcast."""
+        """Ask for the number of ranks, and join a group with them, for sources with broadcasts."""
         if self._framework.start is None:
-            # it goes on where there is none
+            # this client continues without a broadcaster
             assert self._http.post("/init_broadcaster", json={}).status_code == 404
             return
-        # a body with a GET, as it sends it
+        # a GET with a body, like this client's
         answer = self._http.request("GET", "/get_world_size", json={})
         ranks = answer.json()["world_size"]
         init_info = {
@@ -142,7 +142,7 @@ class Client:
         self.expect(framework.finish)
 
     def fail(self) -> str:
-        """A piece that is refused in the middle; what the server says in its words."""
+        """Send a piece that is refused in the middle, and return the server's error."""
         framework = self._framework
         if framework.start is None:
             return self.refuse(self._in_a_directory(99))
@@ -169,7 +169,7 @@ class Client:
             assert said[name] == value, (call, said)
 
     def refuse(self, call: Call) -> str:
-        """With a status that no client tries again, and a sentence where they look for it."""
+        """Check for a status that no client retries, and return the error's message."""
         response = self._post(call)
         assert 400 <= response.status_code < 500, (call, response.text)
         message: str = response.json()["error"]["message"]

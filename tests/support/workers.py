@@ -1,4 +1,4 @@
-"""A way to each of a server's tokenizer workers."""
+"""Connections to a chosen one of a server's tokenizer workers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.load import until
 
 
 def workers(server: Server) -> list[psutil.Process]:
-    """The processes that take its HTTP, in the order in which they were started."""
+    """Return the processes serving HTTP, in the order of their start."""
     found = psutil.Process(server.process.pid).children(recursive=True)
     return sorted(filter(_is_worker, found), key=lambda process: process.pid)
 
 
 def _is_worker(process: psutil.Process) -> bool:
-    # it may have ended just now
+    # the process may have just ended
     with contextlib.suppress(psutil.Error):
         return "sglang::tokenizer_worker" in " ".join(process.cmdline())
     return False
@@ -32,7 +32,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def door(server: Server, worker: psutil.Process) -> Iterator[Server]:
-    """The same server, where each connection is one to ``worker``."""
+    """Yield the server with a URL whose connections all reach ``worker``."""
     relay = _Relay(server, worker)
     try:
         yield replace(server, url=relay.url)
@@ -41,9 +41,11 @@ def door(server: Server, worker: psutil.Process) -> Iterator[Server]:
 
 
 class _Relay:
-    """Hands connections on. Any worker may take one, so the others are stopped until this one
-    has: only one that runs can. Granian's workers have a queue each, and the kernel chooses
-    one: where it was another's, that connection is given up.
+    """Forwards connections to one worker.
+
+    Any worker may accept a connection, so the others are stopped meanwhile. Granian's workers have
+    a queue each, chosen by the kernel: a connection in another worker's queue is closed and tried
+    again.
     """
 
     def __init__(self, server: Server, worker: psutil.Process) -> None:
@@ -54,7 +56,7 @@ class _Relay:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        # a thread that waits for a connection would keep it open
+        # otherwise the accepting thread would keep the socket open
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -97,7 +99,7 @@ class _Relay:
         )
 
 
-# two that stop each other's worker would wait for each other
+# two relays stopping each other's worker would deadlock
 _LOCK = threading.Lock()
 
 
@@ -122,7 +124,7 @@ def _stopped(processes: Iterable[psutil.Process]) -> Iterator[None]:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Until either end is closed; then both are."""
+    """Copy until either end is closed, then close both."""
     try:
         while part := source.recv(1 << 16):
             target.sendall(part)

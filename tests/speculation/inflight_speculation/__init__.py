@@ -1,7 +1,7 @@
-"""A SGLang plugin of the tests that lets speculative decoding run without a GPU.
+"""A test plugin for SGLang: speculative decoding without a GPU.
 
-Upstream calls kernels for it that only GPUs have; here they are loops. What is drafted, by
-which weights, how many tokens a step brings and when they reach their request is upstream's.
+SGLang's GPU kernels are replaced by loops. Drafts, their weights, the tokens of a step, and their
+delivery remain SGLang's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 def install() -> None:
     from . import relays, slots, trees
 
-    # ngram_worker takes this one from a library that does not load without a GPU
+    # ngram_worker imports this function from a library that needs a GPU
     kernels, speculative = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.speculative")
     kernels.__path__ = []
     vars(speculative)["reconstruct_indices_from_tree_mask"] = trees.read_tree
@@ -48,4 +48,4 @@ def install() -> None:
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for what moves KV, which nobody reads here, and for what forbids overlap on CPUs."""
+    """Replace copies of KV, which is never read here, and the ban on overlap for CPUs."""

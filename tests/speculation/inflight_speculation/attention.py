@@ -1,6 +1,6 @@
-"""Attention of drafting and verifying steps: left out, as is their KV.
+"""Attention of drafting and verifying steps: left out, as is its KV.
 
-It adds nothing in the marker model, and upstream's backends for it want a GPU.
+In the marker model attention adds nothing, and SGLang's backends for these steps need a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def create(factory: DraftBackendFactory) -> TorchNativeAttnBackend:
 
 
 def create_steps(factory: DraftBackendFactory) -> SimpleNamespace:
-    """One backend for each step after the first."""
+    """Return a backend for each step after the first."""
     return SimpleNamespace(
         attn_backends=[create(factory) for _ in range(factory.speculative_num_steps - 1)],
         init_forward_metadata=lambda batch: None,

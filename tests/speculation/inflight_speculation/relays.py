@@ -1,4 +1,4 @@
-"""What a step hands to the next one."""
+"""Data passed from one speculative step to the next."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Buffer = torch.Tensor | None
 
 
 def gather(indices: torch.Tensor, *buffers: Buffer) -> tuple[Buffer, ...]:
-    """As ``sglang.kernels.ops.speculative.gather_spec_extras`` says of its kernel."""
+    """Follow the docstring of ``sglang.kernels.ops.speculative.gather_spec_extras``."""
     return tuple(None if buffer is None else buffer[indices] for buffer in buffers)
 
 

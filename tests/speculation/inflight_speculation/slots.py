@@ -1,4 +1,4 @@
-"""Which slots of the KV pool belong to which tokens of which request."""
+"""KV slots by request and token."""
 
 from __future__ import annotations
 

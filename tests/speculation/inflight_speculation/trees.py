@@ -21,7 +21,7 @@ def build_chain(
     draft_tokens: int,
     *args: Any,
 ) -> None:
-    """As with ``--speculative-eagle-topk 1``: each draft is the one child of the one before."""
+    """Build a chain, as with ``--speculative-eagle-topk 1``: each draft has one child."""
     order = torch.arange(draft_tokens)
     positions.copy_((seq_lens[:, None] + order).flatten())
     retrieve_index.copy_(torch.arange(retrieve_index.numel()).view_as(retrieve_index))
@@ -38,7 +38,7 @@ def read_tree(
     batch_size: int,
     draft_tokens: int,
 ) -> None:
-    """As ``sglang.kernels.ops.speculative.reconstruct_tree`` says of its kernel."""
+    """Follow the docstring of ``sglang.kernels.ops.speculative.reconstruct_tree``."""
     nodes = range(draft_tokens)
     masks = tree_mask.view(batch_size, draft_tokens, draft_tokens).tolist()
     for b, (mask, seq_len) in enumerate(zip(masks, seq_lens.tolist(), strict=True)):
@@ -64,7 +64,7 @@ def verify(
     target_predict: torch.Tensor,
     topk: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Follow the drafts that the model would have sampled, and add what it samples after them."""
+    """Follow drafts equal to the model's samples, and add the sample after the last."""
     sampled = target_predict.flatten()
     for b in range(len(candidates)):
         path, node = [int(retrieve_index[b, 0])], 0
