@@ -108,7 +108,7 @@ def test_handles_must_match_names_and_dtypes() -> None:
     assert own_handles([{"one": handle()}], "one", layouts) == [handle()]
     with pytest.raises(Refused, match="2 handles for 1 names"):
         own_handles([{"one": handle()}, {"one": handle()}], "one", layouts)
-    with pytest.raises(Refused, match="'a' is said to be"):
+    with pytest.raises(Refused, match="'a' is announced as"):
         own_handles([{"one": handle()}], "one", [Layout("a", torch.int8, [64])])
 
 

@@ -96,7 +96,7 @@ def test_inconsistent_safetensors_file_is_refused(
     path = write(tmp_path / "x.safetensors", header, content)
     if words == "7":
         words = str(path.stat().st_size)
-    with pytest.raises(Refused, match=r"x\.safetensors is no safetensors file") as refused:
+    with pytest.raises(Refused, match=r"x\.safetensors is not a valid safetensors file") as refused:
         SafetensorsFile(str(path), path.name)
     assert words in str(refused.value)
     assert len(str(refused.value)) < 500

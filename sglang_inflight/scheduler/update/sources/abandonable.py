@@ -1,4 +1,4 @@
-"""What may never return is done aside, and given up when its time has run out."""
+"""An abandonable thread for calls that may never return."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from sglang_inflight.threads import start_thread
 
 T = TypeVar("T")
 
-# how often it is asked whether to go on waiting
+# pause between two calls of ``check``
 _POLL_S = 0.1
 
 _Call = Callable[[], Any]
 
 
 class AbandonableThread:
-    """A thread that makes calls for the one which waits for them, and can be left behind.
+    """A thread for calls that may never return; the waiting thread can abandon it.
 
-    A read from a mount whose server is gone, a connection to a process that was stopped, and
-    NCCL where it waits for its peers cannot be interrupted. Whoever makes such a call may be
-    lost to it, and the staging thread is needed for the next update. So the call is made here,
-    and the staging thread only waits, as long as ``check`` does not raise. A thread that is left
-    behind ends when its call does, if ever. What the call returns then is let go of, and it
-    reaches nobody.
+    Some calls cannot be interrupted: a read from a mount without its server, a connection to a
+    stopped process, and NCCL's wait for its peers. Such a call may never return, and the staging
+    thread is needed for the next update. So this thread makes the call, and the staging thread
+    waits until ``check`` raises. An abandoned thread ends with its call, if ever. The call's late
+    result is dropped.
 
-    There is one call at a time. What it touches is its own from ``begin`` to ``end``, and so
-    needs no lock. If ``check`` raised meanwhile it stays the call's own, and must not be used
-    again.
+    There is one call at a time. From ``begin`` to ``end`` the call owns the objects it touches, so
+    no lock is needed. If ``check`` raised meanwhile, the call keeps these objects, and they must
+    not be used again.
 
-    On a device with streams the calls are made on the stream of the thread that waits, because
-    what they enqueue must come before what that thread enqueues after them.
+    On a device with streams the calls run on the waiting thread's stream: their work must come
+    before the waiting thread's later work.
     """
 
     def __init__(self, check: Callable[[], None], device: torch.device | None = None) -> None:
-        """``check`` raises when it is time to give up. Raises ``Refused`` without a thread."""
+        """``check`` raises when it is time to give up. Raise ``Refused`` if no thread starts."""
         self._check = check
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
@@ -49,17 +48,17 @@ class AbandonableThread:
         start_thread(_work, self._calls, self._answers, stream, name="inflight-aside")
 
     def do(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns, or raises. Raises what ``check`` does if that comes first."""
+        """Return the result of ``call``, or raise its error, or an earlier one of ``check``."""
         self.begin(call)
         answer: T = self.end()
         return answer
 
     def begin(self, call: _Call) -> None:
-        """Make ``call`` while the caller does something else, and then waits for its end."""
+        """Start ``call``; the caller does something else and then calls ``end``."""
         self._calls.put(call)
 
     def end(self) -> Any:
-        """Of the call that was begun: as ``do``."""
+        """Wait for the begun call, like ``do``."""
         while True:
             try:
                 value, error = self._answers.get(timeout=_POLL_S)
@@ -72,7 +71,7 @@ class AbandonableThread:
         try:
             raise error
         finally:
-            # or it would be a cycle, which keeps the tensors of its frames
+            # a local reference would be a cycle and keep the tensors of its frames
             del error
 
     def __enter__(self) -> AbandonableThread:
@@ -103,5 +102,5 @@ def _work(
                 answers.put((call(), None))
             except BaseException as error:
                 answers.put((None, error))
-            # it may hold what is large
+            # the call may hold large objects
             del call

@@ -1,9 +1,9 @@
-"""Which tensors a model's loader gets in one call.
+"""Cuts tensors into batches, one for each call of a model's loader.
 
-Most loaders write a tensor before they ask for the next. Some gather all that they are given and
-write it in another order, some hold one half of a fused parameter until the other half comes, and
-both forget what they hold when the call ends. So a call must end before the sender writes to its
-memory again, and it must not end amid a module.
+Most loaders write a tensor before they ask for the next. Some gather all tensors of a call and
+write them in another order. Some hold one half of a fused parameter until the other half comes.
+Both forget held tensors at the end of the call. So a call must end before the sender writes to its
+memory again, and must not end within a module.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ import torch
 
 from sglang_inflight.scheduler.update.sources.weights import Weights
 
-# What a source hands over at a time. The memory of a batch is the sender's again when the next
-# batch is asked for.
+# A source's tensors in batches. A request for the next batch returns this batch's memory to the
+# sender.
 Batches = Generator[Weights, None, None]
 _Pair = tuple[str, torch.Tensor]
 
-# What is copied at a time, but for the rest of a module.
+# Bytes copied at a time, not counting the rest of a module.
 MOST_BYTES = 512 << 20
 
 
 def one_batch(weights: Weights) -> Batches:
-    """All of ``weights``, which stay readable to the end, for one call."""
+    """Yield all of ``weights`` for one call: they stay readable to the end."""
     with closing(weights):
         yield weights
 
 
 def with_whole_modules(batches: Batches) -> Batches:
-    """``batches``, but what begins a module that the next batch may go on with comes with that.
+    """Yield ``batches``, with the last module of each moved to the next batch.
 
-    For batches that lie in one buffer. Senders fill it up to its size and list modules one after
-    the other, so its end may part the halves of a fused parameter. The tensors that are moved
-    are copied, because the sender fills the buffer again. A module that has more than
-    ``MOST_BYTES`` so far is not moved.
+    Use it for batches in one buffer. Senders fill the buffer and list modules one after the other,
+    so its end may part the halves of a fused parameter. Moved tensors are copied, because the
+    sender fills the buffer again. A module with more than ``MOST_BYTES`` so far is not moved.
     """
     begun: list[_Pair] = []
     with closing(batches):
@@ -47,14 +46,14 @@ def with_whole_modules(batches: Batches) -> Batches:
             del pairs[end:], batch
             if pairs:
                 yield (pair for pair in pairs)
-            # the sender may want its memory back
+            # release the sender's memory
             pairs.clear()
     if begun:
         yield (pair for pair in begun)
 
 
 def _begin_of_last_module(pairs: list[_Pair]) -> int:
-    """Its index in ``pairs``; their length where it is too large to be moved."""
+    """Return the last module's index in ``pairs``, or their length if it is too large to move."""
     begin, nbytes = len(pairs), 0
     while begin and _module_of(pairs[begin - 1][0]) == _module_of(pairs[-1][0]):
         begin -= 1
@@ -63,9 +62,9 @@ def _begin_of_last_module(pairs: list[_Pair]) -> int:
 
 
 def in_parts(batch: Weights, most: float = MOST_BYTES) -> Iterator[list[_Pair]]:
-    """Copies of the tensors of ``batch``, for several calls: at least one list, if it is empty.
+    """Yield copies of the tensors of ``batch`` in lists for several calls; at least one list.
 
-    A list has ``most`` bytes and the rest of the module that goes beyond them.
+    A list has ``most`` bytes, and the rest of the module in which they end.
     """
     part: list[_Pair] = []
     nbytes = 0
@@ -79,15 +78,15 @@ def in_parts(batch: Weights, most: float = MOST_BYTES) -> Iterator[list[_Pair]]:
 
 
 def _module_of(name: object) -> str:
-    """The module whose fused parameters a tensor may be a half of: ``a.b`` of ``a.b.c.weight``.
+    """Return the module around a tensor's fused parameter: ``a.b`` of ``a.b.c.weight``.
 
-    A sender may name a tensor by what is no text, which the loader's checks refuse.
+    A sender's name may not be a text: the loader's checks refuse it later.
     """
     return str(name).rpartition(".")[0].rpartition(".")[0]
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    # a payload may hold something else, which the loader's checks refuse
+    # a payload may hold something else: the loader's checks refuse it later
     return tensor.clone() if isinstance(tensor, torch.Tensor) else tensor
 
 

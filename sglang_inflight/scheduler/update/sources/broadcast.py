@@ -1,4 +1,4 @@
-"""Tensors that a trainer broadcasts."""
+"""Receives tensors broadcast by a trainer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.scheduler.update.sources.weights import Weights
 
-# what is broadcast at once, and the tensors that are in it then
+# the buffer of one broadcast, and the tensors in it once it is received
 Received = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]
 
 
 def receive(
     source: DistributedSource, groups: Groups, device: torch.device, check: Callable[[], None]
 ) -> Weights:
-    """Tensors as the trainer broadcasts them: in buckets, or one by one."""
+    """Yield tensors as the trainer broadcasts them: in buckets, or one by one."""
     expected = expect(source, device)
     group = groups.get(source.group_name)
     received = group.receive_each(expected, check, source.transfer_id)
@@ -31,7 +31,7 @@ def receive(
         for tensors in received:
             yield from tensors
     except GeneratorExit:
-        # one was refused: take in the rest, and the group stays in step
+        # a tensor was refused: receive the rest, so the group stays in step
         with suppress(Refused):
             for _ in received:
                 pass
@@ -41,9 +41,9 @@ def receive(
 
 
 def expect(source: DistributedSource, device: torch.device) -> Iterator[Received]:
-    """Buffers to receive into, one after the other, and the tensors that are in each then.
+    """Return the buffers to receive into, in order, with the tensors in each.
 
-    Raises ``Refused`` where ``source`` describes no tensors.
+    Raise ``Refused`` if ``source`` describes no tensors.
     """
     layouts = read_layouts(source.names, source.dtypes, source.shapes)
     if source.load_format not in (None, FLATTENED_BUCKET):
@@ -54,10 +54,10 @@ def expect(source: DistributedSource, device: torch.device) -> Iterator[Received
 def post_ahead(
     source: DistributedSource, groups: Groups, device: torch.device, stream: Any
 ) -> None:
-    """On the loop's thread, when it takes the call in: see ``Group``.
+    """Post a call's first broadcasts, on the loop's thread at the call's arrival: see ``Group``.
 
-    ``stream`` is the staging thread's, or None before it has one. What is received into is that
-    stream's memory, and NCCL writes it after what that stream has done by now.
+    ``stream`` is the staging thread's, or None before it has one. The buffers are that stream's
+    memory, and NCCL writes them after the stream's work so far.
     """
     if stream is None:
         groups.begin_transfer(source, None)
@@ -83,7 +83,7 @@ def _broadcasts(
 
 
 def _empty_bucket(part: list[Layout], device: torch.device) -> Received:
-    """One to receive into. Raises ``ValueError`` where tensors cannot lie so."""
+    """Return a buffer and its tensors. Raise ``ValueError`` if a tensor would be unaligned."""
     metadata = []
     offset = 0
     for layout in part:
@@ -106,7 +106,7 @@ def _empty_bucket(part: list[Layout], device: torch.device) -> Received:
 
 
 def _split(layouts: list[Layout], most: int | None) -> Iterator[list[Layout]]:
-    """Buckets as trainers make them: the tensor that goes beyond ``most`` bytes is the last."""
+    """Yield buckets like the trainer's: a bucket ends with the tensor that exceeds ``most``."""
     part: list[Layout] = []
     nbytes = 0
     for layout in layouts:

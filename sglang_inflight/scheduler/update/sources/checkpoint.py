@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint on this machine holds."""
+"""Reads the names and shapes of a local checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def read_shapes(model_path: str, *, revision: str | None, cache: str | None) -> Shapes:
-    """By name; empty where the checkpoint is not here, or in another format.
+    """Return shapes by name; empty if the checkpoint is not here or not in safetensors.
 
-    ``model_path`` is a directory or a name on the Hub, whose files are looked for in
+    ``model_path`` is a directory or a name on the Hub. The files of a name are looked up in
     ``cache`` (None: the Hub's own) and never fetched.
     """
     shapes: Shapes = {}

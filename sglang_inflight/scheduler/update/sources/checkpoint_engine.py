@@ -1,10 +1,10 @@
-"""checkpoint-engine's hand-over of buffers between processes.
+"""Receives shared buffers by checkpoint-engine's protocol.
 
-The protocol is MoonshotAI/checkpoint-engine's (``checkpoint_engine/worker.py``, 0.4): the
-worker is the REP side; it receives a shared buffer's handle, then lists of what lies where
-in the buffer, each acknowledged when it was loaded, then None to let go of the buffer, and
-None again to finish. Its own worker needs CUDA and blocks for ever, so we speak it here,
-with an unpickler that takes tensors only and a time limit.
+The protocol is MoonshotAI/checkpoint-engine's (``checkpoint_engine/worker.py``, 0.4). The worker
+is the REP side. It receives a shared buffer's handle, and then lists of the tensors in the buffer.
+Each list is acknowledged when its tensors are loaded. None asks for the buffer's release, and a
+second None ends the update. checkpoint-engine's own worker needs CUDA and blocks for ever, so this
+module speaks the protocol itself, with a tensors-only unpickler and a time limit.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ POLL_MS = 100
 def receive_ipc(
     source: IPCSource, device: torch.device, check: Callable[[], None], rate_limit: RateLimit
 ) -> Batches:
-    """Yield the tensors in the shared buffer, a batch for each time that the trainer fills it.
+    """Yield the tensors in the shared buffer, one batch for each filling by the trainer.
 
-    A batch is acknowledged when the next one is asked for, and has to be loaded by then, because
-    the trainer fills the buffer again. ``check`` raises when it is time to give up. Raises
-    ``Refused`` when the trainer ends, or closes its socket, before the last message.
+    Load a batch before asking for the next one: the request acknowledges the batch, and the trainer
+    fills the buffer again. ``check`` raises when it is time to give up. Raise ``Refused`` if the
+    trainer ends, or closes its socket, before the last message.
     """
     key = _device_key(device)
     if key not in source.zmq_handles:
@@ -54,15 +54,14 @@ def receive_ipc(
 
 
 class _Trainer:
-    """The REP socket to a trainer, and a monitor that says when the trainer has left.
+    """The REP socket to a trainer, and a monitor of the trainer's disconnect.
 
-    One thread makes it, and is the only one that touches it. ZeroMQ puts a message into the
-    socket before it reports the disconnect that follows. So a message that the trainer sent
-    before it left is still received.
+    Only the thread that makes this object touches it. ZeroMQ puts a message into the socket before
+    it reports a later disconnect. So a message sent before the trainer left is still received.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], check: Callable[[], None]) -> None:
-        """Make it before ``socket`` connects, or a disconnect could be missed."""
+        """Create before ``socket`` connects, or a disconnect could be missed."""
         self._socket = socket
         self._give_up = check
         self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -90,7 +89,7 @@ class _Trainer:
         self._socket.send(b"")
 
     def tell_of_failure(self) -> None:
-        """The trainer waits for an answer and reads text as an error. It may be gone."""
+        """Answer a waiting trainer with text: it reads text as an error. It may be gone."""
         with suppress(zmq.ZMQError):
             self._socket.send_string("the update was refused", zmq.NOBLOCK)
 

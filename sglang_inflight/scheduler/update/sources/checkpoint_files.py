@@ -1,7 +1,7 @@
-"""The files of a checkpoint, from the first to the last.
+"""Reads all files of one checkpoint.
 
-They are all opened before a tensor is handed out, and at the end all must be what they were
-then: so what was read is of one checkpoint, though somebody may be writing the next over it.
+All files are opened before the first tensor, and must be unchanged at the end. So the tensors are
+of one checkpoint, even if the next one is being written over it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.update.sources.safetensors_file import Place, Saf
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
-# What is read in one go, and small tensors together. It stays in a cache until it is copied.
+# Bytes of one read, and of small tensors together. They stay in a cache until they are copied.
 PIECE_BYTES = 4 << 20
 
 F = TypeVar("F", bound=RegularFile)
@@ -36,16 +36,16 @@ def read_safetensors(
     *,
     forgets_pages: bool = False,
 ) -> Weights:
-    """The tensors of each file in the order in which they lie there.
+    """Yield the tensors of each file, in the file's order.
 
-    What comes next is read while the caller is at work on what it was given.
-    ``forgets_pages`` asks the kernel to keep none of a file in memory that has been read.
+    The next batch is read while the caller works on the current one. ``forgets_pages`` asks the
+    kernel to drop a read file from memory.
     """
     with _opened(paths, SafetensorsFile, thread) as files:
         _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
         batches = [(file, batch) for file in files for batch in file.batches(PIECE_BYTES)]
         buffers = ReadBuffers(max((_span(batch) for _, batch in batches), default=0))
-        # a second one, because the reading is another thread's and needs a rest of its own
+        # a limit for the reading thread, which sleeps by itself
         rate_limit = rate_limit.for_another_thread()
 
         def begin(index: int) -> torch.Tensor | None:
@@ -64,7 +64,7 @@ def read_safetensors(
                 assert content is not None
                 for place in batch:
                     yield place.name, place.of(content, batch[0].start)
-                # or the buffer would be in use when it could be taken again
+                # a reference would keep the buffer from its next use
                 del content
         finally:
             del coming
@@ -80,7 +80,7 @@ def _read(
 ) -> None:
     """Fill ``content``, a piece at a time, as fast as staging may go.
 
-    If its caller has left it behind, the file is closed, and the next piece is not read.
+    A caller that gives up closes the file, and then the next read fails.
     """
     view = content.numpy().data
     start, done = batch[0].start, 0
@@ -101,7 +101,7 @@ def read_pickled(
     *,
     forgets_pages: bool = False,
 ) -> Weights:
-    """Those of files of ``torch.save``, a whole one at a time: their tensors lie in no order."""
+    """Yield the tensors of ``torch.save`` files, each read whole: its tensors have no order."""
     seen: dict[str, str] = {}
     with _opened(paths, RegularFile, thread) as files:
         for file in files:
@@ -109,7 +109,7 @@ def read_pickled(
             rate_limit.spend(file.size)
             _refuse_twice([(file.name, tensors)], seen)
             for name in list(tensors):
-                # out of the dict, which would keep all their memory to the end
+                # out of the dict: a full dict would keep all memory to the end
                 yield name, tensors.pop(name)
             thread.do(partial(_finish, file, forgets_pages))
 
@@ -128,7 +128,7 @@ def _opened(paths: list[str], kind: type[F], thread: AbandonableThread) -> Itera
 
 
 def _finish(file: RegularFile, forgets_pages: bool) -> None:
-    # again at the end, with all the others, but sooner is better
+    # checked again at the end with all files, but an early failure is better
     file.check_unchanged()
     if forgets_pages:
         file.forget_pages()
@@ -154,7 +154,7 @@ def _unpickle(file: RegularFile) -> dict[str, Any]:
 def _refuse_twice(
     files: Iterable[tuple[str, Iterable[str]]], seen: dict[str, str] | None = None
 ) -> None:
-    """Without an index nothing says which of two tensors of one name is meant."""
+    """Raise ``Refused`` for a name in two files: without an index both could be meant."""
     seen = {} if seen is None else seen
     for file, names in files:
         for name in names:

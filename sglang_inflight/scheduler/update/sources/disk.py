@@ -1,9 +1,8 @@
-"""Tensors of a checkpoint in a directory, or by a name on the Hub.
+"""Reads the tensors of a checkpoint in a directory, or by a name on the Hub.
 
-Nothing that somebody does to the directory meanwhile can stop the server or end it. Files are
-read and not mapped (``RegularFile``), and no mixture of two checkpoints is loaded
-(``checkpoint_files``). An ``AbandonableThread`` does whatever touches the directory: its mount may
-stall.
+No change to the directory can stop or end the server. Files are read and not mapped
+(``RegularFile``), and all tensors are of one checkpoint (``checkpoint_files``). An
+``AbandonableThread`` makes all accesses to the directory: its mount may stall.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ from sglang_inflight.sglang_types.runtime_context import get_model
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelConfig, ModelRunner
 
-# What these name is how SGLang's default loader finds files; all others load by other means,
-# which write the live model, or fetch from elsewhere, or make weights up.
+# Formats of SGLang's default loader. Other formats load by other means: they write the live model,
+# fetch from elsewhere, or make weights up.
 LOAD_FORMATS = (
     LoadFormat.AUTO,
     LoadFormat.SAFETENSORS,
     LoadFormat.PT,
     LoadFormat.MISTRAL,
-    # these name a library that reads safetensors, and here it is read by ours
+    # names of libraries for safetensors; here our own reader reads the files
     LoadFormat.FASTSAFETENSORS,
     LoadFormat.INSTANTTENSOR,
 )
 
-# The interpreter is held for as long as these are decoded. The index of a checkpoint of
-# 90,000 tensors is of 9 MB.
+# Limits of JSON files, whose decoding holds the interpreter. The index of a checkpoint with 90,000
+# tensors has 9 MB.
 _MOST_CONFIG_BYTES = 4 << 20
 _MOST_INDEX_BYTES = 64 << 20
 _CONFIG = "config.json"
@@ -68,10 +67,10 @@ def read_disk(
     check: Callable[[], None],
     rate_limit: RateLimit,
 ) -> Weights:
-    """A checkpoint's tensors, on the host, read file by file.
+    """Yield a checkpoint's tensors, on the host, file by file.
 
-    A draft takes what it has in common with its target's checkpoint, of whatever kind.
-    ``check`` raises when it is time to give up.
+    ``of_draft`` skips the check of the architecture: a draft loads its part of its target's
+    checkpoint. ``check`` raises when it is time to give up.
     """
     load_format = _known(source.load_format)
     with AbandonableThread(check) as thread, ExitStack() as stack:
@@ -104,32 +103,32 @@ def _open(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> _Fol
 
 
 def _fetch(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> str:
-    """The directory of ``model_path``: itself, or where SGLang has it by its name on the Hub.
+    """Return the directory of ``model_path``: itself, or SGLang's copy of a name on the Hub.
 
-    What is not there yet SGLang fetches, which takes as long as it takes.
+    SGLang fetches missing files, without a time limit.
     """
     if os.path.isdir(model_path):
         return model_path
     try:
         validate_repo_id(model_path)
     except HFValidationError:
-        # no name, and said to be no directory when it is opened
+        # not a name either: opening it refuses it as no directory
         return model_path
     try:
         folder, _, _ = _prepare(_at(model_path, runner), runner, load_format)
     except Exception as error:
         raise Refused(
-            f"model_path {shorten(model_path)!r} is not a directory on the server, and as a name "
-            f"on the Hub it cannot be had: {shorten(describe(error))}"
+            f"model_path {shorten(model_path)!r} is not a directory on the server, and cannot be "
+            f"fetched from the Hub by this name: {shorten(describe(error))}"
         ) from error
     return folder
 
 
 class _Folder:
-    """A directory, held open: another one that takes its name meanwhile is not looked into."""
+    """A directory held open: a later directory of the same name is not read."""
 
     def __init__(self, path: str, named: str) -> None:
-        """``named`` is what its caller calls it."""
+        """``named`` is the caller's name for the directory."""
         self.named = repr(shorten(named))
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC
         try:
@@ -138,13 +137,13 @@ class _Folder:
             raise Refused(
                 f"model_path {self.named} is not a directory on the server: {describe(error)}"
             ) from error
-        # at the latest when it was opened for one who had given up by then
+        # by the finalizer if the caller gave up before the opening returned
         self.close = weakref.finalize(self, os.close, fd)
-        # whatever is in its name, here it has none that is a pattern
+        # a path without characters of a glob pattern
         self.path = f"/proc/self/fd/{fd}"
 
     def check_size(self, name: str, most: int) -> bool:
-        """Whether the file is there; raises ``Refused`` if it is too large to be decoded."""
+        """Return whether the file exists. Raise ``Refused`` if it is too large to decode."""
         try:
             found = os.stat(os.path.join(self.path, name))
         except FileNotFoundError:
@@ -152,13 +151,13 @@ class _Folder:
         if not stat.S_ISREG(found.st_mode):
             raise Refused(f"{name} is no regular file")
         if found.st_size > most:
-            raise Refused(f"{name} is of {found.st_size} bytes, {most} at most")
+            raise Refused(f"{name} has {found.st_size} bytes, at most {most} are allowed")
         return True
 
 
 @contextmanager
 def _named(folder: _Folder) -> Iterator[None]:
-    """Every failure says which checkpoint it is about, by the name that the caller knows."""
+    """Name the checkpoint in every failure, by the caller's name for it."""
     try:
         yield
     except Refused as error:
@@ -194,7 +193,7 @@ def _check_architecture(folder: _Folder, runner: ModelRunner) -> None:
 def _select(
     folder: _Folder, runner: ModelRunner, load_format: LoadFormat
 ) -> tuple[list[str], bool]:
-    """The files that SGLang would load, and whether they are safetensors."""
+    """Return SGLang's choice of files, and whether they are safetensors."""
     for index in _INDEXES:
         folder.check_size(index, _MOST_INDEX_BYTES)
     config = _at(folder.path, runner)
@@ -213,7 +212,7 @@ def _at(model_path: str, runner: ModelRunner) -> ModelConfig:
 def _prepare(
     config: ModelConfig, runner: ModelRunner, load_format: LoadFormat
 ) -> tuple[str, list[str], bool]:
-    """The directory, the files in it that SGLang would load, and whether they are safetensors."""
+    """Return the directory, SGLang's choice of its files, and whether they are safetensors."""
     loader = DefaultModelLoader(LoadConfig(load_format=load_format))
     source = DefaultModelLoader.Source.init_new(config, runner.model)
     found: tuple[str, list[str], bool] = loader._prepare_weights(
@@ -227,7 +226,7 @@ def _prepare(
 
 @contextmanager
 def _prefetched(paths: list[str], is_safetensors: bool) -> Iterator[None]:
-    """As SGLang does it: the ranks of a node share the reading from a slow mount."""
+    """Prefetch as SGLang does: the ranks of a node share the reading from a slow mount."""
     if not is_safetensors or not get_model().weight_loader_prefetch_checkpoints:
         yield
         return

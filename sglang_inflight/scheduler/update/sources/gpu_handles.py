@@ -1,4 +1,4 @@
-"""Handles to a trainer's memory on a GPU, as vLLM's trainers pickle them."""
+"""Reads the handles to a trainer's GPU memory, as pickled by vLLM's trainers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_inflight.scheduler.update.sources.gpu_sharing import (
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import Function, Unpickler
 
-# what torch rebuilds such a tensor with; SGLang's stands in for it in trainers that use SGLang
+# torch's function that rebuilds such a tensor, and SGLang's replacement in trainers with SGLang
 _REBUILD = frozenset(
     {
         "torch.multiprocessing.reductions.rebuild_cuda_tensor",
@@ -34,14 +34,14 @@ _SIZE = ("torch", "Size")
 
 @dataclass(frozen=True)
 class GPUHandle:
-    """A tensor in a trainer's memory. The trainer's number of the GPU says nothing here."""
+    """A tensor in a trainer's memory. The trainer's number of the GPU is not used."""
 
     shape: tuple[int, ...]
-    # these in elements
+    # stride and offset in elements
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    # None where it has no element
+    # None for a tensor without elements
     memory: SharedMemory | None
 
 
@@ -52,14 +52,14 @@ HandleOfEach = dict[str, GPUHandle]
 def read_handles(
     content: bytes, rest: Callable[[], None] = lambda: None
 ) -> list[HandleOfEach] | HandleOfEach:
-    """The handles of many tensors, or of one buffer.
+    """Return the handles of many tensors, or of one buffer.
 
     ``rest`` is called now and then, as in ``unpickle``.
 
-    ``content`` may say anything, and vLLM unpickles it, which would run it. Here only data is
-    made of it, and of what it names nothing is imported or called: see ``Unpickler``. What
-    torch would take on trust, because torch has written it, is looked at: that a tensor lies
-    within its memory, and that letting go of it writes to nothing else. Raises ``Refused``.
+    ``content`` may hold anything, and vLLM's unpickling would run it. This function makes only data
+    of it, and neither imports nor calls a named global: see ``Unpickler``. Torch would trust the
+    description, so it is checked: a tensor lies within its memory, and its release writes to
+    nothing else. Raise ``Refused`` otherwise.
     """
     try:
         found = _Reader(BytesIO(content), rest).load()
@@ -73,7 +73,7 @@ def read_handles(
 
 
 class _Reader(Unpickler):
-    """Names are texts here, but for torch's dtypes and what makes a ``torch.Size``."""
+    """Reads globals as texts, except torch's dtypes and ``torch.Size``."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == _SIZE:
@@ -82,17 +82,17 @@ class _Reader(Unpickler):
             return found
         if (named := f"{module}.{name}") in _REBUILD | _TENSORS | _STORAGES:
             return named
-        raise ValueError(f"it names {named}, which no such handle needs")
+        raise ValueError(f"it names {named}, which is not allowed in a handle")
 
 
 def _of_each(found: Any) -> HandleOfEach:
     if not isinstance(found, dict):
-        raise TypeError(f"a {type(found).__name__} says of no GPU what its handle is")
+        raise TypeError(f"expected a dict of handles by GPU, got a {type(found).__name__}")
     return {gpu: _handle(value) for gpu, value in found.items()}
 
 
 def _handle(value: Any) -> GPUHandle:
-    """vLLM sends what torch rebuilds a tensor from; SkyRL, and vLLM before, by which function."""
+    """Read torch's arguments for a tensor. SkyRL and older vLLM send the function's name too."""
     match value:
         case (str(rebuild), tuple(arguments)) if rebuild in _REBUILD:
             value = arguments
@@ -111,7 +111,7 @@ def _handle(value: Any) -> GPUHandle:
         ) if kind in _TENSORS and storage in _STORAGES and len(shared) == 6:
             pass
         case _:
-            raise TypeError("it is not what torch rebuilds a tensor on a GPU from")
+            raise TypeError("its arguments are not torch's for a tensor on a GPU")
     if not has_memory(shape, stride, offset, dtype, memory, nbytes):
         return GPUHandle(tuple(shape), tuple(stride), 0, dtype, None)
     shares = read_memory(memory, nbytes, *shared)

@@ -1,4 +1,4 @@
-"""Tensors in a trainer's memory on the GPU of this rank, found by vLLM's handles to it."""
+"""Reads tensors from a trainer's memory on this rank's GPU, by vLLM's handles."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 
 class GPUMemory:
-    """Memory of trainers that is open on this rank. The staging thread's alone.
+    """The memory of trainers open on this rank. Only the staging thread touches this object.
 
     Tensors are views of the trainer's memory, until a loader has copied them on the staging
-    stream. The call that brought them is answered when that stream has finished, and the
-    trainer may write to its memory from then on.
+    stream. A call is answered when that stream has finished. From then on the trainer may write to
+    its memory.
 
-    Torch counts one use of memory for each time that it is shared, and vLLM's trainer shares its
-    buffer once, for many calls. Opened and closed in each of them it would be counted down too
-    often, and its trainer could never free it. So the buffer stays open from call to call, until
-    another comes or the update takes no more. Whoever closes memory waits for the stream that is
-    current then (torch does), which is why only the staging thread does.
+    Torch counts one use for each sharing of memory, but vLLM's trainer shares its buffer once for
+    many calls. Opened and closed in each call, the buffer would be counted down too often, and its
+    trainer could never free it. So the buffer stays open until another buffer comes or the update
+    takes no more tensors. Closing memory waits for the current stream (in torch), so only the
+    staging thread closes memory.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # that of many calls
+        # the buffer of many calls
         self._kept: tuple[SharedMemory, torch.Tensor] | None = None
 
     def let_go(self) -> None:
-        """No call of the update will ask for the buffer again."""
+        """Close the buffer: no call of the update will need it again."""
         self._kept = None
 
     def read(
         self, source: GPUMemorySource, check: Callable[[], None], rate_limit: RateLimit
     ) -> Weights:
-        """Yield the tensors that ``source`` says of.
+        """Yield the tensors described by ``source``.
 
         A trainer may be stopped or gone, so an ``AbandonableThread`` opens its memory;
-        ``check`` raises when it is time to give up. Raises ``Refused``.
+        ``check`` raises when it is time to give up. Raise ``Refused`` for wrong handles.
         """
         if self._device.type != "cuda":
             raise Refused(NEEDS_ONE_GPU)
@@ -126,27 +126,27 @@ def own_handle(handles: HandleOfEach, gpu: str) -> GPUHandle:
 
 
 def own_handles(handles: list[HandleOfEach], gpu: str, layouts: list[Layout]) -> list[GPUHandle]:
-    """One for each of ``layouts``, whose tensor it is."""
+    """Return this GPU's handle for each of ``layouts``, checked against the layout."""
     if len(handles) != len(layouts):
         raise Refused(f"ipc_handles has {len(handles)} handles for {len(layouts)} names")
     own = [own_handle(each, gpu) for each in handles]
     for handle, layout in zip(own, layouts, strict=True):
         if (handle.dtype, list(handle.shape)) != (layout.dtype, layout.shape):
             raise Refused(
-                f"{layout.name!r} is said to be a {layout.dtype} of shape {layout.shape}, and its "
-                f"handle is to a {handle.dtype} of shape {list(handle.shape)}"
+                f"{layout.name!r} is announced as a {layout.dtype} of shape {layout.shape}, but "
+                f"its handle is to a {handle.dtype} of shape {list(handle.shape)}"
             )
     return own
 
 
 def cut(buffer: torch.Tensor, layouts: list[Layout], sizes: list[int] | None) -> Weights:
-    """The tensors that lie in ``buffer``, one after the other.
+    """Yield the tensors in ``buffer``, one after the other.
 
-    ``sizes``, where the trainer says them, must be those of its tensors, in bytes.
+    ``sizes``, if sent by the trainer, must be its tensors' sizes in bytes.
     """
     own = [layout.nbytes for layout in layouts]
     if sizes is not None and sizes != own:
-        raise Refused("tensor_sizes are not those of tensors of these shapes and dtypes")
+        raise Refused(f"tensor_sizes {sizes[:8]} do not fit the shapes and dtypes: {own[:8]}")
     if not buffer.is_contiguous():
         raise Refused("the buffer that holds the tensors has gaps")
     held = buffer.flatten().view(torch.uint8)
@@ -157,6 +157,6 @@ def cut(buffer: torch.Tensor, layouts: list[Layout], sizes: list[int] | None) ->
     for layout, end in zip(layouts, accumulate(own), strict=True):
         content = held[end - layout.nbytes : end]
         if (end - layout.nbytes) % layout.dtype.itemsize:
-            # where no tensor of its dtype can begin
+            # no tensor of this dtype can begin at this byte
             content = content.clone()
         yield layout.name, content.view(layout.dtype).view(layout.shape)

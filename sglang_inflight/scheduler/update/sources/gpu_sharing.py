@@ -1,7 +1,7 @@
-"""A GPU's memory that somebody shares: what torch would take on trust is looked at.
+"""Checks the description of a GPU's shared memory, which torch itself would trust.
 
-Torch has written it where nobody else has: that a tensor lies within its memory, and where it
-is counted who uses that, which is written to when it is let go of.
+Two facts are checked: a tensor lies within its memory, and the counter of the memory's users lies
+in a file of torch's. Torch writes this counter at the memory's release.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 import torch
 
-# of CUDA's own handles, in bytes
+# size of CUDA's event handle
 _EVENT_BYTES = 64
-# of the file in which torch counts who uses memory: a place beyond its end is written to all the
-# same, when the memory is let go of
+# number of counters in torch's file. Torch also writes a counter beyond the file's end, when the
+# memory is released.
 _COUNTERS = 10_000
-# torch makes a file's name of its process and two numbers
+# torch names the file by its process and two numbers
 _COUNTER_FILE = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+", re.ASCII)
 
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """A trainer's memory, as torch shared it once: it counts one use of it by us."""
+    """A trainer's memory, shared once by torch, with one use counted for this process."""
 
     handle: bytes
     # from ``offset`` on, in bytes
     nbytes: int
     offset: int
-    # where the trainer hears that it is not used any more
+    # the trainer reads here whether the memory is still in use
     counter_file: bytes
     counter: int
-    # after it the memory holds what the trainer has written
+    # after this event the memory holds the trainer's data
     event: bytes
     waits_for_event: bool
 
@@ -46,7 +46,7 @@ def has_memory(
     memory: Any,
     nbytes: Any,
 ) -> bool:
-    """Whether a tensor has an element. Raises where one does not lie within ``memory``."""
+    """Return whether a tensor has elements. Raise if an element lies outside of ``memory``."""
     _require_counts(*shape, *stride, offset, nbytes)
     if len(shape) != len(stride):
         raise ValueError(f"a shape of {len(shape)} dimensions has {len(stride)} strides")
@@ -70,12 +70,12 @@ def read_memory(
     event: Any,
     waits_for_event: Any,
 ) -> SharedMemory:
-    """As torch shares it. Raises what says otherwise."""
+    """Return torch's description of shared memory. Raise an error if it is not torch's."""
     _require_counts(nbytes, offset, counter)
     if not isinstance(handle, bytes) or not isinstance(waits_for_event, bool):
-        raise TypeError("it is not how torch shares memory of a GPU")
+        raise TypeError("its description of the memory is not torch's for a GPU")
     if not isinstance(counter_file, bytes) or not _COUNTER_FILE.fullmatch(counter_file):
-        raise ValueError("it counts uses of its memory in a file that is none of torch's")
+        raise ValueError("it counts uses of its memory in a file that is not one of torch's")
     if counter >= _COUNTERS:
         raise ValueError(f"it counts uses of its memory at {counter}, of {_COUNTERS}")
     if not isinstance(event, bytes) or len(event) != _EVENT_BYTES:
@@ -84,11 +84,11 @@ def read_memory(
 
 
 def require_open(address: int, nbytes: int) -> None:
-    """Raise where a byte from ``address`` on is no memory that this process has opened.
+    """Raise if ``nbytes`` from ``address`` on are not all opened in this process.
 
-    A kernel that reads one ends every use of the GPU by this process. What is opened is the
-    driver's word; how large it is, until here, that of whoever shared it. Memory of torch's
-    expandable segments is open in pieces, one after the other.
+    A kernel that reads other memory ends every use of the GPU by this process. The sender states
+    the size, so the driver is asked for it. Torch's expandable segments are opened in pieces, one
+    after the other.
     """
     end = address + nbytes
     while address < end:
@@ -99,8 +99,8 @@ def require_open(address: int, nbytes: int) -> None:
 
 
 def address_range(address: int) -> tuple[int, int]:
-    """Where the allocation around ``address`` begins, and its bytes. Raises where there is none."""
-    # there is a driver by now: it has opened the memory
+    """Return start and size of the allocation around ``address``. Raise if there is none."""
+    # imported here: the driver exists once it has opened the memory
     from cuda.bindings import driver
 
     error, begin, size = driver.cuMemGetAddressRange(address)
@@ -112,4 +112,4 @@ def address_range(address: int) -> tuple[int, int]:
 def _require_counts(*values: Any) -> None:
     for value in values:
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise ValueError("it has a size that is none")
+            raise ValueError("a size, stride, offset or counter is not an integer from 0 on")

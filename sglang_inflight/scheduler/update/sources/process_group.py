@@ -1,4 +1,4 @@
-"""Meeting a trainer in a process group that cannot take this server with it."""
+"""Forms process groups with trainers; a failing group cannot end this server."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from torch.distributed.rendezvous import rendezvous
 
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only
 
-# What a broadcast that waits for its trainer takes of a device. NCCL would take 8 to 32, and a
-# forward's kernels that need the whole device at once would wait for the trainer: their own
-# all-reduce with them, on a rank whose broadcast may wait for that one. NCCL takes the fewest that
-# any rank of a group asks for.
+# CTAs of the device held by a broadcast while it waits for its trainer. NCCL would hold 8 to 32.
+# Then a forward's kernels needing the whole device at once would wait for the trainer. So would the
+# forward's all-reduce on another rank, whose broadcast may wait behind it. NCCL uses the smallest
+# number asked for by any rank of the group.
 #
-# NCCL_LAUNCH_ORDER_IMPLICIT is the user's to set: each collective of a forward would pay for it,
-# and NCCL takes launches from two threads for an error then.
+# NCCL_LAUNCH_ORDER_IMPLICIT is left to the user: it would slow down each collective of a forward,
+# and NCCL would then treat launches from two threads as an error.
 MAX_CTAS = 2
 
 
 class Formed(NamedTuple):
-    """A group, and the store in which it was formed: the trainer keeps it, and it ends with
-    the trainer."""
+    """A group, and the trainer's store for its rendezvous. The store ends with the trainer."""
 
     group: dist.ProcessGroup
     store: Store
 
 
 def is_nccl(backend: str) -> bool:
-    """Also of a group that has one backend for each kind of device."""
+    """Return whether NCCL is the backend, or one of several for kinds of devices."""
     return "nccl" in backend
 
 
@@ -46,7 +45,7 @@ def form_group(
     world_size: int,
     timeout: datetime.timedelta,
 ) -> Formed:
-    """As SGLang and its trainers form it. ``timeout`` is that of the rendezvous."""
+    """Form a group like SGLang and its trainers. ``timeout`` limits the rendezvous."""
     store, _, _ = next(rendezvous(init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     group = construct(
@@ -71,11 +70,12 @@ def construct(
     world_size: int,
     timeout: datetime.timedelta,
 ) -> dist.ProcessGroup:
-    """A watchdog of NCCL's ends a process in which a broadcast failed or took longer than its
-    group's timeout. Here that is the trainer's failure: it may cost its update, and not the
-    requests. So the group gets a watchdog that ends the communicator only.
+    """Construct a group with a watchdog that aborts the communicator only.
 
-    Any other backend has none, and waits here for its peers: there may be many at once.
+    NCCL's own watchdog ends the process after a failed broadcast, or one beyond the group's
+    timeout. Here the trainer has failed: that may cost its update, but not the requests.
+
+    Other backends have no watchdog, and wait here for their peers: there may be many at once.
     """
     with errors_cost_the_group_only() if is_nccl(backend) else nullcontext():
         return init_custom_process_group(
@@ -91,19 +91,19 @@ def construct(
 
 def _nccl_options(timeout: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    # torch warns where it differs from the group's
+    # torch warns about a timeout other than the group's
     options._timeout = timeout
     options.config.max_ctas = MAX_CTAS
     return options
 
 
 def last_for_ever(group: dist.ProcessGroup) -> None:
-    """So that NCCL's watchdog never ends a broadcast: whoever waits for one sets the limit."""
+    """Set no timeout for NCCL's watchdog: the waiting thread limits a broadcast itself."""
     dist.set_timeout(NEVER, group)
 
 
 def free_name(group: dist.ProcessGroup) -> None:
-    """So that another may have it, though ``group`` itself can be neither destroyed nor ended."""
+    """Free the name of ``group`` for another group, without destroying or aborting ``group``."""
     _world.pg_map.pop(group, None)
     name = _world.pg_names.pop(group, None)
     if name is not None:

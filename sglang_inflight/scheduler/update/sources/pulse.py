@@ -1,4 +1,4 @@
-"""Whether a trainer is still there, asked while its broadcast is waited for."""
+"""Asks whether a trainer is still there, while its broadcast is awaited."""
 
 from __future__ import annotations
 
@@ -9,49 +9,49 @@ from torch._C._distributed_c10d import Store
 
 from sglang_inflight.threads import start_thread
 
-# for a trainer to say that it is still there
+# time for one answer of a trainer, in ``answers``
 ANSWERS_S = 2.0
-# how often a trainer is asked, and how long it may be silent while its broadcast is awaited: one
-# that is stopped for a moment, or far away, loses nothing
+# pause between questions, and the longest silence while a broadcast is awaited: a trainer stopped
+# for a moment, or far away, loses nothing
 ASK_EVERY_S = 2.0
 SILENT_S = 20.0
-# how long a broadcast may still come when the store has ended: another process may have kept it
+# time for a broadcast after the store's end: a process other than the trainer may have kept it
 GRACE_S = 10.0
 
 
 class Pulse:
-    """Asks one trainer's store, which was made for a group and ends with the trainer.
+    """Asks the store of one trainer's group; the store ends with the trainer.
 
-    A question is put on a thread that is left behind where no answer comes: the store's socket
-    can be given no time limit, and a process that was stopped does not answer either. There is
-    one question at a time. Whoever made this object is the only one to use it.
+    A thread of its own asks each question, and is abandoned without an answer: the store's socket
+    has no timeout, and a stopped process does not answer. There is one question at a time. Only
+    one thread uses this object.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._answer: queue.SimpleQueue[bool] | None = None
-        # of the question that is open, or of the next one
+        # time of the open question, and of the next one
         self._asked = 0.0
         self._ask_at = time.monotonic() + ASK_EVERY_S
-        # since when the store has ended, as far as is known
+        # when the store was first seen to have ended
         self._ended: float | None = None
 
     @property
     def was_missed(self) -> bool:
-        """Whether the store had ended. If the broadcast comes all the same, the store says nothing
-        of its trainer.
+        """True if the store has ended. A broadcast after that proves the store useless as a sign
+        of its trainer's life.
         """
         return self._ended is not None
 
     def answers(self) -> bool:
-        """Wait for an answer, ``ANSWERS_S`` at most."""
+        """Return whether an answer comes within ``ANSWERS_S``."""
         try:
             return self._ask().get(timeout=ANSWERS_S)
         except queue.Empty:
             return False
 
     def why_gone(self) -> str | None:
-        """Why nothing more will come, or None. Waits for nothing; to be asked often."""
+        """Return why no broadcast will come, or None. Waits for nothing; call it often."""
         now = time.monotonic()
         if self._ended is not None:
             return "its trainer has ended" if now - self._ended > GRACE_S else None

@@ -1,4 +1,4 @@
-"""A file that is read without holding the interpreter, and known to be the same throughout."""
+"""Reads a file without holding the interpreter, and detects changes of the file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class _Identity(NamedTuple):
 
 
 class RegularFile:
-    """Opened for reading, by ``path``; messages call it ``name``.
+    """A file opened for reading, by ``path``; messages call it ``name``.
 
-    What is mapped ends the process when somebody cuts the file short, and the pages of what
-    somebody rewrites are of both. So it is read: then a short read is an error, and a change
-    shows in the file's size and time. Opening does not wait for a pipe's other end, and every
-    call of the system is made without the interpreter, however long it takes.
+    A mapped file would end the process when somebody cuts it short, and its pages could mix two
+    versions. So the file is read: a short read is an error, and a change shows in the file's size
+    and time. Opening does not wait for a pipe's other end. Every system call is made without the
+    interpreter, however long it takes.
     """
 
     def __init__(self, path: str, name: str) -> None:
@@ -43,12 +43,12 @@ class RegularFile:
         return self._identity.size
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """One read at ``offset``. The number of bytes, which is 0 only at the file's end."""
-        # of a file that was closed meanwhile it raises, and reads no other's
+        """Read once at ``offset``. Return the number of bytes, 0 only at the file's end."""
+        # ``fileno`` raises for a closed file, so no other file's descriptor is read
         return os.preadv(self._file.fileno(), [buffer], offset)
 
     def read(self, size: int, offset: int) -> bytes:
-        """Exactly so many bytes, few enough for a copy; raises ``Refused`` where they are not."""
+        """Return exactly ``size`` bytes, as a copy. Raise ``Refused`` if the file ends before."""
         content = bytearray(size)
         with memoryview(content) as view:
             done = 0
@@ -63,9 +63,9 @@ class RegularFile:
         return Refused(f"{self.name} ends too early")
 
     def check_unchanged(self) -> None:
-        """Raises ``Refused`` if the file was written since it was opened, or replaced."""
+        """Raise ``Refused`` if the file was written or replaced since it was opened."""
         with _open(self._path, self.name) as again:
-            # opened again, because a file of another machine is asked after when it is opened
+            # opened again, because a network mount asks its server at the opening
             if (
                 not _identify(again, self.name)
                 == _identify(self._file, self.name)
@@ -74,7 +74,7 @@ class RegularFile:
                 raise Refused(f"{self.name} changed while it was read")
 
     def forget_pages(self) -> None:
-        """Ask the kernel to keep none of it in memory."""
+        """Ask the kernel to drop the file from memory."""
         os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -101,10 +101,10 @@ def _identify(file: io.FileIO, name: str) -> _Identity:
 
 
 class Stream(io.RawIOBase):
-    """A regular file as readers of the standard library and of torch want it.
+    """A regular file as a stream for readers of the standard library and of torch.
 
-    Inside of ``io.BufferedReader``, which hands large reads through: these go straight to
-    where they are wanted, and the interpreter is not held meanwhile.
+    Use it inside of ``io.BufferedReader``: large reads go straight to their destination, without
+    the interpreter.
     """
 
     def __init__(self, size: int, read_into: Callable[[memoryview, int], int]) -> None:
@@ -144,7 +144,7 @@ class Stream(io.RawIOBase):
 
 
 def describe(error: BaseException) -> str:
-    """``error`` in a few words, without the path that an ``OSError`` repeats."""
+    """Return ``error`` in a few words, without the path in an ``OSError``."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return shorten(str(error)) or type(error).__name__

@@ -1,7 +1,7 @@
 """A file of the safetensors format, read tensor by tensor.
 
-The format's library maps the file, and holds the interpreter while it opens it. The format is
-small: eight bytes that say how long the header is, the header in JSON, and the tensors.
+The format's library maps the file, and holds the interpreter while it opens the file. The format
+is small: the header's length in eight bytes, the header in JSON, and the tensors.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 
-# The interpreter is held for a fiftieth of a second while so much is decoded: more than a
-# hundred thousand tensors. The library's own limit is 100 MB.
+# Decoding a header of this size, for over a hundred thousand tensors, holds the interpreter for a
+# fiftieth of a second. The library's own limit is 100 MB.
 MOST_HEADER_BYTES = 16 << 20
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
@@ -57,7 +57,7 @@ class _Entry(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in its file, and what it is."""
+    """A tensor's place in its file, with its dtype and shape."""
 
     name: str
     dtype: torch.dtype
@@ -66,18 +66,18 @@ class Place:
     end: int
 
     def of(self, content: torch.Tensor, start: int) -> torch.Tensor:
-        """The tensor out of ``content``, the file's bytes from ``start`` on."""
+        """Return the tensor out of ``content``, the file's bytes from ``start`` on."""
         mine = content[self.start - start : self.end - start]
         if self.start == self.end:
             return torch.empty(self.shape, dtype=self.dtype)
         if mine.data_ptr() % self.dtype.itemsize:
-            # the format promises no more than whole bytes
+            # the format does not align tensors
             mine = mine.clone()
         return mine.view(self.dtype).view(self.shape)
 
 
 class SafetensorsFile(RegularFile):
-    """An open file, whose header has been read and holds together."""
+    """An open file with a read and consistent header."""
 
     def __init__(self, path: str, name: str) -> None:
         super().__init__(path, name)
@@ -89,7 +89,7 @@ class SafetensorsFile(RegularFile):
             raise
 
     def batches(self, most: int) -> Iterator[list[Place]]:
-        """Neighbours that are of ``most`` bytes together, or one that is of more alone."""
+        """Yield neighbours with up to ``most`` bytes together, and each larger tensor alone."""
         batch: list[Place] = []
         for place in self.places:
             if batch and place.end - batch[0].start > most:
@@ -104,12 +104,14 @@ class SafetensorsFile(RegularFile):
             raise self._malformed("it is too short")
         length = int.from_bytes(self.read(_LENGTH_BYTES, 0), "little")
         if length > self.size - _LENGTH_BYTES:
-            raise self._malformed(f"its header should be of {length} bytes, which it has not")
+            raise self._malformed(
+                f"its header should have {length} bytes, and the file has {self.size}"
+            )
         if length > MOST_HEADER_BYTES:
-            raise self._malformed(f"its header is of {length} bytes, {MOST_HEADER_BYTES} at most")
+            raise self._malformed(f"its header has {length} bytes, {MOST_HEADER_BYTES} at most")
         header = self.read(length, _LENGTH_BYTES)
         try:
-            # first the whole and then each entry, so that others get at the interpreter
+            # first the whole and then each entry, so that other threads get the interpreter
             entries = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             entries.pop(_METADATA, None)
             places = [
@@ -130,22 +132,22 @@ class SafetensorsFile(RegularFile):
         start, end = entry.data_offsets
         if math.prod(entry.shape) * dtype.itemsize != end - start:
             raise self._malformed(
-                f"tensor {shorten(name)!r} should be of {entry.shape[:8]} and {entry.dtype}, "
-                f"and has {end - start} bytes"
+                f"tensor {shorten(name)!r} should have shape {entry.shape[:8]} and dtype "
+                f"{entry.dtype}, but has {end - start} bytes"
             )
         return Place(name, dtype, tuple(entry.shape), base + start, base + end)
 
     def _check_tiles(self, places: list[Place], base: int) -> None:
-        """Nothing lies between two tensors, nothing is in two of them, and nothing is missing."""
+        """Raise ``Refused`` for gaps or overlaps between tensors, and for a file cut short."""
         at = base
         for place in places:
             if place.start != at:
                 raise self._malformed(
-                    f"tensor {shorten(place.name)!r} does not follow the one before"
+                    f"tensor {shorten(place.name)!r} does not begin at the end of the one before"
                 )
             at = place.end
         if at != self.size:
-            raise self._malformed(f"it should be of {at} bytes, and has {self.size}")
+            raise self._malformed(f"it should have {at} bytes, and has {self.size}")
 
     def _malformed(self, why: str) -> Refused:
-        return Refused(f"{self.name} is no safetensors file: {why}")
+        return Refused(f"{self.name} is not a valid safetensors file: {why}")

@@ -1,4 +1,4 @@
-"""NCCL's id of a group, in the form in which vLLM's trainers leave it in their store."""
+"""Reads NCCL's id of a group, as pickled by vLLM's trainers in their store."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from sglang_inflight.errors import Refused
 
-# of ncclGetUniqueId
+# size of an id of ncclGetUniqueId
 BYTES = 128
-# many times what pickling one takes
+# many times the length of a pickled id
 _LONGEST = 2048
 
-# they keep what was made for later use, which nothing here is
+# opcodes for framing and memos, without effect here
 _BESIDE_THE_POINT = frozenset(
     {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT"},
 )
@@ -20,13 +20,13 @@ _TEXTS = frozenset({"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
 
 
 def read_unique_id(content: bytes) -> bytes:
-    """The id in a pickled ``ncclUniqueId``, which is a structure of ``ctypes``.
+    """Return the id in a pickled ``ncclUniqueId``, a structure of ``ctypes``.
 
-    ``content`` is whatever somebody on the network has put there, and unpickling it would run
-    it. So no object is made of it: its opcodes must be those that pickling such a structure
-    gives, one after the other, and of what they name nothing is imported. Raises ``Refused``.
+    Anybody on the network may have written ``content``, and unpickling would run it. So no object
+    is made and no named module is imported. The opcodes must be exactly those of such a pickled
+    structure. Raise ``Refused`` otherwise.
 
-    The structure's module is vLLM's, or that of a copy in a trainer, and makes no difference.
+    The structure's module is vLLM's or a trainer's copy, and is not checked.
     """
     if len(content) > _LONGEST:
         raise _refusal(f"it has {len(content)} bytes")
@@ -52,9 +52,9 @@ def read_unique_id(content: bytes) -> bytes:
 
 
 def _with_whole_names(content: bytes) -> list[tuple[str, Any]]:
-    """Opcodes and their arguments, and each global in one, as older protocols have it.
+    """Return opcodes and arguments, each global as one opcode, like in older protocols.
 
-    Raises ``ValueError`` where it is no pickle.
+    Raise ``ValueError`` if ``content`` is no pickle.
     """
     opcodes: list[tuple[str, Any]] = []
     for opcode, argument, _ in pickletools.genops(content):
@@ -65,10 +65,10 @@ def _with_whole_names(content: bytes) -> list[tuple[str, Any]]:
                 case [(first, module), (second, name)] if {first, second} <= _TEXTS:
                     opcodes[-2:] = [("GLOBAL", f"{module} {name}")]
                     continue
-            raise ValueError("it names something by no text")
+            raise ValueError("it names a global without text")
         opcodes.append((opcode.name, argument))
     return opcodes
 
 
 def _refusal(reason: str) -> Refused:
-    return Refused(f"what the trainer left as its NCCL id is no pickled ncclUniqueId: {reason}")
+    return Refused(f"the trainer's NCCL id is no pickled ncclUniqueId: {reason}")

@@ -1,4 +1,4 @@
-"""What every source of tensors yields."""
+"""The type of every source of tensors."""
 
 from __future__ import annotations
 
