@@ -26,7 +26,7 @@ from sglang_inflight.frontend.ranks import (
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.patched_types import PatchedCommunicator
+    from sglang_inflight.frontend.sglang_types.communicator import FanOutCommunicator
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
     from sglang_inflight.sglang_types.requests import Request
 
@@ -73,7 +73,7 @@ class ControlCalls:
             if isinstance(value, FanOutCommunicator):
                 value.inflight = self
 
-    async def call(self, communicator: PatchedCommunicator, request: Request) -> list[Any]:
+    async def call(self, communicator: FanOutCommunicator, request: Request) -> list[Any]:
         """Send ``request`` and return every replica's answer.
 
         Raises a failed rank's error, ``HandlerFailed`` if the error has no type of ours, and
@@ -81,7 +81,7 @@ class ControlCalls:
         """
         return await self._lifetime.unless_shut_down(self._call(communicator, request))
 
-    async def _call(self, communicator: PatchedCommunicator, request: Request) -> list[Any]:
+    async def _call(self, communicator: FanOutCommunicator, request: Request) -> list[Any]:
         async with communicator._queueing_lock:
             request.rid = CONTROL_CALL + uuid.uuid4().hex
             replicas = communicator._fan_out
@@ -114,13 +114,3 @@ class ControlCalls:
         elif not awaited.complete.done():
             error = ERRORS.get(answer.error, HandlerFailed)
             awaited.complete.set_exception(error(answer.message))
-
-
-async def call(communicator: PatchedCommunicator, obj: Any) -> list[Any]:
-    """Replace ``FanOutCommunicator.queueing_call``."""
-    return await communicator.inflight.call(communicator, obj)
-
-
-def hear(communicator: PatchedCommunicator, recv_obj: Any) -> None:
-    """Replace ``FanOutCommunicator.handle_recv``."""
-    communicator.inflight.hear(recv_obj)

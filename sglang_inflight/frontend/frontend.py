@@ -42,7 +42,7 @@ from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
-    from sglang_inflight.frontend.workers.worker import Worker
+    from sglang_inflight.frontend.workers.role import WorkerRole
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Frontend:
     def __init__(self, tokenizer_manager: TokenizerManager) -> None:
         self._tasks = tokenizer_manager.asyncio_tasks
         # set if this process is one of several tokenizer workers
-        self.worker: Worker | None = None
+        self.worker: WorkerRole | None = None
         self.aborts = Aborts(tokenizer_manager, lambda: self.worker)
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)

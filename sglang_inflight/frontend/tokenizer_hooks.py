@@ -14,8 +14,7 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 from sglang.srt.utils.auth import add_api_key_middleware
 
-from sglang_inflight.frontend import control_calls
-from sglang_inflight.frontend.aborts import (
+from sglang_inflight.frontend.abort_hooks import (
     abort_request,
     abort_when_dispatched,
     bind_abort_task,
@@ -79,7 +78,7 @@ from sglang_inflight.unsupported import why_no_retraction
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.patched_types import PatchedCommunicator, PatchedTokenizerManager
     from sglang_inflight.frontend.workers.forward import Forward
     from sglang_inflight.sglang_types.requests import Request, UpdateFromTensorRequest
     from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
@@ -298,6 +297,16 @@ def take_kv_versions(
     accumulate(tm, meta_info, state, rest, index, *args)
 
 
+async def send_control_call(communicator: PatchedCommunicator, obj: Any) -> list[Any]:
+    """Replace ``FanOutCommunicator.queueing_call``."""
+    return await communicator.inflight.call(communicator, obj)
+
+
+def take_control_answer(communicator: PatchedCommunicator, recv_obj: Any) -> None:
+    """Replace ``FanOutCommunicator.handle_recv``."""
+    communicator.inflight.hear(recv_obj)
+
+
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _COMMUNICATOR = "sglang.srt.managers.communicator.FanOutCommunicator"
 _OPENAI_SERVING = "sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase"
@@ -349,8 +358,8 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
             resume_memory_occupation,
         )
     ),
-    (f"{_COMMUNICATOR}.queueing_call", *replace_if_active(control_calls.call)),
-    (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(control_calls.hear)),
+    (f"{_COMMUNICATOR}.queueing_call", *replace_if_active(send_control_call)),
+    (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(take_control_answer)),
     (f"{_TOKENIZER_MANAGER}.update_request_meta_info", *wrap_if_active(take_kv_versions)),
     ("sglang.srt.utils.auth.decide_request_auth", decide_request_auth, HookType.AROUND),
     # these belong to no manager, and read the process's why_inactive()

@@ -16,8 +16,7 @@ from sglang.srt.managers import tokenizer_manager
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_inflight.frontend.aborts import (
-    Aborts,
+from sglang_inflight.frontend.abort_hooks import (
     abort_request,
     abort_when_dispatched,
     bind_abort_task,
@@ -25,6 +24,7 @@ from sglang_inflight.frontend.aborts import (
     leave_to_the_stream,
     name_groups,
 )
+from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.livepatch import load_series
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import uuid
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,7 +33,6 @@ from sglang_inflight.errors import (
 )
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
 from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
-from sglang_inflight.frontend.lora.loading import new_name, unload_unused
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.tasks import carry_through
@@ -357,3 +357,15 @@ class Adapters:
 def _require_one_replica() -> None:
     if get_parallel().dp_size > 1:
         raise NotOffered("SGLang loads and unloads no adapters while it runs with --dp-size > 1")
+
+
+async def unload_unused(tm: TokenizerManager, lora_id: str) -> Any:
+    """Unload a nameless adapter by its id. Ranks without the adapter answer with success."""
+    name = new_name("unused")
+    tm.pending_lora_unloads[name] = lora_id
+    return await tm.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
+
+
+def new_name(name: str) -> str:
+    """Return a name unused by any adapter."""
+    return f"{name}#{uuid.uuid4().hex}"

@@ -5,14 +5,12 @@ SGLang itself reads only the first rank's answer, and after a failure does not u
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import (
     LoadLoRAAdapterFromTensorsReqInput,
     LoRAUpdateOutput,
-    UnloadLoRAAdapterReqInput,
 )
 
 from sglang_inflight.errors import HandlerFailed, Refused
@@ -21,7 +19,6 @@ from sglang_inflight.messages import LoadAdapter, LoadAdapterFromTensors
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
     from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 Load = Callable[..., Awaitable[Any]]
@@ -52,18 +49,6 @@ async def _load_everywhere(
     if not result.success and request.lora_id is not None:
         await tm.inflight.adapters.take_back(request.lora_name, request.lora_id)
     return result
-
-
-async def unload_unused(tm: TokenizerManager, lora_id: str) -> Any:
-    """Unload a nameless adapter by its id. Ranks without the adapter answer with success."""
-    name = new_name("unused")
-    tm.pending_lora_unloads[name] = lora_id
-    return await tm.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
-
-
-def new_name(name: str) -> str:
-    """Return a name unused by any adapter."""
-    return f"{name}#{uuid.uuid4().hex}"
 
 
 def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:

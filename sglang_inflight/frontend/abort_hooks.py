@@ -1,0 +1,110 @@
+"""Hooks by which SGLang names and aborts requests through ``Aborts``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, cast
+
+from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+from sglang_inflight.frontend.aborts import GROUP, GROUPS, Group
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+
+
+def name_groups(obj: Any, num: int) -> None:
+    """Make groups before SGLang gives each request of a call a ``rid`` of its own."""
+    if hasattr(obj, GROUPS):
+        return
+    if isinstance(obj.rid, str):
+        names = [obj.rid]
+    elif isinstance(obj.rid, list) and obj.parallel_sample_num > 1:
+        names = obj.rid
+    else:
+        return
+    setattr(obj, GROUPS, [Group(name=name, is_aborted=False) for name in names])
+
+
+def join_groups(_: None, tm: TokenizerManager, obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Set each ``obj[i]``'s group after SGLang has made the states of a call's requests.
+
+    SGLang copies these objects for the samples of a prompt.
+    """
+    groups = getattr(obj, GROUPS, None)
+    if groups is not None:
+        for index in range(len(obj.rid)):
+            setattr(obj[index], GROUP, groups[index % len(groups)])
+
+
+def abort_request(
+    abort: Callable[..., None],
+    tm: PatchedTokenizerManager,
+    rid: str = "",
+    abort_all: bool = False,
+) -> None:
+    if abort_all or not rid:
+        abort(tm, rid, abort_all)
+        return
+    for each in tm.inflight.aborts.end(rid):
+        abort(tm, each)
+
+
+def abort_when_dispatched(_: None, tm: PatchedTokenizerManager, rid: str) -> None:
+    if tm.inflight.aborts.is_due(rid):
+        tm.abort_request(rid)
+
+
+def bind_abort_task(create: Callable[..., Any], tm: PatchedTokenizerManager, obj: Any) -> Any:
+    """Bind SGLang's abort, two seconds after a stream's end, to the stream's own requests.
+
+    The stream's name may belong to another request by then.
+    """
+    return create(tm, _RequestsOf(tm, obj))
+
+
+def leave_to_the_stream(handle: object, rid: str | list[str]) -> None:
+    """Skip gRPC's abort by name of a stream whose client has read nothing for minutes.
+
+    The name may belong to another request by then. SGLang closes the stream next, and aborts the
+    stream's remaining requests.
+    """
+
+
+def refuse_without_embedding(
+    tm: TokenizerManager, out: dict[str, Any], state: Any, is_stream: bool
+) -> None:
+    """Turn an aborted embedding request into an error, before SGLang checks its finish reason.
+
+    A text cut short is still an answer. An aborted embedding request has no embedding, and
+    SGLang's routes fail when they look for it.
+    """
+    reason = out["meta_info"]["finish_reason"]
+    is_aborted = reason.get("type") == "abort" and reason.get("status_code") is None
+    if is_aborted and isinstance(state.obj, EmbeddingReqInput) and "embedding" not in out:
+        reason["status_code"] = HTTPStatus.SERVICE_UNAVAILABLE
+        reason["message"] = "the request was aborted before its embedding was computed; retry"
+
+
+class _RequestsOf:
+    """The part of a batch read by SGLang's abort task: names of unfinished requests."""
+
+    is_single = False
+
+    def __init__(self, tokenizer_manager: TokenizerManager, obj: Any) -> None:
+        self._tokenizer_manager = tokenizer_manager
+        self._obj = obj
+
+    @property
+    def rid(self) -> list[str]:
+        # a refused call has not been split into requests, and has no is_single
+        is_single = getattr(self._obj, "is_single", True)
+        requests = [self._obj] if is_single else [self._obj[i] for i in range(len(self._obj.rid))]
+        states = self._tokenizer_manager.rid_to_state
+        return [
+            cast("str", each.rid)
+            for each in requests
+            if (state := states.get(each.rid)) is not None and state.obj is each
+        ]

@@ -1,0 +1,21 @@
+"""What a front end asks of its worker, if the process is one of several tokenizer workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
+
+
+class WorkerRole(Protocol):
+    """``Worker``, without its imports: a worker holds the front end, not the reverse."""
+
+    def end(self) -> None: ...
+
+    async def until_answered(self) -> None: ...
+
+    async def reload(self, request: LoadAdapterRequest) -> AdapterAnswer: ...
+
+    async def abort(self, names: list[str]) -> int: ...

@@ -1,0 +1,41 @@
+"""No module imports itself by way of others, imports for the type checker included."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+from harness.starting import ROOT
+
+PACKAGE = "sglang_inflight"
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Each name of ours in an import, of a module or of something in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(PACKAGE):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_modules_import_in_one_direction() -> None:
+    paths = {name_of(path): path for path in (ROOT / PACKAGE).rglob("*.py")}
+    graph = {
+        name: {
+            imported if imported in paths else imported.rpartition(".")[0]
+            for imported in imports_of(path)
+        }
+        & paths.keys()
+        for name, path in paths.items()
+    }
+    assert len(graph) > 1
+    # raises CycleError, which names the modules of a circle
+    TopologicalSorter(graph).prepare()
