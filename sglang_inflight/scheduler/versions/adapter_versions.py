@@ -1,12 +1,12 @@
-"""Which adapter made which token.
+"""Labels each token with its adapter.
 
-A request has one adapter from its first token on, unless its caller moves it to another. Both
-are written into SGLang's list of the request's changes of version, as entries of ours among
-its own, because whoever makes spans of a request has that list and nothing else of it: outputs
-and aborts alike. They say from which token on an adapter is in use.
+A request has one adapter from its first token on, unless its caller moves it to another. Adapters
+are written into SGLang's list of the request's version changes, as entries of ours among SGLang's.
+This list is the only part of a request available to all functions that make spans, for outputs and
+aborts alike. An entry holds an adapter and its first token.
 
-A move happens when every result is processed (``Boundary.drain``). So the tokens that a request
-has then are all that its old adapter made.
+A move happens when every result is processed (``Boundary.drain``). So the old adapter made exactly
+the request's tokens at that moment.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.sglang_types.weight_versions import WeightVersionSpan
 
-# no version's packed label begins like this: it begins with a number
+# a version's packed label begins with a number, and never like this
 _MARK = "adapter "
-# of adapters that came with the server's start
+# version of the adapters loaded at the server's start
 FIRST_VERSION = "0"
 
 
 class AdapterVersions:
-    """What the adapters of one rank are called. Only the scheduler's thread touches it."""
+    """Labels of one rank's adapters. Only the scheduler's thread touches this object."""
 
     def __init__(self) -> None:
-        # by the id of the adapter, which SGLang uses once
+        # by the adapter's id; SGLang uses an id once
         self._labels: dict[str, AdapterLabel] = {}
 
     def remember(self, lora_id: str, label: AdapterLabel) -> None:
         self._labels[lora_id] = label
 
     def forget(self, lora_id: str) -> None:
-        """No request has the adapter any more. What is written into older ones stays there."""
+        """Forget an adapter without requests. Entries in older requests stay."""
         self._labels.pop(lora_id, None)
 
     def begin(self, req: Req) -> None:
-        """A request, new or retracted, enters the waiting queue."""
+        """Label a request, new or retracted, on its way into the waiting queue."""
         events = req.weight_version_events
         if not (events and _is_mark(events[0])):
             events[:0] = self._marks(req, tokens=0)
 
     def move(self, req: Req) -> None:
-        """The tokens from now on are made with the adapter that ``req`` has now."""
-        # one that waits for its grammar has not begun
+        """Label the following tokens with the current adapter of ``req``."""
+        # a request waiting for its grammar has not begun
         if req.weight_version_events:
             req.weight_version_events += self._marks(req, tokens=len(req.output_ids))
 
     def _marks(self, req: Req, *, tokens: int) -> list[Any]:
-        """One, or none for a request without an adapter."""
+        """Return one entry, or none for a request without an adapter."""
         label = self._labels.get(req.lora_id or "")
         if label is None:
             return []
@@ -65,7 +65,7 @@ class AdapterVersions:
 
 
 def split_marks(events: Sequence[Any]) -> tuple[list[Any], list[tuple[str, int]]]:
-    """SGLang's own entries, and of ours the packed label with its first token, in order."""
+    """Return SGLang's own entries, and from ours (packed label, first token), in order."""
     own = [event for event in events if not _is_mark(event)]
     marks = [
         (event.old_version.removeprefix(_MARK), event.num_output_tokens)
@@ -76,7 +76,7 @@ def split_marks(events: Sequence[Any]) -> tuple[list[Any], list[tuple[str, int]]
 
 
 def cut(spans: list[WeightVersionSpan], marks: list[tuple[str, int]]) -> list[WeightVersionSpan]:
-    """``spans``, each within one adapter, whose label is in the text of its version."""
+    """Cut ``spans`` at changes of the adapter, and add its label to the version's text."""
     bounds = [0, *(start for _, start in marks[1:]), spans[-1].end]
     pieces = [
         _piece(span, label, max(span.start, start), min(span.end, end))
@@ -84,7 +84,7 @@ def cut(spans: list[WeightVersionSpan], marks: list[tuple[str, int]]) -> list[We
         for (label, _), (start, end) in zip(marks, pairwise(bounds), strict=True)
         if max(span.start, start) < min(span.end, end)
     ]
-    # of no token at all there is an empty span, of who would have made one
+    # without tokens return one empty span, with the current adapter
     return pieces or [_piece(spans[-1], marks[-1][0], spans[-1].start, spans[-1].end)]
 
 

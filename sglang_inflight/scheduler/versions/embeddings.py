@@ -1,6 +1,6 @@
-"""What the encoders of a multimodal model made of images and the like.
+"""Clears SGLang's cache of multimodal embeddings.
 
-SGLang keeps it by content alone, so what older weights made is taken for the newer ones'.
+The cache's key is the content alone, so embeddings of older weights would serve newer weights.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from sglang.srt.managers import mm_schedule
 
 
 def forget_embeddings() -> None:
-    """Only the scheduler's thread may, between two steps: it is who reads and fills the cache.
+    """Clear the cache, on the scheduler's thread between two steps. This thread owns the cache.
 
-    A prefill that is half done has its images encoded again for the next chunk.
+    A half-done prefill encodes its images again for the next chunk.
     """
-    # None where the model takes text alone
+    # None if the model takes text alone
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()

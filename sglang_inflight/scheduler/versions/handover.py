@@ -1,18 +1,18 @@
-"""From a prefill server to a decode server: KV, a first token, and who made them.
+"""Hands the versions of KV and first token from a prefill server to a decode server.
 
-The prefill server writes a note beside a request's first token, before the last of its KV is
-sent. The decode server reads it when the transfer is committed to the request: the first token
-is labelled with the version that made it, and so is the prompt's KV, but for a prefix that the
-decode server had in its own cache.
+The prefill server writes a note beside a request's first token, before it sends the last of the KV.
+The decode server reads the note when the transfer is committed to the request. It then labels the
+first token and the prompt's KV with their versions. A prefix from the decode server's own cache
+keeps its label.
 
-The note is in the row that SGLang sends after the KV, in numbers that SGLang leaves at 0. Its
-checksum is that of the transfer's room: so what another request has left in the row is no note.
+The note is in the row sent by SGLang after the KV, in numbers left at 0 by SGLang. The checksum
+includes the transfer's room, so another request's data in the row are no valid note.
 
-Two servers count their epochs each for itself. A label with a name and an epoch that this
-server has had is taken for its own. Any other is the prefill server's, and says so.
+Each server counts its own epochs. A label with a name and an epoch of this server counts as this
+server's. Any other label is marked as the prefill server's.
 
-Only the scheduler's thread is here. It writes before the row is handed to the threads that
-send, and reads when they have received it, on every rank in the same step.
+Only the scheduler's thread runs this module. It writes before the row goes to the sending threads.
+It reads when the receiving threads are done, on every rank in the same step.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 PREFILL = "prefill"
 UNKNOWN = "unknown"
 
-# of a row: the first of its 16 numbers (int32) that SGLang leaves at 0
+# in a row: the index of the first of its 16 numbers (int32) left at 0 by SGLang
 _AFTER_THE_TOKEN = 1
 _AFTER_THE_COUNTS = 7
 _NUMBERS = 16
@@ -54,7 +54,7 @@ _SIZE = 4 * (2 * _NUMBERS - _AFTER_THE_TOKEN - _AFTER_THE_COUNTS)
 
 
 class Handover:
-    """Notes of one scheduler, of either server of a pair."""
+    """Writes and reads the notes of one scheduler, on either server of a pair."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Handover:
         *,
         ends_mismatched: bool,
     ) -> None:
-        """``ends_mismatched``: a request ends that comes with another version than serves here."""
+        """``ends_mismatched``: end a request that comes with another version than this server's."""
         self._scheduler = scheduler
         self._versions = versions
         self._kv_versions = kv_versions
@@ -77,7 +77,7 @@ class Handover:
     # ---- the prefill server ----------------------------------------------------------
 
     def send(self, req: Req) -> None:
-        """The last of the KV of ``req`` is about to be sent, and its first token."""
+        """Write the note, before the last KV of ``req`` and its first token are sent."""
         prompt = self._kv_versions.runs(req, self._versions.label)
         if prompt is None:
             parts = [Part(self._versions.epoch, None, len(req.origin_input_ids))]
@@ -91,10 +91,9 @@ class Handover:
     # ---- the decode server -----------------------------------------------------------
 
     def receive(self, commit: Callable[[], None], decode_req: DecodeRequest) -> None:
-        """``commit`` gives the request its first token. Its KV is there."""
+        """Read the note, after the KV came. ``commit`` gives the request its first token."""
         req = decode_req.req
-        # a prompt that was sent for again comes with a token that is thrown away: the request
-        # goes on with the one that it had
+        # the token of a re-prefill is thrown away: the request goes on with its former token
         has_first = req.pd_rebootstrap_forced_output_id is None
         commit()
         if req.finished():
@@ -118,7 +117,7 @@ class Handover:
             )
 
     def _is_so_on_any_rank(self, here: bool) -> bool:
-        """Each rank has its row from another rank, and one that cannot read it ends nothing."""
+        """Return whether ``here`` is true on any rank: a rank may not be able to read its row."""
         group = self._scheduler.disagg_decode_transfer_queue.gloo_group
         said = torch.tensor([here], dtype=torch.int32)
         if torch.distributed.get_world_size(group) > 1:
@@ -155,7 +154,7 @@ class Handover:
         return label if is_own else label._replace(server=PREFILL)
 
     def _name_of(self, hashed: bytes) -> str:
-        """Servers of a pair are told the same names, so this one may have heard it."""
+        """Return the name of a hash. A pair's servers get the same names, so it may be known."""
         for label in (self._versions.label, *self._kv_versions.own_labels()):
             if hash_name(label.version) == hashed:
                 return label.version
@@ -167,7 +166,7 @@ def _room(req: Req) -> int:
 
 
 def _join(parts: list[Part]) -> list[Part]:
-    """Neighbours that say the same are one."""
+    """Merge the first token's part into the last one if they have the same version."""
     *before, last, token = parts
     if (last.epoch, last.version) != (token.epoch, token.version):
         return parts

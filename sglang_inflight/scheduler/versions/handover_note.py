@@ -1,13 +1,12 @@
-"""What a prefill server says of the KV that it sends to a decode server: who made which part.
+"""The note from a prefill server to a decode server: the versions that made the KV.
 
-It is a note of few bytes, because it goes where SGLang's own protocol has room: each request
-has a row of numbers that crosses with its KV, in lines of at least 64 bytes, of which SGLang
-uses the first few. So nothing is sent that was not sent before, and a server without us passes
-over it.
+The note has few bytes, to fit into SGLang's own protocol. There each request has a row of numbers,
+sent with its KV in lines of at least 64 bytes, and SGLang uses the first few. So no extra message
+is sent, and a server without this package ignores the note.
 
-The KV's positions are those of the prompt; one more stands for the first token. Names that are
-too long for the note are told by their hash, which whoever has heard the name can tell it by.
-If even so there is no room, the first parts are put together and named by nobody.
+The note lists the KV's positions, those of the prompt, and one more for the first token. A name too
+long for the note is replaced by its hash: a server that knows the name can recognise it. If there
+is still no room, the first parts are merged, without a name.
 """
 
 from __future__ import annotations
@@ -19,20 +18,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-_CHECKSUM = 4  # bytes; then one that counts those of the text
+_CHECKSUM = 4  # bytes; one byte with the text's length follows
 _HASH = 8  # bytes
 
 
 class Part(NamedTuple):
-    """``length`` positions, made by a version in an epoch of the prefill server."""
+    """``length`` positions, made by one version and epoch of the prefill server."""
 
     epoch: int
-    # its name, or the hash of it, or None where the note does not tell
+    # the name, its hash, or None if the note omits it
     version: str | bytes | None
     length: int
 
 
-# of one part, `msgspec` tells text from bytes only where anything may be
+# ``Any``: with another type msgspec would not distinguish text from bytes
 _decoder = msgspec.msgpack.Decoder(list[tuple[int, Any, int]])
 
 
@@ -41,7 +40,7 @@ def hash_name(name: str) -> bytes:
 
 
 def write_note(parts: Sequence[Part], *, room: int, size: int) -> bytes:
-    """``size`` bytes, at least 32. Only of the transfer in ``room`` they are a note."""
+    """Return a note of ``size`` bytes, at least 32, valid only for the transfer in ``room``."""
     for shorter in _shorter_and_shorter(list(parts)):
         text = msgspec.msgpack.encode(shorter)
         if len(text) <= size - _CHECKSUM - 1:
@@ -51,7 +50,7 @@ def write_note(parts: Sequence[Part], *, room: int, size: int) -> bytes:
 
 
 def read_note(note: bytes, *, room: int) -> list[Part] | None:
-    """None where these bytes are no note of that transfer, or one that only others can read."""
+    """Return the note's parts; None if it is of another transfer or in an unknown format."""
     checksum, body = note[:_CHECKSUM], note[_CHECKSUM:]
     if checksum != _checksum(body, room):
         return None

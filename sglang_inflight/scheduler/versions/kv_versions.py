@@ -1,29 +1,29 @@
-"""Which weights computed the KV that a request used.
+"""Records the weights behind the KV of each request.
 
-A slot of the KV pool is written by one forward and read by any number of requests, after
-commits too: a running request keeps its KV, and ``kv_cache="keep"`` lends old prefixes to
-new requests. So the version is kept per slot: before each forward it is recorded for the slots
-that the forward writes, and when a request ends it is read off the request's slots. Reuse,
-retraction and recompute then need no rule of their own.
+One forward writes a slot of the KV pool. Any number of requests read the slot, even after commits:
+a running request keeps its KV, and ``kv_cache="keep"`` lends old prefixes to new requests. So the
+version is kept per slot. Before each forward the version is recorded for the slots to be written.
+When a request ends, the versions are read from the request's slots. Reuse, retraction and recompute
+need no rule of their own.
 
-A speculating forward writes slots for several tokens, of which verification takes some. Under
-overlap scheduling the host learns from the result, and not sooner, which slots those are. So the
-version is recorded when the result is processed, for the slots of the tokens that were taken.
+A speculating forward writes slots for several tokens, and verification takes some of them. Under
+overlap scheduling the host learns these slots only from the result. So the version is recorded when
+the result is processed, for the slots of the taken tokens.
 
-Spans show the slots that the request has at its end. One forward may have read another slot.
-Where the whole prompt is cached, SGLang computes its last token anew, into a new slot, and then
-puts the cached slot in its place. A forward that overlap scheduling launches between the two
-reads the new slot, and the spans show the cached one.
+Spans show the request's slots at its end. One forward may have read another slot. If the whole
+prompt is cached, SGLang computes the last token anew in a new slot, and then replaces that slot by
+the cached one. With overlap scheduling a forward launched between the two reads the new slot, and
+the spans show the cached one.
 
-With a hierarchical cache KV is copied to slots of the host and back, to other slots of the pool.
-Its version goes with it. So it does where a decode server that is short of memory keeps a
-request's KV on the host. KV that comes from a prefill server comes with its versions.
+With a hierarchical cache KV is copied to slots of the host, and back to other slots of the pool.
+The versions are copied too. The same holds for a decode server short of memory, with a request's KV
+on the host. KV from a prefill server comes with its versions.
 
-Stream order: recording and reading are enqueued on the scheduler's stream, as the allocation
-of the slots and of a request's row are. So a read sees what was recorded before it. The host
-waits for what it reads, and so for what that stream waits for: until the forward that was
-launched last has read what the scheduler may write next. Of most that run as CUDA graphs SGLang
-knows when that is. Of others, as a prefill may be, it waits for the end.
+Stream order: recording and reading are enqueued on the scheduler's stream, like the allocation of
+the slots and of a request's row. So a read sees all earlier records. The host waits for the read,
+and so for the stream's own wait: until the last launched forward has read the data that the
+scheduler may write next. For most forwards in CUDA graphs SGLang knows that moment. For others,
+such as a prefill, the stream waits for the forward's end.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 
-# what made a request's KV, from its first position on: a label, and of how many positions
+# the labels of a request's KV from its first position on, each with a number of positions
 LabelRuns = list[tuple[VersionLabel, int]]
 
 
 class KVVersions:
-    """The version of every slot of one rank's pool. Only the scheduler's thread touches it."""
+    """The version of each slot of one rank's pool. Only the scheduler's thread touches this."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._device = scheduler.req_to_token_pool.req_to_token.device
         self._pins = is_pin_memory_available(self._device)
-        # int32, one per slot's id: the index of a label. None while there is only one.
+        # int32, by slot id: the index of a label. None while there is only one label.
         self._of_slot: torch.Tensor | None = None
-        # the same of the host's slots; None where there are none, too
+        # the same for the host's slots; None also if there are none
         self._of_host_slot: torch.Tensor | None = None
         self._labels: list[VersionLabel] = []
         self._indices: dict[VersionLabel, int] = {}
-        # of the labels that were this server's own, in order: the last is that of the next forward
+        # indices of this server's own labels, in order; the last is the next forward's
         self._own: list[int] = []
 
     def change(self, old: VersionLabel, new: VersionLabel) -> None:
-        """Forwards that are launched from now on write KV of ``new``."""
+        """Label the KV of forwards launched from now on with ``new``."""
         self._begin(old)
         self._own.append(self._index(new))
 
     def _begin(self, current: VersionLabel) -> torch.Tensor:
-        """All KV so far is of ``current``, if there was no other label before."""
+        """Begin to keep labels per slot. All KV so far gets ``current``."""
         if self._of_slot is None:
             self._own = [self._index(current)]
             slots = count_slots(self._scheduler.token_to_kv_pool_allocator)
@@ -87,20 +87,20 @@ class KVVersions:
         return self._indices[label]
 
     def has_been(self, label: VersionLabel) -> bool:
-        """Was it this server's own, before or after a change? Others' name their server."""
+        """Return whether ``label`` was this server's own at any time; others name their server."""
         return label in self._indices
 
     def own_labels(self) -> Iterator[VersionLabel]:
-        """Those before and after each change so far, the newest first."""
+        """Return this server's own labels so far, the newest first."""
         return (self._labels[index] for index in reversed(self._own))
 
     def follow_to_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
-        """The KV in ``slots`` is about to be copied to ``host_slots``."""
+        """Copy the labels of ``slots`` to ``host_slots``, before the KV is copied."""
         if self._of_slot is not None and self._of_host_slot is not None:
             self._of_host_slot[self._here(host_slots)] = self._of_slot[self._here(slots)]
 
     def follow_from_host(self, host_slots: torch.Tensor, slots: torch.Tensor) -> None:
-        """The KV in ``host_slots`` is about to be copied to ``slots``."""
+        """Copy the labels of ``host_slots`` to ``slots``, before the KV is copied."""
         if self._of_slot is not None and self._of_host_slot is not None:
             self._of_slot[self._here(slots)] = self._of_host_slot[self._here(host_slots)]
 
@@ -108,7 +108,7 @@ class KVVersions:
         return slots.to(self._device, torch.int64, non_blocking=True)
 
     def record_launch(self, batch: ScheduleBatch) -> None:
-        """A forward of ``batch`` is about to be launched."""
+        """Label the slots of ``batch``, before its forward is launched."""
         if self._of_slot is None or batch.out_cache_loc is None:
             return
         if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
@@ -117,16 +117,16 @@ class KVVersions:
     def record_taken(
         self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int
     ) -> None:
-        """A speculating forward brought each of ``reqs`` its ``tokens``.
+        """Label the slots of the ``tokens`` of ``reqs``, from a speculating forward.
 
-        It was launched ``behind`` changes of the version ago.
+        The forward was launched ``behind`` changes of the version ago.
         """
         if self._of_slot is None:
             return
         rows: list[int] = []
         positions: list[int] = []
         for req, taken in zip(reqs, tokens, strict=True):
-            # upstream takes no token for these
+            # SGLang takes no token for these
             if not (req.is_retracted or req.finished()):
                 end = req.kv.kv_committed_len
                 positions += range(end - len(taken), end)
@@ -138,9 +138,9 @@ class KVVersions:
         self._of_slot.index_fill_(0, slots.long(), self._own[-1 - behind])
 
     def record_received(self, req: Req, made_by: LabelRuns, current: VersionLabel) -> None:
-        """Another server has written the KV of ``req``, and says who made it from its start on.
+        """Label the KV of ``req`` received from another server, from its first position on.
 
-        But for a prefix that was found in this server's own cache, and was not sent.
+        A prefix found in this server's own cache was not sent, and keeps its labels.
         """
         if self._of_slot is None and all(label == current for label, _ in made_by):
             return
@@ -153,23 +153,23 @@ class KVVersions:
                 of_slot.index_fill_(0, slots[start:end], self._index(label))
 
     def back_up(self, req: Req) -> None:
-        """The KV of ``req`` is about to be kept on the host, and its slots are let go."""
+        """Save the labels of ``req``, before its KV moves to the host and its slots are freed."""
         if self._of_slot is None:
-            # all is of the first label, and may not be when it comes back
+            # there is only the first label now, but maybe not at the KV's return
             record_of(req).kv_backup = torch.zeros(1, dtype=torch.int32, device=self._device)
         else:
             record_of(req).kv_backup = self._of_slot[self._slots(req, req.seqlen - 1)]
 
     def restore(self, req: Req) -> None:
-        """It comes back, to other slots."""
+        """Restore the labels of ``req`` with its KV, to other slots."""
         record = record_of(req)
         backup, record.kv_backup = record.kv_backup, None
-        # there is none where it comes to the host first from a prefill server
+        # None if a prefill server sent the KV to the host first
         if self._of_slot is not None and backup is not None:
             self._of_slot[self._slots(req, req.seqlen - 1)] = backup
 
     def read(self, req: Req, current: VersionLabel) -> Spans | None:
-        """Spans of ``runs``. None where the slots do not tell."""
+        """Return ``runs`` as spans, or None if the slots do not tell."""
         made_by = self.runs(req, current)
         if made_by is None:
             return None
@@ -181,11 +181,11 @@ class KVVersions:
         return spans
 
     def runs(self, req: Req, current: VersionLabel) -> LabelRuns | None:
-        """Of the KV of ``req``: its prompt and its output, but for the last token.
+        """Return the labels of the KV of ``req``: the prompt and all output but the last token.
 
-        The last token was sampled and never computed. ``current`` is the label while
-        there was only one. None where the slots do not tell: where chunks of prompts are
-        mixed with speculation only the GPU knows them.
+        The last token was sampled, and its KV never computed. ``current`` is used while there is
+        only one label. Return None with chunked prompts mixed with speculation: then only the GPU
+        knows the slots.
         """
         scheduler = self._scheduler
         if scheduler.is_mixed_chunk and not scheduler.spec_algorithm.is_none():
@@ -203,7 +203,7 @@ class KVVersions:
         ]
 
     def _slots(self, req: Req, end: int) -> torch.Tensor:
-        """Of the first ``end`` positions of ``req``."""
+        """Return the slots of the first ``end`` positions of ``req``."""
         return self._scheduler.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :end].long()
 
 

@@ -1,14 +1,13 @@
-"""Which weights made which cached prefix.
+"""Separates cached prefixes by the weights that made them.
 
-SGLang's radix cache looks a prefix up under a request's ``extra_key``. The fence makes
-the weights' epoch part of that key. After a fencing commit a request that starts its
-prefill is looked up under the new epoch, finds nothing older, and fills its own; running
-requests keep their key, and with it their KV, which is not put into the cache any more.
-Nothing is flushed and no tree is walked: old entries are never looked up again and no older
-ones come, so they are the least recently used, and the first to be evicted.
+SGLang's radix cache looks a prefix up under a request's ``extra_key``. The fence adds the weights'
+epoch to this key. After a fencing commit a request that starts its prefill uses the new epoch,
+finds no older prefix, and fills its own. Running requests keep their key and their KV, but their KV
+is not put into the cache any more. Nothing is flushed and no tree is walked. Old entries are never
+looked up again and get no children, so they are the least recently used and evicted first.
 
-A streaming session looks nothing up: it keeps the KV of its last request, and lends it to the
-next. It lets go of it, at once or when the request ends that runs on it.
+A streaming session looks nothing up: it lends the KV of its last request to the next. At a fence it
+frees this KV, at once or when the request running on it ends.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ _MARK = "|inflight-epoch:"
 
 
 class PrefixFence:
-    """The epoch under which prefixes are cached. Only the scheduler's thread touches it."""
+    """The epoch of cached prefixes. Only the scheduler's thread touches this object."""
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
         self._epoch = 0
 
     def raise_to(self, epoch: int) -> None:
-        """No request that starts its prefill from now on reuses an older prefix."""
+        """Keep later prefills from reusing a prefix from before ``epoch``."""
         self._epoch = epoch
         for req in self._boundary.running_requests():
             self.keep_out(req)
@@ -44,28 +43,29 @@ class PrefixFence:
             self.admit(req)
 
     def receive(self, req: Req, *, is_of_others: bool) -> None:
-        """A prefill server's KV is there for ``req``, made by other weights than serve here or not.
+        """Keep KV of a prefill server out of the cache if other weights made it.
 
-        Its key says when the request came, and not what that server's weights were.
+        The key of ``req`` has this server's epoch at the request's arrival, and does not show the
+        prefill server's weights.
         """
         if is_of_others and self._epoch:
             self.keep_out(req)
 
     def keep_out(self, req: Req) -> None:
-        """What ``req`` holds now is put into no cache."""
+        """Keep the KV of ``req`` out of the cache."""
         record = record_of(req)
         if not record.is_fenced_off:
             record.is_fenced_off, record.was_kept_out = True, req.skip_radix_cache_insert
             req.skip_radix_cache_insert = True
 
     def admit(self, req: Req) -> None:
-        """Called for each request that enters the waiting queue, new or retracted."""
+        """Set the key of a request, new or retracted, at its entry into the waiting queue."""
         if req.kv.retraction_backup is not None:
-            # retracted, and its KV comes back: under its old key, if it is cached at all
+            # retracted with a backup of its KV: the KV is cached under the old key, if at all
             return
         record = record_of(req)
         if record.is_fenced_off:
-            # retracted: it holds nothing of the old weights
+            # retracted: no KV of the old weights is left
             req.skip_radix_cache_insert = record.was_kept_out
             record.is_fenced_off = False
         if self._epoch == 0:

@@ -1,9 +1,9 @@
-"""What we know of one request: one object, on SGLang's ``Req``, in its attribute ``inflight``.
+"""This package's record of one request, in the attribute ``inflight`` of SGLang's ``Req``.
 
-It is the same ``Req`` from the request's coming to its end. A retraction resets SGLang's own
-fields on it and leaves this one, batches share it, and no ``Req`` is copied or crosses a
-process: with prefill-decode disaggregation each of the two servers makes one of its own, and
-so has a record of its own. The record goes when the ``Req`` goes.
+One ``Req`` serves a request from its arrival to its end. A retraction resets SGLang's own fields
+and leaves ``inflight``. Batches share the ``Req``, and no ``Req`` is copied or crosses a process.
+With prefill-decode disaggregation each of the two servers makes its own ``Req`` and record. The
+record ends with its ``Req``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ Spans = list[dict[str, Any]]
 class RequestRecord:
     """Only the scheduler's thread touches it."""
 
-    # whose weights the first token's forward was launched with; None: no commit came since, or
-    # there is no token
+    # epoch of the first token's forward; None: no commit since, or no token
     first_epoch: int | None = None
-    # of a request that has ended: by what weights the KV was computed that it used
+    # versions of the KV used by a finished request
     kv_versions: Spans | None = None
-    # of KV that the host keeps while the request waits for room: the versions of its positions, as
-    # ``KVVersions`` counts them
+    # label indices of ``KVVersions`` by position, while the KV is on the host, waiting for room
     kv_backup: torch.Tensor | None = None
-    # it ran across a fence, or moved with its KV: that KV is nobody else's
+    # the request ran across a fence, or moved with its KV: no other request may use this KV
     is_fenced_off: bool = False
-    # SGLang itself kept it out of the prefix cache before that
+    # before that, SGLang itself kept the request out of the prefix cache
     was_kept_out: bool = False
 
 
@@ -42,7 +40,7 @@ class _AdoptedReq(Req, Protocol):
 
 
 def record_of(req: Req) -> RequestRecord:
-    """Made when it is first asked for, because SGLang makes a ``Req`` in many places."""
+    """Return the record of ``req``, made at the first call: SGLang makes ``Req`` in many places."""
     record: RequestRecord | None = getattr(req, "inflight", None)
     if record is None:
         record = cast(_AdoptedReq, req).inflight = RequestRecord()

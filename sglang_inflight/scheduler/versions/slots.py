@@ -1,7 +1,7 @@
-"""How far the ids of KV slots go, of any pool that SGLang has.
+"""Counts the ids of KV slots, for each kind of pool in SGLang.
 
-An allocator's ``size`` does not say: it may be of the smaller one of two pools, or what other
-pools leave of memory that they share.
+An allocator's ``size`` may be smaller: the size of the smaller one of two pools, or the part of
+shared memory left by other pools.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def count_slots(allocator: TokenToKVPoolAllocator) -> int:
-    """Each id that requests and batches have is below this.
+    """Return a bound above each slot id in requests and batches.
 
-    Ids begin after the first page, which takes what padding writes.
+    Ids begin after the first page: the first page takes the writes of padding.
     """
     slots, first = allocator.size_full, allocator.page_size
     if isinstance(allocator, UnifiedSWAAllocatorBase | UnifiedMambaTokenToKVPoolAllocator):
-        # ids of slots that memory is found for when they are handed out
+        # virtual ids: memory is assigned when an id is handed out
         slots = max(slots, cast("VirtualPoolAllocator", allocator).draft_virtual_id_space)
     if isinstance(allocator, PageInterleavePoolAllocator):
         # the first page of each rank

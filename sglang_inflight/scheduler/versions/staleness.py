@@ -1,9 +1,9 @@
-"""Requests whose tokens fall too far behind the weights end.
+"""Ends requests with tokens too far behind the weights.
 
-Lag is counted in commits (and rollbacks) since the forward that made a request's first
-token, not since the request came: what waits in the queue does not age. ``max_version_lag``
-is a request's own (``sampling_params.custom_params``, upstream's place for what it does not
-know) or the server's (``SGLANG_INFLIGHT_MAX_VERSION_LAG``).
+Lag is the number of commits and rollbacks since the forward of a request's first token. Time in the
+queue does not count. The limit is the request's own ``max_version_lag`` in
+``sampling_params.custom_params``, SGLang's place for fields it does not know. Otherwise the
+server's limit holds (``SGLANG_INFLIGHT_MAX_VERSION_LAG``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Staleness:
-    """Counts the lag of each request. Only the scheduler's thread touches it."""
+    """Counts the lag of each request. Only the scheduler's thread touches this object."""
 
     def __init__(
         self, scheduler: Scheduler, boundary: Boundary, metrics: Metrics, max_lag: int | None
@@ -37,11 +37,11 @@ class Staleness:
         self._max_lag = max_lag
 
     def begin_epoch(self, epoch: int) -> None:
-        """New weights are in place: end what they leave too far behind.
+        """End requests beyond their limit, after new weights are in place.
 
-        Before anything is recomputed for it, and with the tokens that it has. What runs
-        ends when its next result is processed: under overlap that is the one which is
-        queued, so no token of the new weights is added to it.
+        A request ends with the tokens it has, before its KV would be recomputed. A running request
+        ends when its next result is processed. Under overlap this result is queued already, so the
+        request gets no token of the new weights.
         """
         for req in self._started():
             record = record_of(req)
@@ -54,13 +54,13 @@ class Staleness:
                 )
 
     def observe(self, req: Req, epoch: int) -> None:
-        """A request has finished."""
+        """Record the lag of a finished request."""
         first = record_of(req).first_epoch
         self._metrics.version_lag.observe(0 if first is None else epoch - first)
 
     def _started(self) -> list[Req]:
-        """Requests that have a token, or whose first token is in a queued result."""
-        # of a prompt that is not yet whole a forward makes none
+        """Return requests with a token, or with their first token in a queued result."""
+        # a chunk before a prompt's end yields no token
         sampled = {
             req
             for batch in self._boundary.pending_batches
@@ -90,10 +90,10 @@ class Staleness:
         scheduler.output_streamer.stream_output([req], req.return_logprob)
 
     def _release_kv(self, req: Req) -> None:
-        """What waits on a decode server has its KV, and elsewhere none. As SGLang's abort does.
+        """Release a request's KV, which a waiting request has only on a decode server.
 
-        That abort itself would end every request whose id begins with this one's, and forget
-        tokens that were not sent yet.
+        SGLang's abort does the same. But it would also end every request with an id that begins
+        with this request's id, and forget unsent tokens.
         """
         scheduler = self._scheduler
         if get_disagg().disaggregation_decode_host_receive_threshold < 1:

@@ -1,16 +1,14 @@
-"""Which weights made which token.
+"""Labels each token with the weights that made it.
 
-Upstream keeps, per request, how many output tokens there were when the version changed
-(``sglang.srt.utils.weight_versions``). Under overlap scheduling, and in a pipeline, that is
-too early by the tokens of batches whose results are not processed yet: they are sampled with
-the old weights.
+SGLang keeps, per request, the number of output tokens at each change of the version
+(``sglang.srt.utils.weight_versions``). Under overlap scheduling, and in a pipeline, this number is
+too small: batches with unprocessed results were sampled with the old weights.
 
-A token belongs to the version its forward was launched with. So the weights change at
-once, and the *label* follows when the results that were due at that moment have been
-processed. Results are processed in the order of their launch, so no later batch's tokens
-can slip in between.
+A token belongs to the version of its forward's launch. So the weights change at once, and the
+*label* follows after the results due at that moment are processed. Results are processed in the
+order of their launch, so no later batch's tokens come in between.
 
-Every epoch has a label of its own, whatever it is called.
+Every epoch has a label of its own, even if the name stays.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
 
-# The epoch of what is processed now. The name is upstream's, and as this one it is the
-# process's: functions that write spans have nothing else at hand.
+# The epoch of the results processed now. Global like SGLang's version name: functions that write
+# spans have no other access to it.
 _epoch = 0
 
 
 def write_spans(
     compute: Callable[..., Any], events: Any, current_version: str, num_output_tokens: int
 ) -> Any:
-    """Around upstream's function: the last span is of this epoch, as each event is of its own."""
+    """Wrap SGLang's function: give the last span this epoch, as each event has its own."""
     label = VersionLabel(_epoch, current_version)
     changes, marks = split_marks(events)
     spans = compute(changes, current_version=label.pack(), num_output_tokens=num_output_tokens)
@@ -46,22 +44,22 @@ def write_spans(
 
 
 class Versions:
-    """The version label of one scheduler. Only the scheduler's thread touches it."""
+    """The version label of one scheduler. Only the scheduler's thread touches this object."""
 
     def __init__(self, boundary: Boundary, kv_versions: KVVersions) -> None:
         self._boundary = boundary
         self._kv_versions = kv_versions
-        # labels that wait for results, oldest first: (the last of those batches, label)
+        # (last batch before the label, label) of labels waiting for results, oldest first
         self._pending: list[tuple[ScheduleBatch, VersionLabel]] = []
 
     @property
     def epoch(self) -> int:
-        """Counts commits and rollbacks since the start."""
+        """Number of commits and rollbacks since the start."""
         return self.label.epoch
 
     @property
     def current(self) -> str:
-        """The version of the weights in place, which the next forward is launched with."""
+        """Version of the weights in place, for the next forward."""
         return self.label.version
 
     @property
@@ -71,36 +69,36 @@ class Versions:
 
     @property
     def processed(self) -> VersionLabel:
-        """Of the tokens whose results are processed now."""
+        """Label of the tokens in the results processed now."""
         return _processed()
 
     def of_first_token(self, req: Req) -> VersionLabel:
-        """``req`` has one, or more."""
+        """Return the label of the first token of ``req``; there must be one."""
         changes, _ = split_marks(req.weight_version_events)
         return VersionLabel.unpack(changes[0].old_version) if changes else _processed()
 
     def forget_tokens(self, req: Req) -> None:
-        """``req`` has none of its tokens any more, and begins anew."""
+        """Clear the labels of ``req``: it lost its tokens and begins anew."""
         req.weight_version_events.clear()
 
     @property
     def changes_behind(self) -> int:
-        """How many changes of the label came after the launch of what is processed now."""
+        """Number of label changes since the launch of the batch processed now."""
         return len(self._pending)
 
     def begin_epoch(self, version: str | None) -> None:
-        """Other weights are in place from now on. ``version`` is their name; None keeps it."""
+        """Begin the epoch of new weights. ``version`` is their name; None keeps the name."""
         now = self.label
         self._change(VersionLabel(now.epoch + 1, now.version if version is None else version))
 
     def rename(self, version: str | None) -> None:
-        """The weights in place are called ``version`` from now on. None keeps the name."""
+        """Rename the weights in place to ``version``. None keeps the name."""
         now = self.label
         if version is not None and version != now.version:
             self._change(VersionLabel(now.epoch, version))
 
     def after_result(self, batch: ScheduleBatch) -> None:
-        """Called after every processed result."""
+        """Put the labels due after the result of ``batch``; called after every result."""
         while self._pending and self._pending[0][0] is batch:
             self._put(self._pending.pop(0)[1])
 
@@ -121,9 +119,9 @@ class Versions:
 
 
 def _record(reqs: set[Req], old: VersionLabel) -> None:
-    """The tokens that ``reqs`` have were made by ``old``, or by what came before."""
-    # a decode server that sends for a prompt again takes the last token off a request, and gives
-    # it back with the KV
+    """Record in ``reqs`` that the tokens so far end with the label ``old``."""
+    # for a re-prefill a decode server takes the last token off a request, and returns it with the
+    # KV
     lack_a_token = {req for req in reqs if req.pd_rebootstrap_forced_output_id is not None}
     record_weight_version_events(reqs - lack_a_token, old_version=old.pack())
     for req in lack_a_token:
@@ -133,5 +131,5 @@ def _record(reqs: set[Req], old: VersionLabel) -> None:
 
 
 def _processed() -> VersionLabel:
-    """Of the tokens whose results are processed now."""
+    """Return the label of the tokens in the results processed now."""
     return VersionLabel(_epoch, get_serving().weight_version)
