@@ -1,4 +1,4 @@
-"""Folder of files that are slow to fetch or to make, and can be made again."""
+"""Folder of our caches: files slow to fetch or to make."""
 
 from __future__ import annotations
 

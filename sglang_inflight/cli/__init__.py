@@ -1,4 +1,4 @@
-"""``sglang-inflight``: the commands, by name."""
+"""Commands of ``sglang-inflight``."""
 
 from __future__ import annotations
 

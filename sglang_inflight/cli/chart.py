@@ -1,4 +1,4 @@
-"""A recording as a picture. Imported only where one is drawn, because matplotlib is an extra."""
+"""Draw a recording. Imported only for drawing, because matplotlib is an extra."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BLUE, ORANGE, GREEN, RED, GREY = "#2b6cb0", "#c05621", "#2f855a", "#c53030", "#a
 
 
 def draw(recording: Recording, file: Path) -> None:
-    """Write ``file``: a page where it ends in .html, and else what matplotlib writes."""
+    """Write ``file``: a page if its name ends in .html, else matplotlib's format of that suffix."""
     figure = _plot(recording)
     if file.suffix != ".html":
         figure.savefig(file, dpi=150)
         return
     svg = io.StringIO()
-    # letters as letters, to be found and copied
+    # keep text as text, so that readers can search and copy it
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         figure.savefig(svg, format="svg")
     picture = svg.getvalue()

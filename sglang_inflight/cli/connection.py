@@ -1,7 +1,7 @@
-"""The server that commands talk to.
+"""Connect commands to a server.
 
-Exit codes: 0 done, 1 refused, 2 bad usage, 3 the server's state is another one (409), 4 it
-may have been done, or a part of it: the status tells; 5 the server was not reached.
+Exit codes: 0 done; 1 refused; 2 bad usage; 3 the server's state does not allow it (409); 4 perhaps
+done, or done in part: ask the status; 5 the server was not reached.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from sglang_inflight.errors import Conflict, InflightError, Refused
 
 LOCAL = "http://127.0.0.1:30000"
 
-Url = Annotated[str, typer.Option(envvar="SGLANG_URL", help="Where the server listens.")]
+Url = Annotated[str, typer.Option(envvar="SGLANG_URL", help="URL of the server.")]
 ApiKey = Annotated[
     str | None, typer.Option(envvar="SGLANG_API_KEY", help="The server's admin key.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
-# before anything was sent
+# errors before anything was sent
 _NOT_REACHED = (
     httpx.ConnectError,
     httpx.ConnectTimeout,
@@ -38,7 +38,7 @@ _NOT_REACHED = (
 
 @contextmanager
 def connect(url: str, api_key: str | None) -> Iterator[Client]:
-    """A client, whose errors become a sentence and an exit code."""
+    """Yield a client. Its errors become a message and an exit code."""
     try:
         with Client(url, api_key=api_key) as client:
             yield client
@@ -58,7 +58,7 @@ def print_json(answer: Answer | dict[str, Any], *, indent: int | None = 2) -> No
 
 @contextmanager
 def until_ctrl_c() -> Iterator[None]:
-    """Ctrl-C is how the block is meant to end."""
+    """Let Ctrl-C end the block normally."""
     try:
         yield
     except KeyboardInterrupt:

@@ -17,13 +17,11 @@ if TYPE_CHECKING:
 def doctor(
     server_flags: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[-- FLAG...]", help="Those of `sglang serve`: would it start with them?"
-        ),
+        typer.Argument(metavar="[-- FLAG...]", help="Flags of `sglang serve`: check them, too."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Say whether a patched server would start here. Exit code 1: it would refuse to."""
+    """Say whether a patched server would start here. Exit code 1: it would not."""
     from sglang_inflight.doctor import report
 
     found = report(server_flags or [])
@@ -37,7 +35,7 @@ def doctor(
 def fork(
     destination: Annotated[Path, typer.Argument(metavar="DIR", help="An empty or new folder.")],
 ) -> None:
-    """Write a copy of the installed SGLang with the patches in it to DIR/sglang."""
+    """Write a patched copy of the installed SGLang to DIR/sglang."""
     from sglang_inflight.fork import write_fork
 
     try:

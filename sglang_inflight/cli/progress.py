@@ -14,7 +14,7 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
 
 @contextmanager
 def staging_bar(model_path: str, *, hidden: bool) -> Iterator[OnProgress]:
-    """Yields what the client is to call. Nothing is drawn where stderr is no terminal."""
+    """Yield a progress callback for the client. Draws nothing if stderr is no terminal."""
     from rich import progress
     from rich.console import Console
 
@@ -39,7 +39,7 @@ def staging_bar(model_path: str, *, hidden: bool) -> Iterator[OnProgress]:
 
 
 def _measure(folder: Path) -> int | None:
-    """The bytes of a checkpoint; None where it is out of sight, on the server's disk only."""
+    """Return the bytes of a checkpoint, or None if only the server can see its folder."""
     for pattern in WEIGHTS:
         if size := sum(file.stat().st_size for file in folder.glob(pattern)):
             return size

@@ -1,4 +1,4 @@
-"""What a running server does, looked at again and again."""
+"""Sample a running server's status periodically."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sglang_inflight.client import Client, Progress
 
 @dataclass(frozen=True)
 class Sample:
-    """One look, and the throughput since the look before."""
+    """One sample, with the throughput since the previous one."""
 
-    # seconds since the first look
+    # seconds since the recording's start
     at: float
     tokens_per_s: float
     state: str
@@ -27,20 +27,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Change:
-    """Other weights went live, between two looks."""
+    """A change of the served weights between two samples."""
 
     at: float
     weight_version: str
 
 
 class Recording:
-    """The looks so far. It can be read whatever ended the watching."""
+    """The samples so far. Readable also after an error."""
 
     def __init__(self) -> None:
         self.samples: list[Sample] = []
 
     def watch(self, client: Client, every: float, seconds: float | None) -> None:
-        """Look every ``every`` seconds, for ``seconds`` in all or for ever."""
+        """Take a sample every ``every`` seconds, for ``seconds``, or forever if None."""
         began = heard = time.monotonic()
         tokens = _count_tokens(client)
         while seconds is None or heard - began < seconds:
@@ -51,7 +51,7 @@ class Recording:
             self.samples.append(
                 Sample(
                     at=heard - began,
-                    # fewer than before: the server was started anew
+                    # 0 after a restart of the server, whose count starts anew
                     tokens_per_s=max(0.0, tokens - tokens_before) / (heard - before),
                     state=status.state,
                     running=sum(rank.running for rank in replicas),
@@ -72,7 +72,7 @@ class Recording:
 
     @property
     def pauses(self) -> list[tuple[float, float]]:
-        """From a look that saw generation stand still to the first after it that did not."""
+        """Begin and end of each pause: the first frozen sample, and the first one after it."""
         pauses: list[tuple[float, float]] = []
         began: float | None = None
         for sample in self.samples:
@@ -87,6 +87,6 @@ class Recording:
 
 
 def _count_tokens(client: Client) -> float:
-    """Of all decode steps so far: the last of the sums that SGLang keeps of its steps."""
+    """Return the tokens decoded so far: the last of SGLang's ``decode_moments`` of each replica."""
     moments = (load.get("decode_moments") for load in client.loads()["loads"])
     return sum(of_replica[-1] for of_replica in moments if of_replica is not None)

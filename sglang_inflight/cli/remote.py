@@ -1,4 +1,4 @@
-"""Commands that change what a running server does."""
+"""Commands for a running server: pause, resume, update, roll back."""
 
 from __future__ import annotations
 
@@ -13,34 +13,42 @@ from sglang_inflight.client import Receipt, StagedSoFar
 
 def pause(
     mode: Annotated[str, typer.Option(help="in_place, retract, abort or wait.")] = "in_place",
-    lease_s: Annotated[float | None, typer.Option(help="End by itself after this long.")] = None,
-    timeout_s: Annotated[float | None, typer.Option(help="Longest time of the mode wait.")] = None,
+    lease_s: Annotated[
+        float | None, typer.Option(help="End the pause after this many seconds.")
+    ] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option(help="Time limit in seconds of mode wait.")
+    ] = None,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Pause generation. Prints the pause's id, by which it is let go again."""
+    """Pause generation. Prints the pause's id; pass it to `continue`."""
     with connect(url, api_key) as client:
         answer = client.pause(mode, lease_s=lease_s, timeout_s=timeout_s)
     print_json(answer) if as_json else typer.echo(answer.pause_id)
 
 
 def resume(
-    pause_id: Annotated[str | None, typer.Argument(help="One pause; all if left out.")] = None,
+    pause_id: Annotated[
+        str | None, typer.Argument(help="A pause's id; all pauses if left out.")
+    ] = None,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let go of a pause."""
+    """Release a pause, or all."""
     with connect(url, api_key) as client:
         answer = client.resume(pause_id)
     print_json(answer) if as_json else typer.echo(answer.message)
 
 
 def update_disk(
-    path: Annotated[str, typer.Argument(help="A checkpoint's folder, as the server sees it.")],
-    weight_version: Annotated[str | None, typer.Option(help="The name of these weights.")] = None,
-    expected_version: Annotated[str | None, typer.Option(help="What must be serving now.")] = None,
+    path: Annotated[str, typer.Argument(help="A checkpoint's folder on the server.")],
+    weight_version: Annotated[str | None, typer.Option(help="Name of the new version.")] = None,
+    expected_version: Annotated[
+        str | None, typer.Option(help="Refuse unless this version is served.")
+    ] = None,
     kv_cache: Annotated[str, typer.Option(help="fence, keep or recompute.")] = "fence",
     url: Url = LOCAL,
     api_key: ApiKey = None,
@@ -62,8 +70,12 @@ def update_disk(
 
 
 def rollback(
-    weight_version: Annotated[str | None, typer.Option(help="A new name for the old.")] = None,
-    expected_version: Annotated[str | None, typer.Option(help="What must be serving now.")] = None,
+    weight_version: Annotated[
+        str | None, typer.Option(help="New name of the previous version.")
+    ] = None,
+    expected_version: Annotated[
+        str | None, typer.Option(help="Refuse unless this version is served.")
+    ] = None,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,

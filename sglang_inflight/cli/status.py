@@ -1,4 +1,4 @@
-"""``sglang-inflight status``: what a server does, once or as it changes."""
+"""``sglang-inflight status``: print a server's status, once or live."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 def status(
     watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it as it changes, until Ctrl-C.")
+        bool, typer.Option("--watch", "-w", help="Update it live until Ctrl-C.")
     ] = False,
-    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 0.5,
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two samples.")] = 0.5,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a server serves, whether it is paused and by whom, and what is staged.
+    """Show a server's version, pauses and staging.
 
-    With --watch and --json, one line for each look.
+    With --watch and --json, print one line per sample.
     """
     with connect(url, api_key) as client:
         if watch:
@@ -80,14 +80,14 @@ def _draw(answer: Status) -> Table:
             f"{rank.running} running, {rank.waiting} waiting; staging {staging.state}, "
             f"{staging.tensors} tensors, {staging.bytes / 1e6:.1f} MB",
         )
-    # once, where many ranks say the same
+    # each fact once, even if many ranks report it
     for name, what in dict.fromkeys(fact for rank in answer.ranks for fact in _of_note(rank)):
         facts.add_row(name, what)
     return facts
 
 
 def _of_note(rank: RankStatus) -> Iterator[tuple[str, str]]:
-    """Where its updates wait, and what there is only where something is wrong."""
+    """Yield the rank's staging mode, and everything wrong with the rank."""
     staging = rank.staging
     yield "staging mode", staging.mode
     reasons = {

@@ -1,4 +1,4 @@
-"""Tables on the terminal. rich is imported when one is drawn: it is slow to import."""
+"""Tables on the terminal. Imports rich only for drawing, because its import is slow."""
 
 from __future__ import annotations
 

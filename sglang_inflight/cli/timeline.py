@@ -1,4 +1,4 @@
-"""``sglang-inflight timeline``: a running server, drawn."""
+"""``sglang-inflight timeline``: draw a running server over time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Draw = Callable[[Recording, Path], None]
 
 def _to_be_drawn(file: Path) -> Path:
     if file.suffix not in FORMATS:
-        raise typer.BadParameter(f"{file.name} ends in none of {', '.join(FORMATS)}")
+        raise typer.BadParameter(f"{file.name} must end in one of {', '.join(FORMATS)}")
     if not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
     return file
@@ -39,17 +39,17 @@ def timeline(
         typer.Argument(metavar="OUT", callback=_to_be_drawn, help="Ends in .html, .png or .svg."),
     ],
     seconds: Annotated[
-        float | None, typer.Option(min=0.1, help="How long; until Ctrl-C if left out.")
+        float | None, typer.Option(min=0.1, help="Duration; until Ctrl-C if left out.")
     ] = None,
-    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks.")] = 0.25,
+    every: Annotated[float, typer.Option(min=0.05, help="Seconds between two samples.")] = 0.25,
     url: Url = LOCAL,
     api_key: ApiKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Watch a server, and draw throughput, pauses, staging and commits over time.
 
-    What is shorter than the time between two looks may be missed. With --json, the looks
-    are printed as well.
+    Events shorter than the time between two samples may be missed. With --json, print the samples,
+    too.
     """
     draw = _load_chart()
     recording = Recording()
@@ -57,11 +57,11 @@ def timeline(
         with connect(url, api_key) as client, until_ctrl_c():
             recording.watch(client, every, seconds)
     finally:
-        # also what was seen of a server that has gone
+        # also after the server has gone
         if recording.samples:
             draw(recording, file)
     if not recording.samples:
-        typer.echo("it ended before the first look", err=True)
+        typer.echo("the recording ended before the first sample", err=True)
         raise typer.Exit(1)
     if as_json:
         samples = [asdict(sample) for sample in recording.samples]

@@ -1,21 +1,20 @@
-"""The series in ``patches/``, applied to the installed SGLang in memory.
+"""Apply the series in ``patches/`` to the installed SGLang in memory.
 
-One patch changes function bodies and nothing else. That is what makes it safe to apply
-to a living module: the functions that changed are compiled alone, in their module's own
-namespace, and put in place through SGLang's ``HookRegistry``; every other object of the
-module, its state and its identity stay as they were imported. Site-packages is never
-written.
+A patch changes only function bodies, so it is safe to apply to a loaded module. Each changed
+function is compiled alone, in its module's own namespace, and installed through SGLang's
+``HookRegistry``. All other objects of the module keep their state and identity. Site-packages is
+never written.
 
-A server never starts half patched. SGLang logs and swallows an ``Exception`` of a
-plugin, so every doubt ends in ``PatchRefused``, a ``SystemExit``: before registering
-(version, context, reach of a patch, a rival REPLACE) and again after SGLang applied all
-plugins' hooks, when a rival that came later would show.
+A server never starts half patched. SGLang logs and swallows an ``Exception`` of a plugin, so every
+doubt ends in ``PatchRefused``, a ``SystemExit``. The series is checked before registering
+(version, context, reach of a patch, a rival REPLACE). It is checked again after SGLang has applied
+all plugins' hooks, to find later rivals.
 
-One kind of function must not be patched: one whose decorator files it somewhere at
-import, such as a route. What was filed would stay the old function.
+Never patch a function registered by its decorator at import, such as a route: the old function
+would stay registered.
 
-``series`` reads and places the patches, ``exact`` applies a diff, ``functions`` finds
-what changed, ``compiling`` makes the functions, ``hooks`` installs and verifies them.
+``series`` reads and places the patches, ``exact`` applies a diff, ``functions`` finds changed
+functions, ``compiling`` compiles them, ``hooks`` installs and verifies them.
 """
 
 from sglang_inflight.livepatch.errors import PatchRefused

@@ -1,9 +1,9 @@
-"""One function of a patched source, compiled alone into its living module.
+"""Compile one function of a patched source into its loaded module.
 
-A method is compiled inside a copy of its class statement that holds nothing else, and
-the code of that class body is run by itself. So the compiler does what it does for the
-real class: it mangles private names, gives qualified names, and makes the ``__class__``
-cell that zero-argument ``super()`` reads. The cell is then pointed at the real class.
+A method is compiled inside a copy of its class statement without other members, and only the code
+of that class body is run. So the compiler mangles private names, sets qualified names, and creates
+the ``__class__`` cell for zero-argument ``super()``, as for the real class. The cell is then
+pointed at the real class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_inflight.livepatch.functions import ChangedFunction
 
 
 def show_in_tracebacks(filename: str, text: str) -> None:
-    """Without a modification time, ``linecache`` keeps the entry and reads no file."""
+    """Put the source into ``linecache``. Without a modification time the entry is never evicted."""
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
 
 
@@ -31,7 +31,7 @@ def build(
     module: ModuleType,
     owner: ModuleType | type,
 ) -> Any:
-    """What its ``def`` statement would bind in ``owner``, decorators and defaults evaluated."""
+    """Return the object that the ``def`` would bind in ``owner``, with decorators and defaults."""
     statement: ast.stmt = function.node
     for outer in reversed(function.classes):
         statement = _class_with_only(statement, outer)
@@ -49,7 +49,7 @@ def build(
 
 
 class _ClassNamespace(dict[str, Any]):
-    """Reads fall through to the real class: a decorator or default may name its members."""
+    """A class namespace that reads missing names, as in decorators, from the real class."""
 
     def __init__(self, members: Mapping[str, Any]) -> None:
         super().__init__()

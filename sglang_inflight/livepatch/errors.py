@@ -1,13 +1,13 @@
-"""The one error of this package: do not start this server."""
+"""``PatchRefused``, the only error of this package: it stops the server's start."""
 
 from __future__ import annotations
 
 
 class PatchRefused(SystemExit):
-    """The series cannot be in place as a whole: install the right SGLang, or drop a plugin.
+    """The series cannot be applied as a whole: install the right SGLang, or drop a plugin.
 
-    A ``SystemExit``, because SGLang swallows every ``Exception`` of a plugin and would
-    serve on, half patched.
+    A ``SystemExit``: SGLang swallows every ``Exception`` of a plugin, and would start half
+    patched.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Unified diffs, applied exactly: every line of every hunk, at its line number.
+"""Apply unified diffs exactly: every line of every hunk, at its line number.
 
-``patch`` may shift a hunk or ignore a context line. Here that would mean running a
-change against code its author never saw, so nothing is shifted and nothing ignored.
+``patch`` may shift a hunk or ignore a context line. The change could then run in code unknown to
+its author. So no hunk is shifted here, and no line is ignored.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _REVERSED: dict[Kind, Kind] = {" ": " ", "-": "+", "+": "-"}
 
 
 class Unreadable(Exception):
-    """The file is no diff that could be applied exactly to a Python module."""
+    """The file is no diff, or not one for Python modules."""
 
 
 class Mismatch(Exception):
-    """A line of the source is another one than the diff says."""
+    """A line of the source differs from the diff's."""
 
     def __init__(self, line: int, reason: str) -> None:
         super().__init__(f"line {line} {reason}")
@@ -32,7 +32,7 @@ class Mismatch(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line with its newline, and the patches that made it or removed what followed it."""
+    """A line with its newline, and the patches that added it or removed lines after it."""
 
     text: str
     patches: tuple[str, ...] = ()
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """Edits from line ``old`` of the source, which become line ``new`` of the result."""
+    """Edits from line ``old`` of the source, line ``new`` of the result."""
 
     old: int
     new: int
@@ -55,7 +55,7 @@ class Hunk:
 
 @dataclass(frozen=True)
 class FileDiff:
-    """What one patch does to one file, named as below site-packages."""
+    """One patch's hunks for one file, named by its path below site-packages."""
 
     file: str
     hunks: tuple[Hunk, ...]

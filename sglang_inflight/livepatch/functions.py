@@ -1,4 +1,4 @@
-"""Which functions of a module differ, and proof that nothing else does."""
+"""Find a module's changed functions, and prove that nothing else changed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ChangedFunction:
 
 @dataclass(frozen=True)
 class Module:
-    """A parsed module with its lines, so that equal text need not be compared as trees."""
+    """A parsed module with its lines: comparing text first is faster than comparing trees."""
 
     tree: ast.Module
     lines: Sequence[str]
@@ -59,9 +59,9 @@ class Module:
 
 
 def changed_functions(before: Module, after: Module) -> list[ChangedFunction]:
-    """Raises ``BeyondBodies`` where anything but a body changed.
+    """Return the changed functions. Raises ``BeyondBodies`` if more than bodies changed.
 
-    Comments may change anywhere: no code comes of them.
+    Comments may change anywhere.
     """
     return list(_compare(before, after, before.tree.body, after.tree.body, ()))
 
@@ -119,7 +119,7 @@ def _last_line(node: ast.stmt) -> int:
 
 
 def function_at(text: str, line: int) -> str | None:
-    """The qualified name of the function or method that ``line`` is in, for a message."""
+    """Return the qualified name of the function or method around ``line``, for a message."""
     try:
         tree = ast.parse(text)
     except SyntaxError:

@@ -1,11 +1,10 @@
-"""Our functions in SGLang's ``HookRegistry``, and proof that they are what runs.
+"""Install our functions through SGLang's ``HookRegistry``, and verify that they run.
 
-The registry applies all plugins' hooks after the last plugin ran, and only logs what
-fails. Of two REPLACE hooks on one function the later one wins, whichever plugin has it.
-So the proof comes after ``HookRegistry.apply_hooks``, which we wrap: the function found
-at each target must really call ours. The registry's wrappers are followed through what
-they close over. Their ``__wrapped__`` and copied attributes prove nothing: a rival's
-wrapper carries ours there and never calls it.
+The registry applies all plugins' hooks after the last plugin ran, and only logs failures. Of two
+REPLACE hooks on one function the later one wins, even another plugin's. So we wrap
+``HookRegistry.apply_hooks`` and verify afterwards: the function at each target must really call
+ours. We follow the registry's wrappers through their closures. Their ``__wrapped__`` and copied
+attributes prove nothing: a rival's wrapper carries ours there without calling it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Replacement:
-    """A patched function for ``target``, which is an attribute of ``owner``.
+    """A patched function for ``target``, an attribute of ``owner``.
 
-    ``function`` is None in a fork: nothing is registered, but a rival REPLACE would take
-    the patch away all the same.
+    ``function`` is None in a fork: nothing is registered, but a rival REPLACE would still remove
+    the patch.
     """
 
     target: str
@@ -49,18 +48,18 @@ _expected: dict[str, Callable[..., Any] | None] = {}
 
 
 def callable_of(built: Any) -> Callable[..., Any] | None:
-    """What the registry can call, or None. It puts class and static methods back itself."""
+    """Return a function for the registry, or None. It re-wraps class and static methods itself."""
     if isinstance(built, staticmethod | classmethod):
         return built.__func__
     return built if callable(built) and not isinstance(built, type) else None
 
 
 def install(replacements: list[Replacement]) -> None:
-    """Register all or none.
+    """Register all replacements or none.
 
-    The registry's wrapper is a plain function that returns what ours returns. That is
-    the coroutine or the asynchronous generator itself, so ``await`` and ``async for``
-    work; only ``inspect.iscoroutinefunction`` and its kin answer no for the wrapper.
+    The registry's wrapper is a plain function. It returns our coroutine or asynchronous generator,
+    so ``await`` and ``async for`` work. Only ``inspect.iscoroutinefunction`` and its kin return
+    false for the wrapper.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -82,12 +81,12 @@ def expect_hook(target: str, hook: Callable[..., Any] | None = None) -> None:
 
 
 def is_fork() -> bool:
-    """Whether the installed SGLang has the patches in its files. Known once they are installed."""
+    """Return whether the installed SGLang's files are patched. Valid after ``install``."""
     return any(replacement.function is None for replacement in _replacements.values())
 
 
 def verify_hooks() -> None:
-    """Raise ``PatchRefused`` unless every function and hook of ours is what runs."""
+    """Raise ``PatchRefused`` unless every function and hook of ours is called."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     for replacement in _replacements.values():
@@ -120,8 +119,7 @@ def _verify_after(registry: Any) -> None:
         try:
             verify_hooks()
         except PatchRefused as refusal:
-            # Said here as well: a thread, or a parent that waits for a rank, drops the
-            # message of a SystemExit.
+            # logged here, too: a thread, or the parent of a rank, drops a SystemExit's message
             logger.critical("%s", refusal)
             raise
 

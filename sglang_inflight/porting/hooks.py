@@ -1,4 +1,4 @@
-"""Is there what our hooks are put on, and does it take what they take?"""
+"""Check that our hooks' targets exist and take the same parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
 
-# what SGLang's registry gives a hook ahead of the function's own arguments
+# arguments passed to a hook before the function's own
 _AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
 
 
@@ -33,6 +33,6 @@ def why_not_hooked(
     theirs = Parameters.of_node(node)
     ours = Parameters.of_function(hook).without_first(_AHEAD[kind])
     if definition.owner is not None and theirs.positional and ours.positional:
-        # whatever each calls the object itself
+        # drop self, named differently
         theirs, ours = theirs.without_first(), ours.without_first()
     return why_no_replacement(theirs, ours)

@@ -1,4 +1,4 @@
-"""Is there what our modules import, and can it be called as they call it?"""
+"""Check that the names our modules import exist and accept our calls."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import Definition, FunctionNode, SourceTree
 
 HOUSE = Path(sglang_inflight.__file__).parent
-# beside the package in its repository
+# folders beside the package in its repository
 DEVELOPERS = ("harness", "benchmarks", "tests")
 UPSTREAM = "sglang"
 
 
 def look_at_imports(tree: SourceTree, house: Path = HOUSE) -> list[Finding]:
-    """One finding for each name, which is the first thing that is wrong with it."""
+    """Return one finding per name: the first misfit, if any."""
     findings: dict[str, Finding] = {}
     for file in sorted(house.rglob("*.py")):
         source = ast.parse(file.read_text(encoding="utf-8"))
@@ -31,7 +31,7 @@ def look_at_imports(tree: SourceTree, house: Path = HOUSE) -> list[Finding]:
 
 
 def _look_at(tree: SourceTree, source: ast.Module, where: str) -> Iterator[Finding]:
-    # by what they are called in this file
+    # name in this file -> dotted name
     names: dict[str, str] = {}
     for node in ast.walk(source):
         if isinstance(node, ast.ImportFrom) and _is_upstreams(node.module):
@@ -64,14 +64,14 @@ def _there(tree: SourceTree, dotted: str, where: str) -> Finding:
 
 
 def _has_members(tree: SourceTree, definition: Definition) -> bool:
-    """Whether all of them can be read off the source: no class of another package is below."""
+    """Return whether the source shows all members: a module, or a class without decorators."""
     if definition.node is None:
         return True
     return isinstance(definition.node, ast.ClassDef) and not definition.node.decorator_list
 
 
 def _why_not_called(tree: SourceTree, definition: Definition, call: ast.Call) -> str | None:
-    """Whether the names and the number of the arguments are right, where that can be seen."""
+    """Return why the call does not fit, or None. Checks arguments' names and number."""
     if isinstance(definition.node, FunctionNode):
         parameters = Parameters.of_node(definition.node)
     elif isinstance(definition.node, ast.ClassDef):
@@ -99,7 +99,7 @@ def _why_not_called(tree: SourceTree, definition: Definition, call: ast.Call) ->
 
 
 def _why_no_fields(tree: SourceTree, definition: Definition, call: ast.Call) -> str | None:
-    """Of a dataclass, or a struct."""
+    """Return why a dataclass or struct does not take the call, or None."""
     fields = tree.member_names(definition)
     unknown = [k.arg for k in call.keywords if k.arg is not None and k.arg not in fields]
     return f"it has no field {unknown[0]!r}" if unknown else None

@@ -1,4 +1,4 @@
-"""Parameters of a function, whether it is here or in a source that is only read."""
+"""Parameters of a function, imported or parsed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglang_inflight.porting.source_tree import FunctionNode
 
 @dataclass(frozen=True)
 class Parameters:
-    """``positional`` may be given by position, ``named`` by name alone.
+    """Names of parameters: ``positional``, or ``named`` for keyword-only ones.
 
-    ``takes_rest`` and ``takes_names`` say whether there are ``*args`` and ``**kwargs``.
+    ``takes_rest`` and ``takes_names`` are true with ``*args`` and ``**kwargs``.
     """
 
     positional: tuple[str, ...]
@@ -35,7 +35,7 @@ class Parameters:
 
     @classmethod
     def of_node(cls, node: FunctionNode) -> Parameters:
-        """Of a method without ``self``."""
+        """Read a parsed function's parameters."""
         args = node.args
         positional = [arg.arg for arg in (*args.posonlyargs, *args.args)]
         defaults = positional[len(positional) - len(args.defaults) :]
@@ -66,7 +66,7 @@ class Parameters:
 
 
 def why_not_callable_as(theirs: Parameters, ours: Parameters) -> str | None:
-    """Why ``theirs`` cannot be called in every way that ``ours`` says."""
+    """Return why ``theirs`` does not accept every call allowed by ``ours``, or None."""
     for at, name in enumerate(ours.positional):
         if at >= len(theirs.positional):
             if not theirs.takes_rest and name not in theirs.named:
@@ -78,12 +78,12 @@ def why_not_callable_as(theirs: Parameters, ours: Parameters) -> str | None:
     if needed := theirs.all - theirs.optional - ours.all:
         return f"it needs {', '.join(sorted(needed))}, too"
     if needed := ours.optional & theirs.all - theirs.optional:
-        return f"it needs {', '.join(sorted(needed))}, which ours leaves out"
+        return f"it needs {', '.join(sorted(needed))}, optional in ours"
     return None
 
 
 def why_no_replacement(theirs: Parameters, ours: Parameters) -> str | None:
-    """Why ``ours`` cannot be called in every way that ``theirs`` is."""
+    """Return why ``ours`` does not accept every call allowed by ``theirs``, or None."""
     for at, (name, said) in enumerate(zip(theirs.positional, ours.positional, strict=False)):
         if name != said:
             return f"its parameter {at + 1} is {name!r}, our hook's is {said!r}"
@@ -94,7 +94,7 @@ def why_no_replacement(theirs: Parameters, ours: Parameters) -> str | None:
     if unknown and not ours.takes_names:
         return f"our hook does not take its {_listed(sorted(unknown))}"
     if needed := ours.all - ours.optional - theirs.all:
-        return f"it has no {_listed(sorted(needed))}, which our hook needs"
+        return f"it has no {_listed(sorted(needed))}, needed by our hook"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Do the patches fit, and where have the lines gone that they change?"""
+"""Check whether the patches fit, and find where their lines moved."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from sglang_inflight.livepatch import Patch, PatchRefused, Series, exact
 from sglang_inflight.livepatch.functions import function_at
 from sglang_inflight.porting.finding import Finding
 
-# how alike two lines are, from 0 to 1, for one to be what became of the other
+# similarity, from 0 to 1, for a line to count as a changed form of another
 _ALIKE = 0.6
-# where a hunk may be; each more makes the ways to place a patch many more
+# candidate places of a hunk; the ways to place a patch grow exponentially with it
 _MOST_PLACES = 4
 
 
 def look_at_patches(series: Series, root: Path) -> list[Finding]:
-    """One finding for each patch, each looked at with those before it in place.
+    """Return one finding for each patch, checked with the earlier patches applied.
 
-    Only what fits to the line can be applied; a reason says what else would have to change.
+    A patch fits only if every hunk fits at its line. The reason lists moved and changed hunks.
     """
     texts: dict[str, list[str]] = {}
     findings = [
@@ -66,9 +66,9 @@ def _old(hunk: exact.Hunk) -> list[str]:
 
 
 def _place(lines: Sequence[str], hunks: Sequence[exact.Hunk]) -> list[int | None]:
-    """Where all that each expects is, line by line, or None.
+    """Return each hunk's line index, or None if its lines are not there.
 
-    In the hunks' order, and where there is more than one place, so that they have moved alike.
+    The hunks keep their order. Among several places, choose those moved by the same distance.
     """
     places = [_places(lines, hunk) for hunk in hunks]
 
@@ -86,7 +86,7 @@ def _place(lines: Sequence[str], hunks: Sequence[exact.Hunk]) -> list[int | None
 
 
 def _places(lines: Sequence[str], hunk: exact.Hunk) -> list[int | None]:
-    """The nearest of them, and that it is nowhere."""
+    """Return a hunk's nearest places, and None for no place."""
     old = _old(hunk)
     places = [at for at in range(len(lines)) if list(lines[at : at + len(old)]) == old]
     return [*sorted(places, key=lambda at: abs(at - hunk.old))[:_MOST_PLACES], None]
@@ -95,7 +95,7 @@ def _places(lines: Sequence[str], hunk: exact.Hunk) -> list[int | None]:
 def _between(
     places: Sequence[int | None], hunks: Sequence[exact.Hunk], number: int, end: int
 ) -> range:
-    """The lines that lie between the hunks around it, which have their places."""
+    """Return the lines between the placed hunks before and after hunk ``number``."""
     pairs = list(zip(places, hunks, strict=True))
     before = [at + len(_old(hunk)) for at, hunk in pairs[:number] if at is not None]
     after = [at for at, _ in pairs[number + 1 :] if at is not None]
@@ -103,10 +103,10 @@ def _between(
 
 
 def _what_became(lines: Sequence[str], between: range, hunk: exact.Hunk) -> str:
-    """The first line of the hunk that is nowhere near, and what is most like it there."""
+    """Describe the hunk's first missing line, and the line most like it near the hunk."""
     old = [text.strip() for text in _old(hunk) if text.strip()]
     stripped = [lines[at].strip() for at in between]
-    # where most of its lines are within a window of its length
+    # find the window with most of the hunk's lines
     window = 2 * len(old)
     if not old or not stripped:
         return ""

@@ -1,4 +1,4 @@
-"""Do SGLang's classes have the attributes and methods that our Protocols say?"""
+"""Check our Protocols against the members of SGLang's classes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def look_at_protocols(tree: SourceTree, version: str) -> list[Finding]:
 
 
 def described() -> dict[type, Description]:
-    """Every Protocol, and the classes that it is of. Imports what has not been yet."""
+    """Return every Protocol with its description, after importing all modules of Protocols."""
     for folder in FOLDERS:
         package = importlib.import_module(f"{sglang_inflight.__name__}.{folder}")
         for module in pkgutil.iter_modules(package.__path__):
-            # its values are SGLang's own functions, which a source that is read has not
+            # runtime_context imports SGLang itself, and has no Protocols
             if module.name != "runtime_context":
                 importlib.import_module(f"{package.__name__}.{module.name}")
     return dict(DESCRIBED)
@@ -71,13 +71,13 @@ def _look_at(tree: SourceTree, protocol: type, classes: tuple[str, ...]) -> Iter
 
 
 def members_of_protocol(protocol: type) -> dict[str, Any]:
-    """By name: a function, a property, or None for an attribute that may be written."""
+    """Return name -> function, property, or None for a writable attribute."""
     names = [
         *inspect.get_annotations(protocol),
         *(n for n, value in vars(protocol).items() if inspect.isfunction(value)),
         *(n for n, value in vars(protocol).items() if isinstance(value, property)),
     ]
-    # what Python's Protocol puts into each
+    # typing.Protocol adds these two to every class
     return {n: vars(protocol).get(n) for n in names if n not in ("__init__", "__subclasshook__")}
 
 
@@ -102,5 +102,5 @@ def _why_not(theirs: Definition, ours: Any) -> str | None:
 
 
 def _is_generator(node: ast.AsyncFunctionDef) -> bool:
-    """What it returns is iterated, and not awaited: a Protocol has it as a plain method."""
+    """Return whether a function is an asynchronous generator, a plain method in a Protocol."""
     return any(isinstance(inner, ast.Yield) for inner in ast.walk(node))

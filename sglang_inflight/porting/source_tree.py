@@ -1,4 +1,4 @@
-"""The source of a package, read and never imported."""
+"""Parse a package's source without importing it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Definition:
-    """What a dotted name stands for.
+    """Definition of a dotted name.
 
-    ``node`` is the statement that binds it, and None for a module. ``owner`` is the class
-    that it is a member of.
+    ``node`` is the binding statement, and None for a module. ``owner`` is the class of a member.
     """
 
     module: str
@@ -25,11 +24,11 @@ class Definition:
 
 
 class SourceTree:
-    """The modules below ``root``, the folder that holds the package's own folder."""
+    """The modules below ``root``, the package's parent folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # bound methods in a cache would keep every tree that was ever read
+        # caches per object: a cache on the class would keep every tree alive
         self.parse = functools.cache(self._parse)
         self.bindings = functools.cache(self._bindings)
         self._members = functools.cache(_members_of)
@@ -40,7 +39,7 @@ class SourceTree:
         return next((file for file in files if file.is_file()), None)
 
     def find(self, dotted: str) -> Definition | None:
-        """What ``dotted`` stands for; imports by name are followed to where it is defined."""
+        """Return the definition of ``dotted``, following imports by name."""
         parts = dotted.split(".")
         for end in range(len(parts), 0, -1):
             module = ".".join(parts[:end])
@@ -50,7 +49,7 @@ class SourceTree:
         return None
 
     def within(self, module: str, name: str) -> Definition | None:
-        """What ``name`` stands for in ``module``, whose submodules count, too."""
+        """Return the definition of ``name`` in ``module``; submodules count, too."""
         node = self.bindings(module).get(name)
         if node is None:
             inner = f"{module}.{name}"
@@ -60,14 +59,14 @@ class SourceTree:
         source = self._source(module, node)
         original = next((a.name for a in node.names if (a.asname or a.name) == name), name)
         if self.file(source) is None:
-            # of another package
+            # imported from another package
             return Definition(module, node)
         if source == module:
             return self.find(f"{source}.{original}") if original != name else None
         return self.within(source, original)
 
     def classes(self, definition: Definition) -> Iterator[Definition]:
-        """The class and its bases in this package, the nearest first."""
+        """Yield the class and its bases in this package, nearest first."""
         seen = set[int]()
         waiting = [definition]
         while waiting:
@@ -82,7 +81,7 @@ class SourceTree:
                     waiting.append(found)
 
     def member(self, definition: Definition, name: str) -> Definition | None:
-        """An attribute that the class has, or that its methods give to ``self``."""
+        """Return an attribute of the class, or one set on ``self`` by its methods."""
         for each in self.classes(definition):
             assert isinstance(each.node, ast.ClassDef)
             if (node := self._members(each.node).get(name)) is not None:
@@ -139,18 +138,18 @@ class SourceTree:
                         each = ast.ImportFrom(source, [ast.alias(name)], 0)
                         bound.setdefault(name, each)
             for name in _names_bound(node):
-                # the first one is what a type checker and a reader see
+                # the first binding counts, as for a type checker
                 bound.setdefault(name, node)
         return bound
 
 
 def _members_of(node: ast.ClassDef) -> dict[str, ast.stmt]:
-    """What the class statement itself binds, and its methods on their first parameter."""
+    """Return names bound by the class statement, and by its methods on their first parameter."""
     found: dict[str, ast.stmt] = {}
     methods: list[FunctionNode] = []
     for statement in _statements(node.body):
         for name in _names_bound(statement):
-            # an overload is followed by the function itself
+            # the last binding counts: the function itself follows its overloads
             found[name] = statement
         if isinstance(statement, FunctionNode):
             methods.append(statement)
@@ -176,14 +175,14 @@ def is_property(node: ast.stmt | None) -> bool:
 
 
 def is_settable(node: ast.stmt | None) -> bool:
-    """Whether a property has a setter, or keeps what is put in its place."""
+    """Return whether a property is writable: it has a setter, or is a cached_property."""
     assert isinstance(node, FunctionNode)
     names = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
     return bool(names & {"cached_property", "setter"})
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Those of a scope, also within ``if``, ``try`` and the like."""
+    """Yield the statements of a scope, also those within ``if``, ``try`` and the like."""
     for node in body:
         yield node
         if isinstance(node, FunctionNode | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""All that we say of SGLang, held against one of its versions."""
+"""Check all our assumptions about SGLang against one version."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_inflight.porting.whereabouts import Whereabouts
 
 @dataclass(frozen=True)
 class Survey:
-    """``hints`` are by the name of what does not fit."""
+    """All findings. ``hints`` maps a misfit's name to hints."""
 
     version: str
     series: str
@@ -32,12 +32,12 @@ class Survey:
 
     @property
     def keeps_a_server_from_running(self) -> bool:
-        """What tests import may be of one version, and they may skip the others."""
+        """Whether a misfit matters to a server. Tests may skip a version."""
         return any(finding.kind != "test" for finding in self.misfits)
 
 
 def survey(root: Path, version: str) -> Survey:
-    """Of the SGLang whose package lies in ``root``. Nothing of it is imported."""
+    """Survey the SGLang in ``root``, without importing it."""
     tree = SourceTree(root)
     series = nearest_series(version)
     findings = (
@@ -57,7 +57,7 @@ def survey(root: Path, version: str) -> Survey:
 
 
 def _of_developers(tree: SourceTree) -> list[Finding]:
-    """What tests and benchmarks import, where they are here."""
+    """Check the imports of tests and benchmarks, if their folders exist."""
     folders = (HOUSE.parent / name for name in DEVELOPERS)
     findings = [
         finding
@@ -69,7 +69,7 @@ def _of_developers(tree: SourceTree) -> list[Finding]:
 
 
 def nearest_series(version: str) -> Series:
-    """The version's own, or else that of the next older one, or of the oldest."""
+    """Return the version's own series, else the next older one, else the oldest."""
     known = sorted(supported_versions(), key=Version)
     older = [each for each in known if Version(each) <= Version(version)]
     return read_series(older[-1] if older else known[0])

@@ -1,4 +1,4 @@
-"""Where something of SGLang's has gone: what has its name, and what has one like it."""
+"""Hints on where a name of SGLang's moved: equal and similar names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sglang_inflight.porting.source_tree import SourceTree
 
-# how many of each kind are told
+# most hints of each kind
 MOST = 4
 _BINDS = r"(?m)^[ \t]*(?:(?:async )?def|class) +{name}\b|^[ \t]*(?:self\.)?{name}\b *[:=][^=]"
 
@@ -21,12 +21,12 @@ class Whereabouts:
 
     @cached_property
     def _texts(self) -> dict[Path, str]:
-        """Of the whole package: read when something is missing, and not before."""
+        """Source texts of the whole package, read on the first missing name."""
         files = sorted((self._tree.root / "sglang").rglob("*.py"))
         return {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
 
     def of(self, dotted: str) -> list[str]:
-        """Hints, the best first; none where ``dotted`` is there."""
+        """Return hints, best first; none if ``dotted`` exists."""
         if self._tree.find(dotted) is not None:
             return []
         return [*self._same_name(dotted), *self._names_like_it(dotted)]
@@ -41,7 +41,7 @@ class Whereabouts:
                 line = text.count("\n", 0, found.start()) + 1
                 words = found.group().strip()
                 hints.append(f"{file.relative_to(self._tree.root)}:{line}: {words}")
-        # what is near in the tree of modules is likeliest
+        # nearest modules first
         parts = dotted.split(".")
         hints.sort(key=lambda hint: -len(set(re.split(r"[/.:]", hint)) & set(parts)))
         return hints[:MOST]

@@ -1,7 +1,7 @@
-"""A hierarchical cache where there is no accelerator, with ``--hicache-io-backend direct``.
+"""A hierarchical cache without an accelerator, with ``--hicache-io-backend direct``.
 
-Its second tier is memory of the host, which SGLang pins, and copies to and from by kernels of its
-own. Here both tiers are memory of the host: nothing is pinned, and torch copies.
+The cache's second tier is host memory. SGLang pins it and copies with its own kernels. Here both
+tiers are host memory: nothing is pinned, and torch copies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang_inflight.sglang_types.runtime_context import get_memory
 
 
 def keep_a_host_tier() -> None:
-    """Called when the model is loaded, which is before its cache is made."""
+    """Patch SGLang's host tier. Call after the model is loaded, before its cache is created."""
     if not get_memory().enable_hierarchical_cache:
         return
     common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
@@ -34,6 +34,6 @@ def _copy(
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Indices are of tokens, whatever a page has."""
+    """Copy tokens between tiers. Indices count tokens, whatever the page size."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]

@@ -1,7 +1,6 @@
-"""Adapters where there is no accelerator, with ``--lora-backend torch_native``.
+"""LoRA adapters without an accelerator, with ``--lora-backend torch_native``.
 
-SGLang pins the memory of what it copies to a device. Here is none to copy to, and torch
-refuses to pin.
+SGLang pins memory before copying it to a device. Without a device torch refuses to pin.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from sglang_inflight.sglang_types.runtime_context import get_lora
 
 
 class _WithoutPinning:
-    """``torch``, as the modules that pin memory see it."""
+    """Stand-in for ``torch`` in SGLang's modules, ignoring ``pin_memory``."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -27,7 +26,7 @@ class _WithoutPinning:
 
 
 def serve_adapters_without_pinning() -> None:
-    """Called when the model is loaded, which is before its adapters are."""
+    """Patch SGLang's LoRA modules. Call after the model is loaded, before its adapters."""
     if not get_lora().enable_lora:
         return
     from sglang.srt.lora import layers

@@ -1,9 +1,9 @@
-"""Memory that goes and comes back where there is no accelerator, with ``--enable-memory-saver``.
+"""Release and resume memory without an accelerator, with ``--enable-memory-saver``.
 
-SGLang's memory saver takes a device's pages away from behind its addresses. Here the kernel
-does: the pages inside a tensor's storage are given back to it (``MADV_DONTNEED``), and the
-addresses stay. Nothing may touch what is away. On CUDA that is an illegal access, which ends the
-process, and so it is here: the pages are protected, so that whoever touches them is found.
+SGLang's memory saver unmaps a device's pages and keeps their addresses. Here the pages inside a
+tensor's storage go back to the kernel (``MADV_DONTNEED``), and the addresses stay. Touching
+released memory ends the process, as an illegal access on CUDA does: the pages are protected, to
+find such bugs.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from sglang.srt.utils import torch_memory_saver_adapter
 from sglang_inflight.storages import distinct_storages
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# of <sys/mman.h>; the module ``mmap`` has no name for it
+# from <sys/mman.h>; Python's mmap lacks it
 _PROT_NONE = 0
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):
-    """What SGLang asks of a memory saver, for memory of the host.
+    """SGLang's memory saver for host memory.
 
-    It does not note what is allocated in a region, but asks for a tag's tensors when they are to
-    go (``look_in``), because a commit may have put others in their place. What comes back is
-    zeros, also with ``--enable-weights-cpu-backup``: the scheduler keeps a copy then. The first and
-    the last page of a storage may be shared with others: they stay.
+    The saver does not track allocations in a region. At a release it asks for a tag's tensors
+    (``look_in``), because a commit may have replaced them. Resumed memory is zeros, also with
+    ``--enable-weights-cpu-backup``: the scheduler keeps a copy itself. The first and the last page
+    of a storage stay, because other objects may share them.
 
     Only the scheduler's thread calls ``pause`` and ``resume``.
     """
 
     def __init__(self) -> None:
         self._find: Callable[[str], Iterable[torch.Tensor]] = _nothing
-        # by tag; held, so that nobody gets their addresses
+        # tag -> released storages, kept alive so that no allocation reuses their addresses
         self._away: dict[str, list[torch.UntypedStorage]] = {}
 
     def look_in(self, find: Callable[[str], Iterable[torch.Tensor]]) -> None:
-        """``find`` gives the tensors of a tag."""
+        """Use ``find`` to get a tag's tensors."""
         self._find = find
 
     def pause(self, tag: str) -> None:
@@ -63,7 +63,7 @@ class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):
     def enabled(self) -> bool:
         return True
 
-    # ---- what only a device needs ----------------------------------------------------
+    # ---- only for devices ------------------------------------------------------------
 
     def configure_subprocess(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -79,9 +79,9 @@ class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):
 
 
 def save_pages() -> None:
-    """From now on ``--enable-memory-saver`` means this one."""
+    """Make ``--enable-memory-saver`` use ``PageSaver``."""
     torch_memory_saver_adapter._TorchMemorySaverAdapterReal = PageSaver
-    # where torch_memory_saver is not installed nobody misses it
+    # SGLang would refuse the flag if torch_memory_saver is not installed
     torch_memory_saver_adapter.import_error = None
 
 
@@ -90,7 +90,7 @@ def _nothing(tag: str) -> Iterable[torch.Tensor]:
 
 
 def _pages_inside(storage: torch.UntypedStorage) -> tuple[int, int]:
-    """Address and size of the pages that are the storage's alone."""
+    """Return address and size of the pages wholly inside the storage."""
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     return first, max(0, end - first)

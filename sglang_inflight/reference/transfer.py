@@ -1,7 +1,7 @@
-"""KV that goes from a prefill server to a decode server where there is no accelerator.
+"""Transfer KV from a prefill server to a decode server without an accelerator.
 
-mooncake's transfer does so over TCP. SGLang's prefill side then copies page indices into pinned
-memory and lets CUDA's events tell when they are there; here they are there at once.
+mooncake transfers KV over TCP. SGLang's prefill side copies page indices into pinned memory, and
+waits for CUDA's events. Without a device the indices are complete at once.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import os
 
 from sglang_inflight.sglang_types.runtime_context import get_disagg
 
-# an event tells when KV may be sent that a forward still writes; without it, it goes when all goes
+# early sending of a prefix needs an event; without it all KV is sent together
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-# SGLang takes a sender that has none of that name for one that says no
+# a sender without this attribute counts as false
 PINNED_INDICES = "supports_host_tensor_indices"
 
 
 def send_without_events() -> None:
-    """Called when the model is loaded, which is before a request comes."""
+    """Patch SGLang's prefill side. Call after the model is loaded, before any request."""
     disagg = get_disagg()
     if disagg.disaggregation_mode != "prefill":
         return

@@ -1,9 +1,8 @@
-"""What of SGLang's objects we read, write or call, in any process.
+"""Protocols of SGLang's objects, with all members used by us in any process.
 
-Protocols, here and in the folders ``upstream`` of ``scheduler`` and ``frontend``: one for each
-class of SGLang's that we touch, with the attributes and methods that we touch, by upstream's
-names, and with upstream's types where these say anything. Our code is annotated with them and
-never with SGLang's own classes, so that mypy refuses what is not named here. What is named here
-is looked for in SGLang's source (``sglang_inflight.porting``): by a test, by ``doctor``, and by
-``make port`` in an SGLang that is new.
+Here and in the folders ``sglang_types`` of ``scheduler`` and ``frontend``, each Protocol names one
+class of SGLang's and the attributes and methods used by us, under SGLang's names and types. Our
+code is annotated with Protocols and never with SGLang's own classes, so mypy refuses any other
+member. A test, ``doctor`` and ``make port`` look for each named member in SGLang's source
+(``sglang_inflight.porting``).
 """

@@ -1,4 +1,4 @@
-"""What SGLang's arguments were resolved to, by the names of its ``arg_groups.fields``."""
+"""SGLang's resolved arguments, under the names of its ``arg_groups.fields``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
 
 @describes("sglang.srt.distributed.parallel_state.GroupCoordinator")
 class GroupCoordinator(Protocol):
-    """Ranks that compute together."""
+    """A group of ranks computing together."""
 
     rank: int
     ranks: list[int]
@@ -24,7 +24,7 @@ class GroupCoordinator(Protocol):
 
 @describes(f"{_FIELDS}.parallel.Parallel")
 class Parallel(Protocol):
-    """What is derived, and what belongs to this rank, is read here too."""
+    """Parallelism: arguments, derived sizes, and this rank's place."""
 
     @property
     def tp_size(self) -> int: ...
@@ -100,7 +100,7 @@ class Features(Protocol):
 class Offloading(Protocol):
     @property
     def cpu_offload_gb(self) -> int: ...
-    # below 1 where no layer is offloaded
+    # below 1 if no layer is offloaded
     @property
     def offload_group_size(self) -> int: ...
 
@@ -125,7 +125,7 @@ class Graphs(Protocol):
 
 
 class Execution(Protocol):
-    """A bag of bags, which SGLang makes at run time: no class of it has members."""
+    """A namespace of namespaces, built by SGLang at run time from no class with members."""
 
     @property
     def offload(self) -> Offloading: ...
@@ -165,7 +165,7 @@ class Memory(Protocol):
 
 @describes(f"{_FIELDS}.model.Model")
 class Model(Protocol):
-    # others have handles to the weights' memory, and can write it over RDMA
+    # true: other processes hold handles to the weights' memory, and can write it over RDMA
     @property
     def remote_instance_weight_loader_start_seed_via_transfer_engine(self) -> bool: ...
     @property
@@ -186,10 +186,10 @@ class Observability(Protocol):
 
 @describes(f"{_FIELDS}.schedule.Schedule")
 class Schedule(Protocol):
-    # not None any more, when it is read
+    # resolved, so never None here
     @property
     def mem_fraction_static(self) -> float: ...
-    # None where the KV cache takes what is left
+    # None: the KV cache takes the remaining memory
     @property
     def max_total_tokens(self) -> int | None: ...
     @property

@@ -1,4 +1,4 @@
-"""Which class of SGLang's a Protocol is of."""
+"""Link Protocols to SGLang's classes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ P = TypeVar("P", bound=type)
 
 @dataclass(frozen=True)
 class Description:
-    """``since`` is the first version that has it all, or None where all that we support have."""
+    """A Protocol's classes. ``since`` is the first SGLang with all members; None: all supported."""
 
     classes: tuple[str, ...]
     since: str | None
@@ -21,7 +21,7 @@ DESCRIBED: dict[type, Description] = {}
 
 
 def describes(*classes: str, since: str | None = None) -> Callable[[P], P]:
-    """Each member of the Protocol is one of the class, or of one of the ``classes``."""
+    """Declare that each member of the Protocol is a member of one of the ``classes``."""
 
     def note(protocol: P) -> P:
         DESCRIBED[protocol] = Description(classes, since)

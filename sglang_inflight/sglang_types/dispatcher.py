@@ -1,4 +1,4 @@
-"""How SGLang finds the handler of a message."""
+"""SGLang's dispatch of messages to handlers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ D = TypeVar("D")
 
 @describes("sglang.utils.TypeBasedDispatcher")
 class TypeBasedDispatcher(Protocol):
-    """``_mro_cache`` holds handlers by types that were not found in ``_mapping`` themselves."""
+    """``_mro_cache`` caches the handlers of types missing in ``_mapping``, found by a base."""
 
     _mapping: dict[type, Callable[[Any], Any]]
     _mro_cache: dict[type, Any]

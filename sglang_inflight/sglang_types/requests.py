@@ -1,4 +1,4 @@
-"""Messages of SGLang's that we read, in ``sglang.srt.managers.io_struct``."""
+"""SGLang's messages read by us, from ``sglang.srt.managers.io_struct``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IO = "sglang.srt.managers.io_struct"
 
 @describes(f"{_IO}.BaseReq")
 class Request(Protocol):
-    """``http_worker_ipc`` is where its answer goes."""
+    """A request. Its answer goes to ``http_worker_ipc``."""
 
     rid: str | None
     http_worker_ipc: str | None
@@ -19,7 +19,7 @@ class Request(Protocol):
 
 @describes(f"{_IO}.AbortReq")
 class AbortRequest(Request, Protocol):
-    """Of one request, or of all."""
+    """An abort of one request, or of all."""
 
     abort_all: bool
     abort_message: str | None
@@ -54,7 +54,7 @@ class SlowDownRequest(Request, Protocol):
 @describes(f"{_IO}.LoadLoRAAdapterReqInput", f"{_IO}.LoadLoRAAdapterFromTensorsReqInput")
 class LoadAdapterRequest(Request, Protocol):
     lora_name: str
-    # None until the front end has given it one
+    # None until the front end has assigned an id
     lora_id: str | None
 
 
@@ -81,6 +81,6 @@ class CheckWeightsRequest(Request, Protocol):
 
 @describes(f"{_IO}.RpcReqInput")
 class RpcRequest(Request, Protocol):
-    """``method`` is a scheduler's."""
+    """A call of a scheduler's ``method``."""
 
     method: str

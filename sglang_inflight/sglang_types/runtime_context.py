@@ -1,4 +1,4 @@
-"""SGLang's runtime context, typed. What belongs to a process, and not to a scheduler in it."""
+"""SGLang's runtime context with types. Each context belongs to a process."""
 
 from __future__ import annotations
 

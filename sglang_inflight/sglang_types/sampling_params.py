@@ -1,4 +1,4 @@
-"""How a request wants its tokens."""
+"""A request's sampling parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_inflight.sglang_types.describes import describes
 
 @describes("sglang.srt.sampling.sampling_params.SamplingParams")
 class SamplingParams(Protocol):
-    # upstream's place for what it does not know; a dict, unless a client sent something else
+    # SGLang passes unknown parameters here; a dict, unless a client sent another type
     custom_params: Any
     stop_token_ids: set[int] | None
     min_new_tokens: int

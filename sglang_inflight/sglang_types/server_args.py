@@ -20,7 +20,7 @@ _FIELDS = "sglang.srt.arg_groups.fields"
     f"{_FIELDS}.exec_.ExecMoe",
 )
 class ServerArgs(Protocol):
-    """SGLang puts its fields together from these classes."""
+    """SGLang's arguments, with fields collected from the classes above."""
 
     model_path: str
     revision: str | None

@@ -1,4 +1,4 @@
-"""Which weights made some of a request's tokens, as SGLang says it."""
+"""SGLang's span of a request's tokens with one version."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ def wants_more(thing: object, at: int, more: int, *, twice: bool = False) -> Non
         ("build", of_a_function, "REPLACE", None),
         ("Thing.start", renamed, "REPLACE", "its parameter 1 is 'at', our hook's is 'when'"),
         ("Thing.start", without_twice, "REPLACE", "our hook does not take its twice"),
-        ("Thing.start", wants_more, "REPLACE", "it has no more, which our hook needs"),
+        ("Thing.start", wants_more, "REPLACE", "it has no more, needed by our hook"),
         ("Thing.begin", before, "BEFORE", "it is not there"),
         ("Thing.first", before, "BEFORE", "it is no function there"),
     ],

@@ -119,9 +119,9 @@ def test_silent_worker_delays_only_one_answer(
         reader, writer = await server.connect()
         await told(reader)
         await server.broadcast.wait_acked()
-        assert caplog.text.count("have not heard") == 1
+        assert caplog.text.count("have not acked") == 1
         await server.broadcast.wait_acked()
-        assert caplog.text.count("have not heard") == 1
+        assert caplog.text.count("have not acked") == 1
         writer.close()
 
     with_a_server(tmp_path, do)

@@ -1,1 +1,1 @@
-"""Protocols of a front end's objects: see ``sglang_inflight.sglang_types``."""
+"""Protocols of a front end's objects (see ``sglang_inflight.sglang_types``)."""

@@ -1,4 +1,4 @@
-"""How SGLang's own control calls reach the schedulers."""
+"""SGLang's way of sending control calls to the schedulers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_inflight.sglang_types.describes import describes
 
 @describes("sglang.srt.managers.communicator.FanOutCommunicator")
 class FanOutCommunicator(Protocol):
-    """One for each kind of call. ``_fan_out`` is how many replicas answer."""
+    """Sender of one kind of call. ``_fan_out`` is the number of answering replicas."""
 
     _fan_out: int
     _queueing_lock: asyncio.Lock

@@ -1,4 +1,4 @@
-"""``sglang.Engine``, which is a front end without HTTP."""
+"""``sglang.Engine``, a front end without HTTP."""
 
 from __future__ import annotations
 

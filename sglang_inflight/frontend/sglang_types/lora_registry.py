@@ -1,4 +1,4 @@
-"""Adapters, and how many requests use each."""
+"""SGLang's registry of adapters, with the number of requests of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LoRARef(Protocol):
 
 @describes("sglang.srt.managers.io_struct.LoRAUpdateOutput")
 class AdapterAnswer(Protocol):
-    """To loading and unloading."""
+    """Answer to loading and unloading an adapter."""
 
     success: bool
     error_message: str | None
@@ -46,9 +46,9 @@ class AdapterAnswer(Protocol):
 
 @describes("sglang.srt.lora.lora_registry.LoRARegistry")
 class LoRARegistry(Protocol):
-    # by the id of the adapter
+    # adapter's id -> counter of requests
     _counters: dict[str, ConcurrentCounter]
-    # by name, those used last at the end
+    # name -> adapter, the most recently used last
     _registry: OrderedDict[str, Any]
     _registry_lock: RWLock
 

@@ -1,4 +1,4 @@
-"""SGLang's objects that answer on its OpenAI routes."""
+"""SGLang's handlers of its OpenAI routes."""
 
 from __future__ import annotations
 

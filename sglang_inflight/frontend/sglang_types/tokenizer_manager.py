@@ -1,4 +1,4 @@
-"""The front end's own object of SGLang's. It lives on one event loop."""
+"""SGLang's ``TokenizerManager``, the front end's main object, on one event loop."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class MultimodalProcessor(Protocol):
 class ModelConfig(Protocol):
     vocab_size: int
     hidden_size: int
-    # tokens
+    # in tokens
     context_len: int
     is_multimodal: bool
     dtype: torch.dtype
-    # transformers' own, of the part that takes text
+    # transformers' configuration of the text model
     hf_text_config: Any
 
 
@@ -49,15 +49,15 @@ class TokenizerManager(Protocol):
     rid_to_state: Mapping[str, Any]
     lora_registry: LoRARegistry
     lora_update_lock: asyncio.Lock
-    # ids, by the names of adapters that wait for the end of their last request
+    # name -> id of adapters waiting for the end of their last request
     pending_lora_unloads: dict[str, str]
-    # those that a request may load again
+    # evicted adapters; a request reloads them
     lora_ref_cache: dict[str, LoRARef]
     served_model_name: str
     model_config: ModelConfig
-    # whether a chunk has its own tokens alone
+    # true: each chunk carries only its new tokens
     incremental_streaming_output: bool
-    # None where the model takes text alone
+    # None for a text-only model
     mm_processor: MultimodalProcessor | None
 
     def generate_request(
@@ -75,7 +75,7 @@ class TokenizerManager(Protocol):
     # ---- weights and memory --------------------------------------------------------
     model_path: str
     model_update_lock: RWLock
-    # false where the server is to wait for a checkpoint engine
+    # false while the server waits for a checkpoint engine
     initial_weights_loaded: bool
 
     async def check_weights(

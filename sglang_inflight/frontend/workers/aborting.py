@@ -1,9 +1,9 @@
-"""An abort by name, where any of several workers may have the request.
+"""Abort a request by name when any of several tokenizer workers may have it.
 
-SGLang's worker hands a name that it does not know to the schedulers, which end whatever they have
-of that name when the message arrives: perhaps a later request than the one that was meant, and no
-request of a group, whose name the schedulers do not know. Here the worker that has a request ends
-it (``StateBroadcast.abort``).
+SGLang's worker forwards an unknown name to the schedulers. They end the request of that name at
+the message's arrival, perhaps a later one than meant. They cannot end the requests of a group,
+because they do not know its name. Here the request's own worker ends it
+(``StateBroadcast.abort``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
-# SGLang's, of which a worker's app has its own form
+# SGLang's route, replaced in a worker's app
 _PATH = "/abort_request"
-# on the owner's socket alone
+# only on the owner's socket
 _OWNERS_PATH = "/inflight/abort_requests"
 
 
@@ -41,7 +41,10 @@ class AbortBody(Body, kw_only=True):
 
 
 async def abort(calls: Path, names: list[str]) -> int:
-    """In a worker. When it returns, the schedulers have been told. Returns how many are ended."""
+    """Ask the owner, from a worker, to abort ``names``. Return the number of aborted requests.
+
+    The schedulers have the aborts by the time of the return.
+    """
     try:
         async with owners_client(calls) as client:
             response = await client.post(
@@ -54,7 +57,7 @@ async def abort(calls: Path, names: list[str]) -> int:
 
 
 def mount_in_worker(app: FastAPI, tokenizer_manager: PatchedTokenizerManager) -> None:
-    """Before SGLang's route. Answers as it does: 200 and no content, whatever has the name."""
+    """Put our route before SGLang's. Both always answer 200 without content."""
 
     async def abort_request(request: Request) -> Response:
         try:
@@ -72,7 +75,7 @@ def mount_in_worker(app: FastAPI, tokenizer_manager: PatchedTokenizerManager) ->
 
 
 def mount(app: FastAPI, broadcast: StateBroadcast) -> None:
-    """In the owner."""
+    """Mount the owner's route for workers' aborts."""
 
     async def end(request: Request) -> Response:
         names = msgspec.json.decode(await request.body(), type=list[str])

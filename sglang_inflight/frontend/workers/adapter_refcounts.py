@@ -1,14 +1,13 @@
-"""Who uses an adapter, where several workers take requests.
+"""Count adapters' requests over several tokenizer workers.
 
-Requests look an adapter up in their worker's registry, and are counted there until they end. The
-owner loads and unloads, so each worker tells it its counts, and the owner's are the sums. Both
-are SGLang's registries, which everything else goes on asking.
+A request looks its adapter up in its worker's registry, and is counted there until it ends. The
+owner loads and unloads adapters, so each worker sends its counts, and the owner adds them up. Both
+registries are SGLang's, so all other code goes on using them.
 
-An adapter that has lost its name is found by no request of a worker that has heard so, and what
-found it before is in the counts that the worker has told by then: they come first on its
-connection. So when all workers have heard, the owner's count of it only falls. What a worker
-that died had sent runs on and is counted by nobody: ranks refuse to unload an adapter of which
-they have requests (``scheduler/lora/adapters.py``).
+After a worker has acked an adapter's loss of its name, no new request there finds the adapter. The
+worker sends its counts before the ack, on the same connection, so they include all earlier
+requests. Once all workers have acked, the owner's count can only fall. Requests of a dead worker
+run on uncounted, but ranks refuse to unload an adapter in use (``scheduler/lora/adapters.py``).
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ def as_sglangs(adapter: Adapter) -> Any:
 
 
 class WorkersRegistry(LoRARegistry):
-    """Its adapters are those that the owner says. Lives on the worker's event loop.
+    """A worker's copy of the owner's adapters. Lives on the worker's event loop.
 
-    They change between two of SGLang's looks at them, none of which awaits anything.
+    SGLang reads the registry without an await, so no reader sees it change midway.
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """``changed`` is called when ``uses`` may be other than before."""
+        """Create a registry. It calls ``changed`` when ``uses`` may have changed."""
         super().__init__()
         self._changed = changed
         self._lookups: set[asyncio.Future[None]] = set()
@@ -51,7 +50,7 @@ class WorkersRegistry(LoRARegistry):
         return {name: each.value() for name, each in self._counters.items() if each.value()}
 
     async def flush_lookups(self) -> None:
-        """What has been looked up by now is in ``uses``."""
+        """Wait until ``uses`` includes all lookups started so far."""
         if self._lookups:
             await asyncio.wait(set(self._lookups))
 
@@ -72,7 +71,7 @@ class WorkersRegistry(LoRARegistry):
         self._changed()
 
     def _forget(self) -> None:
-        """Adapters that have no name and no request, unless a lookup is about to count one."""
+        """Forget adapters without a name and without requests, unless a lookup is in progress."""
         if self._lookups:
             return
         named = {ref.lora_id for ref in self._registry.values()}
@@ -82,18 +81,18 @@ class WorkersRegistry(LoRARegistry):
 
 
 class OwnersRegistry(LoRARegistry):
-    """The one in which adapters are registered. Lives on the owner's event loop."""
+    """The registry for loading and unloading. Lives on the owner's event loop."""
 
     def __init__(self, adapters: list[Any], until_known: Callable[[], Awaitable[None]]) -> None:
-        """``until_known`` returns when every worker has heard which adapters there are."""
+        """Create a registry. ``until_known`` returns when every worker has acked the adapters."""
         super().__init__(adapters)
         self._until_known = until_known
 
     async def count(self, before: Uses, now: Uses) -> None:
-        """A worker used adapters as ``before``, and uses them as ``now``."""
+        """Replace a worker's counts ``before`` by its counts ``now``."""
         for lora_id in before.keys() | now.keys():
             more = now.get(lora_id, 0) - before.get(lora_id, 0)
-            # none of an adapter that was unloaded under a silent worker
+            # None if the adapter was unloaded while the worker was silent
             counter = self._counters.get(lora_id)
             if counter is None:
                 continue
@@ -108,7 +107,7 @@ class OwnersRegistry(LoRARegistry):
         await super().wait_for_unload(lora_id)
 
     def _touch(self, lora_id: str) -> None:
-        """The one that was used least recently makes room for others."""
+        """Move an adapter to the end: SGLang evicts the least recently used one first."""
         for name, ref in self._registry.items():
             if ref.lora_id == lora_id:
                 self._registry.move_to_end(name)

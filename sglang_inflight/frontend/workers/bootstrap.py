@@ -1,8 +1,8 @@
-"""How a process that SGLang starts as a further tokenizer worker becomes one of ours.
+"""Load SGLang Inflight in further tokenizer workers.
 
-SGLang loads no plugins there. Such a process unpickles its server's arguments, before it makes
-anything out of them, and finds an owner_endpoint among them: to unpickle that is to load us. So it
-holds for whoever starts workers, uvicorn or granian, and for an app of the user's own.
+SGLang loads no plugins in these processes. A worker unpickles its server's arguments before it
+uses them, and an ``OwnerEndpoint`` among them loads us when unpickled. This works with uvicorn,
+with granian, and with a user's own app.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-# the attribute of SGLang's ``PortArgs`` that has it
+# attribute of SGLang's ``PortArgs`` holding the endpoint
 ATTRIBUTE = "inflight"
 
 
 @dataclass(frozen=True)
 class OwnerEndpoint:
-    """Where the owner is. ``folder`` can be entered by the user of this server alone, so who
-    finds the sockets in it may use them.
-    """
+    """The owner's sockets. Only this server's user can enter ``folder``, so no key is needed."""
 
     folder: Path
 
     @property
     def calls(self) -> Path:
-        """A socket that takes HTTP."""
+        """Socket for HTTP calls."""
         return self.folder / "calls"
 
     @property
@@ -37,7 +35,7 @@ class OwnerEndpoint:
 
 
 def accept(folder: Path) -> OwnerEndpoint:
-    """Ends the process where it cannot be patched, as every process of a server does then."""
+    """Load our plugin and return the endpoint. Ends the process if it cannot be patched."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -1,9 +1,9 @@
-"""The folder that an owner's sockets are in, which outlives no owner for long.
+"""The folder of an owner's sockets.
 
-An owner that is killed leaves its folder behind, and the next one on the machine removes it. A
-lock on the folder says that its owner lives: the kernel lets go of it with the process, however
-that ends. A folder gets the name by which it is looked for when it is locked already, so one that
-is being made is not taken for one that was left.
+A killed owner leaves its folder behind, and the next owner on the machine removes it. A living
+owner holds a lock on its folder. The kernel releases the lock when the process ends in any way. A
+new folder gets its final name only after it is locked, so a folder being created never looks
+abandoned.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _PREFIX = "sglang-inflight."
 
 
 class OwnersFolder:
-    """Nobody but this process's user may enter it. It goes with this object."""
+    """A folder accessible only to this process' user, removed with this object."""
 
     def __init__(self) -> None:
         remove_abandoned(Path(tempfile.gettempdir()))
         made = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}"))
         self._lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self.path = made
-        # where the file system has no locks it keeps a name that nobody looks for
+        # a file system without locks: keep the first name, ignored by the search below
         if _locks(self._lock):
             self.path = made.rename(made.with_name(made.name.removeprefix("new-")))
         weakref.finalize(self, _remove, self.path, self._lock)
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Remove the folders in ``parent`` whose owners are dead, of this process's user."""
+    """Remove this user's folders of dead owners in ``parent``."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with _opened(folder) as lock:
             if lock is not None and _is(lock, folder) and _locks(lock):
@@ -49,7 +49,7 @@ def _remove(folder: Path, lock: int) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[int | None]:
-    """None where it is no folder, or not ours to open."""
+    """Yield a descriptor of the folder, or None if it is no folder or not accessible."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -62,7 +62,7 @@ def _opened(folder: Path) -> Iterator[int | None]:
 
 
 def _is(opened: int, folder: Path) -> bool:
-    """Whether it is this user's, and has not been removed since it was opened."""
+    """Return whether the opened folder is this user's, and still exists."""
     status = os.fstat(opened)
     return status.st_uid == os.geteuid() and status.st_nlink > 0 and folder.exists()
 

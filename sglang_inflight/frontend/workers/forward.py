@@ -1,4 +1,4 @@
-"""Calls that a worker hands to the owner, and the owner's answers."""
+"""Forward a worker's calls to the owner, and return the owner's answers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sglang_inflight.frontend.http.endpoints import refusal
 
 logger = logging.getLogger(__name__)
 
-# SGLang's, of which the owner's app has its own form
+# SGLang's route, replaced in the owner's app
 FLUSH = ("/flush_cache", ["GET", "POST"])
-# What generates, or is about the requests of the worker that is asked, or about the ranks, or
-# asks SGLang's app, which is whole in a worker alone.
+# answered by the worker itself: generation, its own requests, ranks, and SGLang's app, complete
+# only in a worker
 HERE = frozenset(
     (
         "/inference/v1/generate",
@@ -35,7 +35,7 @@ HERE = frozenset(
         "/server_info",
     )
 )
-# of one connection alone, or written anew
+# headers of a single connection, or rewritten here
 _NOT_HANDED_ON = frozenset(
     (
         b"connection",
@@ -51,18 +51,18 @@ _NOT_HANDED_ON = frozenset(
 
 
 def owners_client(calls: Path) -> httpx.AsyncClient:
-    """For one call to the owner, whose socket is ``calls``."""
+    """Return a client for one call to the owner's socket ``calls``."""
     transport = httpx.AsyncHTTPTransport(uds=str(calls), verify=False)
-    # no proxy of the environment's; and the caller's patience is the one that counts
+    # no proxy from the environment, and no time limit but the caller's
     return httpx.AsyncClient(transport=transport, trust_env=False, timeout=None)
 
 
 class Forward:
-    """An ASGI app: what comes is sent to the owner as it comes, and so is the answer.
+    """An ASGI app that streams a call to the owner and returns the answer.
 
-    A call is a connection of its own. It ends where the caller's ends, also in the middle of a
-    body, or where this worker does: the owner then gives the call up as a server does whose
-    caller left. Whatever is larger than a chunk is the owner's to hold.
+    Each call has its own connection to the owner. The connection ends with the caller's, even in
+    the middle of a body, or with this worker. The owner then cancels the call, like a server whose
+    caller disconnected. The worker buffers at most a chunk of the body.
     """
 
     def __init__(self, calls: Path) -> None:
@@ -70,11 +70,11 @@ class Forward:
         self._open = 0
         self._answered = asyncio.Event()
         self._answered.set()
-        # SGLang's middleware for keys looks for it on an endpoint
+        # SGLang's API-key middleware reads this attribute of an endpoint
         auth_level(AuthLevel.ADMIN_OPTIONAL)(self)
 
     def mount(self, app: FastAPI, ours: Sequence[BaseRoute]) -> None:
-        """Before ``ours``, which go on describing the calls, put routes that hand them on."""
+        """Put forwarding routes before ``ours``. Those still describe the calls."""
         served = [
             (route.path, sorted(route.methods or ()))
             for route in ours
@@ -96,7 +96,7 @@ class Forward:
                 self._answered.set()
 
     async def until_answered(self) -> None:
-        """No call waits for the owner's answer."""
+        """Wait until no call waits for the owner's answer."""
         await self._answered.wait()
 
     async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,7 +109,7 @@ class Forward:
                 return
             answer = asking.result()
         except httpx.ConnectError as error:
-            # a caller that is still sending would not hear the answer
+            # read the whole body: a caller that is still sending does not read the answer
             with suppress(httpx.WriteError):
                 async for _ in body.chunks():
                     pass
@@ -160,7 +160,7 @@ def _not_asked(error: httpx.ConnectError) -> InflightError:
 
 
 class _Body:
-    """What a caller sends: a body, and then the end of its connection."""
+    """A caller's body, and the end of its connection."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -173,7 +173,7 @@ class _Body:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.is_cut_off = True
-                raise httpx.WriteError("its caller has left in the middle of the body")
+                raise httpx.WriteError("the caller disconnected in the middle of the body")
             more = message.get("more_body", False)
             yield message.get("body", b"")
         self._is_whole.set()

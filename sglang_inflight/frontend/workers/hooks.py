@@ -1,4 +1,4 @@
-"""Ties SGLang's launching process, its router and its detokenizer to several workers."""
+"""Hooks on SGLang's launching process, router and detokenizer, for several workers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sglang_inflight.messages import GenerationContinues, RankIsSilent
 if TYPE_CHECKING:
     from sglang_inflight.frontend.workers.owner import Owner
 
-# of the server that this process launched last
+# owner of the server launched last by this process
 _owner: Owner | None = None
 
 
 def invite_workers(write: Callable[..., Any], obj: Any, name: str) -> Any:
-    """Around the writing of what workers read as they start, in the process that launches them."""
+    """Hook around writing the workers' start arguments: start the owner and add its endpoint."""
     global _owner
     if why_inactive() is not None:
         return write(obj, name)
@@ -38,17 +38,17 @@ def invite_workers(write: Callable[..., Any], obj: Any, name: str) -> Any:
 def tell_the_owner(
     distribute: Callable[..., Awaitable[None]], router: object, recv_obj: Any
 ) -> Awaitable[None]:
-    """Around the router's handing on: what ranks say by themselves names nobody."""
+    """Hook around the router: send the ranks' unsolicited messages to the owner."""
     if _owner is not None and isinstance(recv_obj, GenerationContinues | RankIsSilent):
         recv_obj.http_worker_ipc = _owner.answers
     return distribute(router, recv_obj)
 
 
 def tell_workers_apart(detokenize: Callable[..., Any], detokenizer: object, recv_obj: Any) -> Any:
-    """Around the making of text, which goes on with what it knows of a name.
+    """Hook around detokenizing: make the names of different workers' requests different.
 
-    Replicas may have requests of one name that came by different workers. A detokenizer looks
-    its requests up by the name alone, and ends when one of them has ended.
+    Replicas may have requests of one name from different workers. The detokenizer keeps its state
+    by name alone, and dies when one of these requests ends before the other.
     """
     rids, workers = recv_obj.rids, recv_obj.http_worker_ipcs
     if not workers or workers[0] is None:

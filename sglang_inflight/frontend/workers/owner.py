@@ -1,21 +1,19 @@
-"""The one owner of a server's pauses, turns, sessions and leases, where it has several
-tokenizer workers.
+"""The owner of pauses, turns, sessions and leases, on a server with several tokenizer workers.
 
 With ``--tokenizer-worker-num`` above 1 SGLang takes HTTP in several processes, each with a
-``TokenizerManager``. The process that launches them has none, and passes messages on between
-them and the schedulers. It lives as long as the server, so the owner is there: one more
-``TokenizerManager``, which takes no requests, on an event loop and a thread of its own, with a
-``Frontend`` that is the same as that of a server with one worker. Workers hand control calls on
-to it as HTTP (``forward.py``), so it answers each by the very routes, reads bodies, and sees a
-caller leave. A worker that dies takes its connections along, and nothing else.
+``TokenizerManager``. Their launching process has none, and routes messages between them and the
+schedulers. The launching process lives as long as the server, so the owner runs there: one more
+``TokenizerManager`` without requests, on its own event loop and thread, with the same ``Frontend``
+as on a server with one worker. Workers forward control calls to the owner as HTTP
+(``forward.py``). So the owner answers on the same routes, reads the bodies, and sees a caller
+disconnect. A dying worker ends its connections, and nothing else.
 
-What a call has changed every worker knows before its answer goes out (``broadcast.py``): an answer
-begins with the owner's, and the owner's waits until all have heard. So a version that a receipt
-names is the one that any worker names from then on.
+Every worker knows a call's effects before the call is answered (``state_broadcast.py``): the owner
+holds its answer back until all workers have acked. So after a receipt every worker names the
+receipt's version.
 
-Messages of the owner's go by SGLang's router like those of a worker, and answers come back by
-it to where a call says: the owner's own socket. What ranks say by themselves says nowhere, and
-goes there, too (``hooks.py``).
+The owner's messages go through SGLang's router, and answers come back to the owner's own socket.
+Ranks' unsolicited messages go to that socket, too (``hooks.py``).
 """
 
 from __future__ import annotations
@@ -55,13 +53,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# SGLang's HTTP app in a launching process has no server of its own where there are workers.
+# with workers, SGLang's HTTP app is not served in the launching process
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 START_TIMEOUT_S = 60.0
 
 
 class Preprocessed:
-    """Instead of a processor of images: it has none to forget, and workers have."""
+    """Stand-in for the image processor: counts cache clears, for workers to repeat."""
 
     def __init__(self) -> None:
         self.forgotten = 0
@@ -71,7 +69,7 @@ class Preprocessed:
 
 
 class OwnersManager(TokenizerManager):
-    """A ``TokenizerManager`` without requests, and so without what only they need."""
+    """A ``TokenizerManager`` without requests, tokenizer and processors."""
 
     broadcast: StateBroadcast | None = None
     lora_registry: LoRARegistry
@@ -84,7 +82,7 @@ class OwnersManager(TokenizerManager):
         pass
 
     def init_disaggregation(self, **_: Any) -> None:
-        """The router has begun what there is one of in a server."""
+        """Do nothing: the router has started the server's bootstrap service."""
 
     def init_lora(self) -> None:
         super().init_lora()
@@ -101,13 +99,11 @@ class OwnersManager(TokenizerManager):
             self.broadcast.post()
 
     async def sigterm_watchdog(self) -> None:
-        """The workers end the server, when the last of their requests has ended."""
+        """Do nothing: the workers end the server after their last request."""
 
 
 class Owner:
-    """One of a launching process. All but its making, in the main thread, is done on its own
-    thread and loop.
-    """
+    """The owner, created on the main thread, and running on its own thread and event loop."""
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
         self._folder = OwnersFolder()
@@ -121,11 +117,11 @@ class Owner:
 
     @property
     def answers(self) -> str:
-        """Where what ranks say comes in."""
+        """Address for the ranks' answers."""
         return self._port_args.tokenizer_ipc_name
 
     def start(self) -> None:
-        """Returns when workers can ask, and raises what kept it from that."""
+        """Start the owner and wait until it takes workers' calls. Raises if the start failed."""
         threading.Thread(target=self._run, name="inflight-owner", daemon=True).start()
         self._serves.result(START_TIMEOUT_S)
 
@@ -139,7 +135,7 @@ class Owner:
                 self._serves.set_exception(error)
 
     async def _serve(self) -> None:
-        # its ``Frontend`` puts our routes on SGLang's app
+        # the manager's ``Frontend`` adds our routes to SGLang's app
         made: Any = OwnersManager(
             self._server_args, self._port_args, start_pd_bootstrap_service=False
         )
@@ -164,7 +160,7 @@ class Owner:
         calls.bind(str(self.owner_endpoint.calls))
         calls.listen(128)
         config = uvicorn.Config(AnswersWhenHeard(app, broadcast), lifespan="off", log_config=None)
-        # the worker that was called has a line of it, and nobody else answers here
+        # no access log here: the called worker logs each call
         logging.getLogger("uvicorn.access").addFilter(lambda _: False)
         async with await asyncio.start_unix_server(
             broadcast.attend, self.owner_endpoint.state, limit=LONGEST_LINE
@@ -186,7 +182,7 @@ class Owner:
         )
 
     def _go(self, manager: PatchedTokenizerManager, broadcast: StateBroadcast) -> None:
-        """Pauses end, and none is taken; ranks end when the last request has."""
+        """Shut down: release all pauses, take none, and end the ranks after the last request."""
         if manager.gracefully_exit:
             return
         manager.gracefully_exit = True
@@ -199,7 +195,7 @@ def _rows(adapters: Mapping[str, LoRARef]) -> tuple[Adapter, ...]:
 
 
 class AnswersWhenHeard:
-    """ASGI middleware: an answer begins when every worker has heard what it may say."""
+    """ASGI middleware that holds an answer back until every worker has acked the state."""
 
     def __init__(self, app: FastAPI, broadcast: StateBroadcast) -> None:
         self._app = app
@@ -215,7 +211,7 @@ class AnswersWhenHeard:
 
 
 def _mount_flush(app: FastAPI, manager: PatchedTokenizerManager) -> None:
-    """SGLang's route asks the manager of the process that it runs in, which here is none."""
+    """Replace SGLang's route, because it asks its process' own manager and there is none here."""
 
     async def flush_cache(timeout: float = Query(0.0, ge=0.0)) -> Response:
         flushed = await manager.flush_cache(timeout)

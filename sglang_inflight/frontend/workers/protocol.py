@@ -1,14 +1,14 @@
-"""What crosses between the owner and a worker besides calls: a line of JSON each."""
+"""Messages between the owner and a worker, one line of JSON each. Calls go by HTTP."""
 
 from __future__ import annotations
 
 import msgspec
 
-# bytes; a line names every adapter, or every request that moves, and asyncio's limit is 64 KiB
+# bytes; a line may name every adapter or every moved request, and asyncio's default is 64 KiB
 LONGEST_LINE = 64 << 20
 
 
-# how many requests use an adapter, by its id; none that nobody uses
+# adapter's id -> number of its requests; only adapters in use
 Uses = dict[str, int]
 
 
@@ -22,28 +22,28 @@ class Adapter(msgspec.Struct, frozen=True):
 
 
 class ServerState(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """What SGLang's readers in a worker are to know of the server, all of it each time."""
+    """The server's whole state, as SGLang's readers in a worker need it."""
 
-    # counts up; what a worker has heard of it says by this
+    # sequence number, repeated in a worker's ``Ack``
     number: int = 0
     weight_version: str
-    # of the last update from disk
+    # from the last update from disk
     model_path: str
     load_format: str
-    # no worker that waits for a checkpoint engine waits any longer
+    # ends a worker's wait for a checkpoint engine
     initial_weights_loaded: bool
     paused: bool
-    # weights are missing, and requests would end with 503
+    # weights are missing, so workers answer requests with 503
     hollow: bool
-    # how often preprocessed images and the like were to be forgotten
+    # count of cache clears of preprocessed images
     forgotten: int
-    # adapters that requests find, and those that they may have loaded again
+    # loaded adapters, and evicted ones that requests may reload
     adapters: tuple[Adapter, ...]
     reloadable: tuple[Adapter, ...]
 
 
 class Moved(msgspec.Struct, tag=True, frozen=True):
-    """Requests that go on with another adapter, whichever worker has them."""
+    """Requests moved to another adapter, on any worker."""
 
     rids: list[str]
     from_id: str
@@ -51,33 +51,33 @@ class Moved(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
-    """End the requests of these names, whichever worker has them."""
+    """Abort the requests of these names, on any worker."""
 
     number: int
     names: list[str]
 
 
 class Ack(msgspec.Struct, tag=True, frozen=True):
-    """A worker acts on the state of this number, and on all before it."""
+    """A worker has applied the state of this number, and all before it."""
 
     number: int
 
 
 class Aborted(msgspec.Struct, tag=True, frozen=True):
-    """The schedulers have been told to end ``count`` requests of a worker's."""
+    """A worker has sent the schedulers aborts of ``count`` requests."""
 
     number: int
     count: int
 
 
 class AdapterRefs(msgspec.Struct, tag=True, frozen=True):
-    """All that a worker's requests use now."""
+    """A worker's current counts of adapters' requests."""
 
     uses: Uses
 
 
 class Idle(msgspec.Struct, tag=True, frozen=True):
-    """A worker that was told to go has no request any more."""
+    """A worker that received SIGTERM has finished its last request."""
 
 
 Told = ServerState | Moved | Abort

@@ -1,5 +1,6 @@
-"""A request asks for an adapter that was unloaded to make room: its worker has the owner load it
-again, as SGLang does by itself where there is one worker.
+"""Reload an evicted adapter for a request, through the owner.
+
+With one worker SGLang reloads the adapter itself.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
     from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
-# on the owner's socket alone
+# only on the owner's socket
 _PATH = "/inflight/reload_lora_adapter"
 
 
@@ -34,7 +35,7 @@ class _Answer(msgspec.Struct):
 
 
 async def reload(calls: Path, request: LoadAdapterRequest) -> AdapterAnswer:
-    """In a worker. When it returns, the worker finds the adapter."""
+    """Ask the owner, from a worker, to reload an adapter. The worker has it after the return."""
     asked: Any = msgspec.convert(request, _Asked, from_attributes=True)
     async with owners_client(calls) as client:
         response = await client.post(f"http://owner{_PATH}", content=msgspec.json.encode(asked))
@@ -44,7 +45,7 @@ async def reload(calls: Path, request: LoadAdapterRequest) -> AdapterAnswer:
 
 
 def mount(app: FastAPI, manager: PatchedTokenizerManager) -> None:
-    """In the owner."""
+    """Mount the owner's route for workers' reloads."""
 
     async def load(request: Request) -> Response:
         asked = msgspec.json.decode(await request.body(), type=_Asked)

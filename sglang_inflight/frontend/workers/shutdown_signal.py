@@ -1,7 +1,7 @@
-"""Signals to a server with several tokenizer workers: its launching process receives them.
+"""Detect SIGTERM and SIGINT in the launcher of several tokenizer workers.
 
-A worker does not know whether the server was told to go. It may be told alone, by who restarts
-workers one after the other, and the server goes on.
+A SIGTERM to the launcher shuts the server down. A SIGTERM to a worker may only restart that
+worker, while the server goes on.
 """
 
 from __future__ import annotations
@@ -17,31 +17,29 @@ from sglang.srt.utils import kill_process_tree
 
 logger = logging.getLogger(__name__)
 
-# what uvicorn and granian end a server by
+# signals on which uvicorn and granian end a server
 _TELL = frozenset((signal.SIGTERM, signal.SIGINT))
 
 
 class ShutdownSignal:
-    """Hears of signals beside their handlers, which are the HTTP server's: Python writes the
-    number of each into a socket.
+    """Receives signals beside the HTTP server's handlers: Python writes each number to a socket.
 
-    SIGQUIT is how SGLang says in this process that a rank or a detokenizer has failed. SGLang's
-    handler then kills the server. uvicorn puts handlers of its own in place of all others when it
-    begins to supervise workers, and has nothing to do at SIGQUIT: the server would go on without
-    the rank, and answer nobody.
+    SGLang sends SIGQUIT to this process when a rank or a detokenizer has failed, and SGLang's
+    handler kills the server. uvicorn replaces that handler when it starts to supervise workers,
+    and ignores SIGQUIT. The server would go on without the rank, and answer no call.
     """
 
     def __init__(self) -> None:
-        """In the main thread, where Python has signals, before the HTTP server has its own."""
+        """Install on the main thread, as Python requires, before the HTTP server's handlers."""
         self._read, self._written = socket.socketpair()
         self._read.setblocking(False)
         self._written.setblocking(False)
         signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
-        # SGLang's, or one that was given to it
+        # SGLang's handler, or a user's
         self._end_of_a_child = signal.getsignal(signal.SIGQUIT)
 
     async def listen(self, told: Callable[[], None]) -> None:
-        """On any thread's event loop, for ever. ``told`` is called when the server is to go."""
+        """Wait for signals forever, on any event loop. SIGTERM and SIGINT call ``told``."""
         loop = asyncio.get_running_loop()
         while True:
             numbers = await loop.sock_recv(self._read, 64)
@@ -51,11 +49,11 @@ class ShutdownSignal:
                 told()
 
     def _end(self) -> None:
-        """End the server as with one worker, unless SGLang's handler is in place and does so."""
+        """End the server, unless SGLang's own handler is still installed and does so."""
         handler = self._end_of_a_child
         if signal.getsignal(signal.SIGQUIT) is handler:
             return
-        logger.critical("SIGQUIT: a process of this server has failed, and so the server ends.")
+        logger.critical("SIGQUIT: a process of this server has failed. The server shuts down.")
         if callable(handler):
             handler(signal.SIGQUIT, None)
         else:

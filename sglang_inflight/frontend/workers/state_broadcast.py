@@ -1,4 +1,4 @@
-"""What every worker is told, and whether it has heard it."""
+"""Broadcast the owner's state to every worker, and collect the acks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,29 @@ from sglang_inflight.frontend.workers.protocol import (
 
 logger = logging.getLogger(__name__)
 
-# A worker tokenizes on its event loop, and may be stopped for a debugger.
+# long: a worker tokenizes on its event loop, and may be stopped in a debugger
 HEARING_TIMEOUT_S = 10.0
 
 
 class _Reader:
-    """One worker's connection. ``heard`` is the number of the state that it acts on."""
+    """One worker's connection. ``heard`` is the number of the last acked state."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
         self.heard = 0
-        # nobody waits for it until it has said something
+        # true: a wait has timed out, and later waits skip the worker until its next ack
         self.is_silent = False
         self.is_drained = False
-        # how many requests it has ended, by the number of the abort
+        # abort's number -> number of aborted requests
         self.aborted: dict[int, int] = {}
         self.uses: Uses = {}
 
 
 class StateBroadcast:
-    """Tells every worker the same, in the same order. Lives on the owner's event loop.
+    """Sends every worker the same messages in the same order. Lives on the owner's event loop.
 
-    A worker that connects is told at once what there is to know, and is among the readers from
-    then on: nothing is awaited in between, so no state passes it by. One that has ended is no
-    reader any more, and nobody waits for it.
+    A connecting worker gets the current state and joins the readers without an await in between,
+    so it misses no state. A worker that has ended leaves the readers, and no call waits for it.
     """
 
     def __init__(
@@ -55,9 +54,11 @@ class StateBroadcast:
         count: Callable[[Uses, Uses], Awaitable[None]],
         end: Callable[[], None],
     ) -> None:
-        """``read`` looks up what is so now; ``count`` is told how a worker used adapters before,
-        and how it does now; ``end`` is called once, when the server was told to go and no worker
-        is left that has requests.
+        """Create a broadcast.
+
+        ``read`` returns the current state. ``count`` gets a worker's previous and current counts
+        of adapters' requests. ``end`` is called once, after SIGTERM to the server and the last
+        worker's last request.
         """
         self._read = read
         self._count = count
@@ -69,17 +70,17 @@ class StateBroadcast:
         self._heard = asyncio.Condition()
 
     def post(self) -> None:
-        """Tell what has changed, if anything has."""
+        """Send the state if it has changed."""
         state = msgspec.structs.replace(self._read(), number=self._state.number)
         if state != self._state:
             self._tell(state)
 
     def tell_of_move(self, rids: list[str], from_id: str, to_id: str) -> None:
-        """Each worker knows the adapter by then that its requests go on with."""
+        """Tell workers that requests moved. Each worker knows the new adapter by then."""
         self.post()
         for reader in self._readers:
             reader.writer.write(line(Moved(rids, from_id, to_id)))
-        # which is heard when that is
+        # a new state number: its ack covers the move
         self._tell(self._state)
 
     def _tell(self, state: ServerState) -> None:
@@ -88,11 +89,10 @@ class StateBroadcast:
             reader.writer.write(line(self._state))
 
     async def abort(self, names: list[str]) -> int:
-        """Have every worker end its requests of these names. Returns how many it was.
+        """Let every worker abort its requests of these names. Return the number of requests.
 
-        A worker resolves a name to its own requests, and has told the schedulers to end them
-        when it answers. So a request that a caller begins after the answer, under the same name
-        and with any worker, goes on.
+        A worker resolves names to its own requests, and answers after sending the schedulers the
+        aborts. So a request sent to any worker after the answer, under the same name, goes on.
         """
         self._aborts = number = self._aborts + 1
         asked = set(self._readers)
@@ -107,7 +107,7 @@ class StateBroadcast:
                 await self._heard.wait_for(lambda: not waited_for())
         except TimeoutError:
             logger.error(
-                "%d tokenizer workers have not said within %g s that they end requests named %s",
+                "%d tokenizer workers have not acked within %g s the abort of requests named %s",
                 len(waited_for()),
                 HEARING_TIMEOUT_S,
                 names,
@@ -115,9 +115,9 @@ class StateBroadcast:
         return sum(each.aborted.pop(number, 0) for each in asked)
 
     async def wait_acked(self) -> None:
-        """Every worker acts on what is so now, or is silent, which is logged.
+        """Wait until every worker has applied the current state. Log silent workers.
 
-        One that is stopped keeps one answer waiting, and not each: it takes no request either.
+        A stopped worker delays only one answer: it takes no requests, so later waits skip it.
         """
         self.post()
         number = self._state.number
@@ -127,8 +127,8 @@ class StateBroadcast:
         except TimeoutError:
             silent = self._behind(number)
             logger.error(
-                "%d tokenizer workers have not heard within %g s what is served now, and may "
-                "name an older version",
+                "%d tokenizer workers have not acked the served version within %g s, and may "
+                "name an older one",
                 len(silent),
                 HEARING_TIMEOUT_S,
             )
@@ -139,7 +139,7 @@ class StateBroadcast:
         return [each for each in self._readers if each.heard < number and not each.is_silent]
 
     async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A worker's connection, to its end."""
+        """Serve a worker's connection until it ends."""
         one = _Reader(writer)
         self._readers.add(one)
         writer.write(line(self._state))
@@ -171,12 +171,12 @@ class StateBroadcast:
             writer.close()
 
     def end_when_drained(self) -> None:
-        """The server was told to go, and not one of its workers alone."""
+        """Note that the whole server is shutting down, and end it once all workers are idle."""
         self._may_end = True
         self._end_when_all_are_drained()
 
     def _end_when_all_are_drained(self) -> None:
-        """Those whose workers have died have no requests either."""
+        """End the server if all connected workers are idle. Dead workers do not count."""
         if self._may_end and all(reader.is_drained for reader in self._readers):
             self._may_end = False
             self._end()

@@ -1,4 +1,4 @@
-"""One of several tokenizer workers."""
+"""One of several tokenizer workers, following the owner's state."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Takes requests, and tells SGLang's readers in this process what the owner says.
+    """Applies the owner's state to SGLang's objects in this process.
 
-    Made before the worker takes its first request, and it has heard the state by then: also one
-    that is started anew, after another one died, whose arguments are those of the server's
-    start. Lives on the worker's event loop.
+    Created before the worker's first request, with the current state: a worker restarted after a
+    crash has only the arguments of the server's start. Lives on the worker's event loop.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Worker:
         self._tells_uses_soon = False
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(owner_endpoint.state))
-        # no byte more than the line, because the rest is read elsewhere
+        # unbuffered: read the first line only, because the event loop reads the rest
         with connection.makefile("rb", buffering=0) as file:
             first = read_told(file.readline())
         assert isinstance(first, ServerState)
@@ -75,38 +74,37 @@ class Worker:
         self._act(first)
         connection.setblocking(False)
         keep(tokenizer_manager.asyncio_tasks, self._listen(connection))
-        # SGLang does so at a worker's first request. One that never had any would be ended by
-        # its HTTP server alone, which waits for the calls that it handed on.
+        # SGLang does so only at the first request. A worker without requests would then be ended
+        # by its HTTP server, and that waits for the forwarded calls.
         tokenizer_manager.auto_create_handle_loop()
 
     def end(self) -> None:
-        """Its requests have ended. SGLang would end the schedulers now, and with them the
-        requests of other workers.
-        """
+        """Report the worker idle. SGLang would end the schedulers, and other workers' requests."""
         self._say(Idle())
 
     async def until_answered(self) -> None:
-        """The owner has ended the schedulers by then, and answered what waited for them."""
+        """Wait for the owner's answers to forwarded calls; ending the schedulers fails them."""
         await self._forward.until_answered()
 
     async def reload(self, request: LoadAdapterRequest) -> AdapterAnswer:
-        """An adapter that was unloaded to make room, and that a request asks for."""
+        """Reload an evicted adapter for a request."""
         return await reload(self._calls, request)
 
     async def abort(self, names: list[str]) -> int:
-        """End the requests of these names, whichever worker has them. Returns how many it was."""
+        """Abort the requests of these names on all workers. Return the number of requests."""
         return await aborting.abort(self._calls, names)
 
     async def _listen(self, connection: socket.socket) -> None:
-        """A worker that hears no more must not go on serving: what it says of the server would be
-        of the past. Its HTTP server does as where a worker has died. One that was told to go
-        ends by itself, when it has answered.
+        """Follow the owner. If that fails, exit at once: the worker would serve stale state.
+
+        The HTTP server then treats the worker as dead. A worker that received SIGTERM ends by
+        itself, after its answers.
         """
         try:
             await self._hear(connection)
             logger.error("The process that owns the server's state has ended.")
         except Exception:
-            logger.exception("This tokenizer worker cannot follow what the server's owner says.")
+            logger.exception("This tokenizer worker cannot follow the owner of the server's state.")
         if not self._tokenizer_manager.gracefully_exit:
             os._exit(1)
 
@@ -150,7 +148,7 @@ class Worker:
         tokenizer_manager.lora_ref_cache = {ref.lora_name: ref for ref in refs}
 
     def _uses_have_changed(self) -> None:
-        """Told once for all that begin or end in one turn of the event loop."""
+        """Send the counts once for all changes in one turn of the event loop."""
         if not self._tells_uses_soon:
             self._tells_uses_soon = True
             asyncio.get_running_loop().call_soon(self._tell_uses)
