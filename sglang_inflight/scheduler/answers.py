@@ -1,4 +1,4 @@
-"""How one rank answers the front end."""
+"""Sends one rank's answers to the front end."""
 
 from __future__ import annotations
 
@@ -23,13 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class AnswerChannel:
-    """A way of this rank's own to the front end.
+    """This rank's own channel to the front end. Used by the scheduler's and staging threads.
 
-    Upstream gives only a replica's first rank a socket, so a failure on another rank is
-    lost. A collective could gather the answers, but then a dead rank would hang the
-    others; with a socket each, silence is seen by the front end and by nobody else.
-
-    Both the scheduler loop and the staging thread answer.
+    SGLang gives only a replica's first rank a socket, so a failure on another rank would be
+    lost. A collective could gather the answers, but a dead rank would then hang the others.
+    With a socket per rank, only the front end notices a silent rank.
     """
 
     def __init__(self, way: ReplyTransport) -> None:
@@ -43,26 +41,29 @@ class AnswerChannel:
         self._send(answer, call.call_id, call.http_worker_ipc)
 
     def fail(self, call: InflightCall[Any], error: BaseException) -> None:
-        """Answer with ``error``. What is not an answer of ours is a surprise, so log it whole."""
+        """Answer with ``error``. Log the traceback of an unexpected error."""
         if not isinstance(error, InflightError):
             logger.error("%s failed", type(call).__name__, exc_info=error)
         failed = _failed(error, str(error) or repr(error), surprise="RankFailed")
         self._send(failed, call.call_id, call.http_worker_ipc)
 
     def succeed_request(self, request: BaseReq) -> None:
-        """Say of a control request of upstream's that it is done here."""
+        """Answer one of SGLang's control requests: this rank's handler has succeeded."""
         assert request.rid is not None
         self._send(Done(), request.rid, request.http_worker_ipc)
 
     def fail_request(self, request: BaseReq, error: BaseException, message: str) -> None:
-        """Say of a control request of upstream's that its handler raised ``error``."""
+        """Answer one of SGLang's control requests: this rank's handler raised ``error``."""
         if request.rid is None:
             return
         failed = _failed(error, message, surprise="HandlerFailed")
         self._send(failed, request.rid, request.http_worker_ipc)
 
     def tell_that_generation_continues(self) -> None:
-        """By itself: no caller's answer says so. One rank tells it for its replica."""
+        """Tell the front end that generation continues without a call.
+
+        Only a replica's first rank sends.
+        """
         if self._is_first:
             self._way.send(GenerationContinues())
 
@@ -73,8 +74,10 @@ class AnswerChannel:
 
 
 def sendable(text: str) -> str:
-    """``text`` with what no message can carry written out: a file's name may be no text, and
-    what somebody sent may say half of a character."""
+    """Escape lone surrogates in ``text``, because no message can carry them.
+
+    File names and clients' strings may contain them.
+    """
     return text.encode(errors="backslashreplace").decode()
 
 

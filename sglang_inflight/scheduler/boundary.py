@@ -1,8 +1,8 @@
-"""The step boundary: the place in the event loop where weights and pauses may change.
+"""The step boundary: the only place in the event loop where weights and pauses change.
 
 The loop takes in messages between two steps. Under overlap scheduling the last batch is
-then launched, but its result is still queued: its tokens are sampled and not yet written
-to their requests, and on CUDA its kernels may still run.
+then launched, but its result is still queued: its tokens are not yet written to their
+requests, and on CUDA its kernels may still run.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Boundary:
-    """What pauses and commits may do to a scheduler between two of its steps.
+    """Operations of pauses and commits on a scheduler between two steps.
 
-    Only the scheduler's own thread calls this, from a message's handler, which
-    ``ingest_requests`` runs at a boundary and nowhere else.
+    Only the scheduler's thread calls this, from a message's handler. ``ingest_requests`` runs
+    handlers at a boundary and nowhere else.
     """
 
     def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
@@ -43,9 +43,9 @@ class Boundary:
 
     @property
     def pending_batches(self) -> list[ScheduleBatch]:
-        """Batches that were launched and whose results are not processed, oldest first.
+        """Launched batches with unprocessed results, oldest first.
 
-        Each is the object that ``process_batch_result`` will be called with.
+        The same objects are later passed to ``process_batch_result``.
         """
         if get_parallel().pp_size > 1:
             return self._pending_microbatches()
@@ -53,11 +53,11 @@ class Boundary:
 
     @property
     def _result_queue(self) -> Sequence[tuple[ScheduleBatch, Any]]:
-        # the normal loop has none: it processes a result before the next boundary
+        # the normal loop has no queue: it processes a result before the next boundary
         return getattr(self._scheduler, "result_queue", ())
 
     def _pending_microbatches(self) -> list[ScheduleBatch]:
-        """The pipeline's loop has processed that one whose turn it is, and no other."""
+        """Return the microbatches in flight: all but the current turn's."""
         scheduler = self._scheduler
         microbatches, turn = len(scheduler.running_mbs), self._turn
         pending = []
@@ -70,7 +70,7 @@ class Boundary:
 
     @property
     def _turn(self) -> int:
-        """Of the pipeline's loop: the index of its microbatch."""
+        """Index of the microbatch whose turn the pipeline's loop is in."""
         running = self._scheduler.running_mbs
         return next(i for i, batch in enumerate(running) if batch is self._scheduler.running_batch)
 
@@ -78,43 +78,43 @@ class Boundary:
         """Finish the last forward and process its result, as the loop itself would.
 
         Afterwards every sampled token is in its request, and no kernel of a forward
-        runs. The loop must not wait for that result again: patch 0001 sees to it.
+        runs. Patch 0001 keeps the loop from waiting for that result again.
         """
         scheduler = self._scheduler
         self._finish_chunk()
         while self._result_queue:
             batch, result = scheduler.result_queue.popleft()
             scheduler.process_batch_result(batch, result)
-        # a result is ready when its tokens are copied, which is before the forward's end
-        # where a draft model runs after the sampling. Without overlap scheduling forwards run
-        # on the loop's own stream, which is current here.
+        # A result is ready when its tokens are copied. A draft model may still run after that,
+        # so wait for the stream. Without overlap scheduling forwards run on the loop's own
+        # stream, the current one here.
         if scheduler.device != "cpu":
             scheduler.forward_stream.synchronize()
             scheduler.device_module.current_stream().synchronize()
 
     def stand_still(self) -> None:
-        """Drain, for longer than a step may take.
+        """Drain, and tell SGLang's watchdog to expect no step.
 
-        SGLang's watchdog ends a server whose batch makes no step, unless there is none.
+        The watchdog ends a server whose current batch makes no step, unless there is no batch.
         """
         self.drain()
         self.expect_no_step()
 
     def expect_no_step(self) -> None:
-        """Before this handler lasts longer than a step may take: as ``stand_still`` says."""
+        """Keep the watchdog quiet while this handler lasts longer than a step may."""
         self._scheduler.cur_batch_for_debug = None
 
     def is_fully_idle(self, *, ignore_waiting: bool = False) -> bool:
-        """SGLang's own question, after the result of the forward in flight was processed."""
+        """Return SGLang's ``is_fully_idle``, after processing the result in flight."""
         self.drain()
         self._forget_finished()
         return self._scheduler.is_fully_idle(ignore_waiting=ignore_waiting)
 
     def _forget_finished(self) -> None:
-        """Empty the batches in which every request has ended: SGLang counts those for busy.
+        """Empty the batches whose requests have all finished: SGLang counts them as busy.
 
-        SGLang does so when it schedules the next step, and a frozen loop schedules none. Their
-        KV went with their last result.
+        SGLang empties them when it schedules the next step, and a frozen loop schedules none.
+        Their KV was released with their last result.
         """
         scheduler = self._scheduler
         batches = [scheduler.running_batch, scheduler.last_batch]
@@ -126,10 +126,10 @@ class Boundary:
                 batch.batch_is_full = False
 
     def _finish_chunk(self) -> None:
-        """What the loop of a prefill server does before it processes a result.
+        """Process the chunk of the last batch, as a prefill server does before its result.
 
-        The KV of a chunk is sent with the result of its forward, as far as is known then to be
-        cached. SGLang does not do it a second time.
+        The result sends the chunk's KV, as far as it is cached by then. The flag keeps SGLang
+        from processing the chunk a second time.
         """
         scheduler = self._scheduler
         last = scheduler.last_batch
@@ -156,12 +156,12 @@ class Boundary:
         return live
 
     def _backed_up(self) -> list[Req]:
-        """Prefilled, and in no batch until HiSparse has backed their KV up."""
+        """Return prefilled requests that wait, in no batch, for HiSparse to back up their KV."""
         coordinator = self._scheduler.hisparse_coordinator
         return [] if coordinator is None else [act.req for act in coordinator.ack_staging_queue]
 
     def between_servers(self) -> Iterator[Req]:
-        """Requests in the queues that only a prefill server has, or a decode server."""
+        """Yield the requests in the queues of a prefill server, or of a decode server."""
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
             yield from scheduler.disagg_prefill_bootstrap_queue.queue
@@ -169,28 +169,28 @@ class Boundary:
         elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
             prealloc = scheduler.disagg_decode_prealloc_queue
             yield from prealloc.retracted_queue
-            # they are sent for again when generation goes on
+            # retracted by a pause: their prompts are prefilled again when generation continues
             yield from prealloc.held_rebootstrap_reqs
             transfers = scheduler.disagg_decode_transfer_queue.queue
             yield from (entry.req for entry in (*prealloc.queue, *transfers))
 
     def running_requests(self) -> set[Req]:
-        """Requests that were admitted and are not finished."""
+        """Return the unfinished requests admitted to a batch."""
         scheduler = self._scheduler
         admitted = scheduler.collect_inflight_reqs()
         if scheduler.chunked_req is not None:
             admitted.add(scheduler.chunked_req)
         admitted.update(self._backed_up())
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
-            # until the decode server has their KV
+            # they run until the decode server has their KV
             admitted.update(scheduler.disagg_prefill_inflight_queue)
         return {req for req in admitted if not req.finished() and not req.is_retracted}
 
     def begun_requests(self) -> set[Req]:
-        """Those that a pause which drains lets run to their end.
+        """Return the requests that a draining pause lets finish.
 
-        On a decode server that is also what has KV and no slot yet, and what memory drove to the
-        host: held back, it would keep the memory that those which run may need.
+        On a decode server these include requests with KV and no slot yet, and requests moved
+        to the host for lack of memory. Held back, they would keep memory from running requests.
         """
         scheduler = self._scheduler
         begun = self.running_requests()
@@ -200,7 +200,7 @@ class Boundary:
         return begun
 
     def waiting_requests(self) -> list[Req]:
-        """Those that are to run, but for those whose KV is on its way to this server."""
+        """Return the queued requests, without those whose KV is in transfer to this server."""
         scheduler = self._scheduler
         waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
@@ -213,7 +213,7 @@ class Boundary:
         return waiting
 
     def _queue_for_the_other_server(self) -> Iterator[list[Any]]:
-        """Where requests wait until both servers know of them."""
+        """Yield the queue of requests that wait for the other server, if there is one."""
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
             yield scheduler.disagg_prefill_bootstrap_queue.queue
@@ -222,9 +222,9 @@ class Boundary:
 
     @property
     def may_be_written_to(self) -> bool:
-        """Does the prefill server perhaps still write KV of a request that was ended?
+        """Whether the prefill server may still write the KV of an ended request.
 
-        SGLang keeps the memory until that server says no, for 30 s at most.
+        SGLang keeps the memory until the prefill server says no, for 30 s at most.
         """
         scheduler = self._scheduler
         return (
@@ -233,38 +233,41 @@ class Boundary:
         )
 
     def why_not_recomputed(self) -> str | None:
-        """Why some KV must stay, whatever happens; None where all can be made anew."""
+        """Return why some KV must stay, or None where all KV can be recomputed."""
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.NULL:
             return None
         have_kv = {req for req in self.live_requests() if req.kv.holds_kv}
         if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            # on the host, or on its way there
+            # their KV is on the host, or in transfer
             have_kv.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
             have_kv.update(entry.req for entry in scheduler.disagg_decode_transfer_queue.queue)
         holding = len(have_kv) + self.may_be_written_to
         if not holding:
             return None
         return (
-            f"{holding} requests have KV, and one server makes the KV of a request's prompt and "
-            "another one uses it (--disaggregation-mode)"
+            f"{holding} requests have KV, and this server cannot recompute it: a prefill server "
+            "computes KV for a decode server (--disaggregation-mode)"
         )
 
     def requests_without_kv(self) -> list[Req]:
-        """Those that wait, here or for another server, and have not looked for a prefix yet."""
+        """Return the queued requests that have not yet looked up a prefix.
+
+        Some of them wait for another server.
+        """
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            # what is in its waiting queue has its prompt's KV
+            # a decode server's waiting queue holds requests with their prompt's KV
             asked_for = [entry.req for entry in scheduler.disagg_decode_prealloc_queue.queue]
             held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
             return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
         return self.waiting_requests()
 
     def free_sessions(self) -> list[Req]:
-        """Let go of what streaming sessions keep for requests to come.
+        """Release the KV that idle streaming sessions keep for their next request.
 
-        Returns those that use theirs. One that waits may have been lent it already, and has
-        computed nothing on it.
+        Return the requests that use their session's KV. A waiting request is not one of them:
+        it may have borrowed the KV already, but has computed nothing on it.
         """
         cache: PrefixCache = self._scheduler.tree_cache
         records = cache.session_records()
@@ -282,9 +285,10 @@ class Boundary:
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
     def is_of_another_worker(self, request: AbortRequest) -> bool:
-        """Is what has the name a request of another tokenizer worker than the abort?
+        """Return whether the named request belongs to another tokenizer worker than the abort.
 
-        A worker means its own, which may have ended or been refused by now (``names.py``).
+        A worker aborts its own request. That request may have ended, or been refused, by now
+        (``names.py``), and another worker's request may have its name.
         """
         worker = request.http_worker_ipc
         if request.abort_all or worker is None:
@@ -293,11 +297,11 @@ class Boundary:
         return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)
 
     def abort_waiting(self, request: AbortRequest) -> None:
-        """End those that wait where SGLang's own abort ends none, or none before the next batch.
+        """Abort queued requests that SGLang's abort misses, or ends only with the next batch.
 
-        That is for their grammar; and for generation to go on, when a decode server would send
-        for them again. What SGLang's abort finds in the waiting queue it ends at once, but on a
-        decode server that has its KV.
+        Requests without a compiled grammar move to the waiting queue, where SGLang's abort ends
+        them at once. A decode server's waiting queue holds requests with KV only, so there they
+        are ended here. So are its ``held_rebootstrap_reqs``.
         """
         scheduler = self._scheduler
         grammars = scheduler.grammar_manager
@@ -317,7 +321,7 @@ class Boundary:
             req for req in prealloc.held_rebootstrap_reqs if req not in held
         ]
         for req in held:
-            # its last token, which it was to begin with
+            # the last token, kept apart for the prefill that is not going to happen
             if req.pd_rebootstrap_forced_output_id is not None:
                 req.output_ids.append(req.pd_rebootstrap_forced_output_id)
                 req.pd_rebootstrap_forced_output_id = None
@@ -327,7 +331,7 @@ class Boundary:
     def retract(self) -> int:
         """Send running requests back to the waiting queue and free their KV.
 
-        Leaves the loop running or paused, whichever it was. Returns how many went back.
+        Leave the loop running or paused, as before. Return the number of retracted requests.
         """
         scheduler = self._scheduler
         self.drain()
@@ -345,10 +349,10 @@ class Boundary:
         return len(running)
 
     def _retract_microbatches(self) -> None:
-        """Upstream's retraction knows of one batch that runs, and a pipeline has several.
+        """Retract the requests of all microbatches: SGLang's retraction knows one batch.
 
-        None of them may be in flight. Every stage has the same ones, and puts their requests
-        into its queue in the same order.
+        No microbatch may be in flight. Every stage has the same microbatches, and queues their
+        requests in the same order.
         """
         scheduler = self._scheduler
         batches = [*scheduler.running_mbs, *(b for b in scheduler.last_mbs if b is not None)]
@@ -369,7 +373,10 @@ class Boundary:
             scheduler._add_request_to_queue(req)
 
     def _retract_backed_up(self) -> None:
-        """Upstream's retraction looks for them in the last batch, which they soon leave."""
+        """Retract the requests that HiSparse backs up, once they have left the last batch.
+
+        SGLang's retraction looks for them in that batch only.
+        """
         scheduler = self._scheduler
         in_batches = scheduler.collect_inflight_reqs()
         reqs = [req for req in self._backed_up() if req not in in_batches]
@@ -389,11 +396,11 @@ class Boundary:
         )
 
     def flush(self, *, empty_cache: bool) -> None:
-        """Forget every cached prefix. Nothing may hold KV, which ``retract`` makes true."""
+        """Forget every cached prefix. No request may hold KV: call ``retract`` before."""
         scheduler = self._scheduler
         finish_copies(scheduler.tree_cache)
         self._forget_finished()
-        # requests that wait, for a slot or for their grammar, hold no KV
+        # SGLang refuses to flush while requests wait. They hold no KV, so hide them
         was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         queues = [scheduler.grammar_manager.grammar_queue, *self._queue_for_the_other_server()]
         held = [list(queue) for queue in queues]

@@ -1,9 +1,9 @@
-"""What the ranks of a replica decide together, because they step together.
+"""Collectives by which the ranks of a replica agree, because they step together.
 
-All see the same control messages in the same pass of their loops. What they need not have in
-common are their clocks, the requests of their attention DP group, and their own failures.
-Each function is a collective over the replica's ranks on the host: all of them call it in the
-same pass, on the scheduler's thread, which alone uses that group.
+All ranks see the same control messages in the same pass of their loops. Their clocks, their
+failures and the requests of their attention DP groups may differ. Each function is a collective
+over the replica's ranks on the host. All ranks call it in the same pass, on the scheduler's
+thread. No other thread uses that group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def smallest(here: int) -> int:
-    """Of what the ranks say."""
+    """Return the smallest of the ranks' values."""
     group = get_parallel().tp_group
     if group.world_size == 1:
         return here
@@ -29,12 +29,12 @@ def smallest(here: int) -> int:
 
 
 def is_true_of_any(here: bool) -> bool:
-    """Whether any rank says so."""
+    """Return whether ``here`` is true on any rank."""
     return smallest(int(not here)) == 0
 
 
 def as_first_rank_says(here: list[T]) -> list[T]:
-    """The first rank's list. What is in it must pickle."""
+    """Return the first rank's list. Its items must pickle."""
     group = get_parallel().tp_group
     if group.world_size == 1:
         return here
@@ -43,7 +43,7 @@ def as_first_rank_says(here: list[T]) -> list[T]:
 
 
 def as_first_rank_of_all_says(here: list[T]) -> list[T]:
-    """As above, over all stages of a pipeline too."""
+    """Return the list of the first rank of all pipeline stages. Its items must pickle."""
     group = get_parallel().world_group
     said: list[T] = broadcast_pyobj(here, group.rank, group.cpu_group, src=group.ranks[0])
     return said

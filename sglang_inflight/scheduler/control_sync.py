@@ -1,19 +1,18 @@
-"""Calls of ours that ranks hear of in different steps, and take in in the same one.
+"""Makes all ranks take in a control call in the same step, where SGLang does not.
 
 With ``--enable-dp-attention-local-control-broadcast`` the first rank of each attention DP group
-has control calls from a socket of its own, and hands them to its group alone: SGLang saves the
-collective over all ranks in each pass of their loops. A pause or a commit on one group in one
-step, and on the next group in another, would leave a rank in a forward that another one does
-not make, or with other weights in it.
+receives control calls on its own socket, and broadcasts them to its group alone. SGLang thus
+saves a collective over all ranks in each pass. But two groups may receive a pause or a commit in
+different steps. Then one rank would make a forward without the other, or with other weights.
 
-So each rank counts the calls that it has heard of, and takes in as many as all have. The ranks
-tell each other in the exchange that attention DP makes before each forward anyway, where a
-number more costs nothing; all have its outcome before the next boundary. Calls reach each group
-in the same order, through the one process that hands them out, so a count names them. In a pass
-that made no such exchange, because a pause holds the loop, they exchange it by themselves.
+So each rank counts the calls received, and takes in the smallest count of all ranks. A count
+identifies calls, because one process sends them to all groups in the same order. The ranks
+exchange counts in attention DP's own exchange before each forward, at no extra cost. All ranks
+have the result before the next boundary. A pass without that exchange, because a pause holds the
+loop, exchanges counts by a collective of its own.
 
-The passes of two ranks are the same passes: either exchange is made by all. Whether a pass makes
-the one or the other hangs on calls that were taken in, and on nothing else.
+All ranks make the same passes, and the same exchange in each pass: the choice depends only on
+calls taken in before.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.dp_attn import MLPSyncBatchInfo
 
-# SGLang's pauses are ours too, whoever sends them; and its checks of weights, which may overwrite
-# them, are collectives
+# Besides our calls: SGLang's pause messages, because we handle them; and its weight checks,
+# because they are collectives and may overwrite weights
 _TOGETHER = (
     *CALLS,
     PauseGenerationReqInput,
     ContinueGenerationReqInput,
     CheckWeightsReqInput,
 )
-# of a rank that is not there, which holds nobody back
+# the count of an absent rank, larger than all others
 _ALL = 1 << 62
 
 
 class ControlSync:
-    """The calls of one scheduler that others may not have heard of yet.
+    """Calls of one scheduler that other ranks may not have received yet.
 
-    Only the scheduler's thread touches it. It belongs to the process, which has one scheduler,
-    because the object that SGLang makes for the exchange knows of none.
+    Only the scheduler's thread touches it. There is one per process, because SGLang's exchange
+    object has no reference to the process's one scheduler.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[Any] = deque()
-        # counts of calls, since the start
+        # numbers of calls since the start
         self._heard = 0
         self._taken = 0
         self._heard_by_all = 0
-        # whether the last pass exchanged that
+        # whether the last pass exchanged counts
         self._has_exchanged = False
 
     @property
@@ -70,11 +69,14 @@ class ControlSync:
 
     @property
     def is_waiting(self) -> bool:
-        """Is there a call that a next pass is to take in?"""
+        """Whether a received call is not taken in yet."""
         return bool(self._waiting)
 
     def take(self, requests: list[Any]) -> list[Any]:
-        """At a boundary: those of ``requests``, and of calls that waited, which are due now."""
+        """Return other ``requests``, and the waiting calls received by all ranks.
+
+        Called at a boundary.
+        """
         if not self.is_needed:
             return requests
         calls = [each for each in requests if isinstance(each, _TOGETHER)]
@@ -88,18 +90,18 @@ class ControlSync:
         return [each for each in requests if not isinstance(each, _TOGETHER)] + due
 
     def tell(self, row: torch.Tensor) -> torch.Tensor:
-        """``row`` is what this rank says of itself in SGLang's exchange."""
+        """Append this rank's count to ``row``, its row in SGLang's exchange."""
         return self._with(row, self._heard)
 
     def count_for_absent_rank(self, row: torch.Tensor) -> torch.Tensor:
-        """``row`` is what is said of a rank that is not there."""
+        """Append a count to ``row``, the row of an absent rank, that delays no other rank."""
         return self._with(row, _ALL)
 
     def _with(self, row: torch.Tensor, count: int) -> torch.Tensor:
         return torch.cat([row, row.new_tensor([count])]) if self.is_needed else row
 
     def hear(self, exchanged: MLPSyncBatchInfo) -> None:
-        """``exchanged`` has a row of each attention DP group's first rank."""
+        """Read the counts off ``exchanged``, with a row per attention DP group's first rank."""
         if self.is_needed:
             self._heard_by_all = int(exchanged.tp0_info_cpu[:, -1].min())
             self._has_exchanged = True

@@ -1,4 +1,4 @@
-"""The one object of ours in each scheduler process, which patches and hooks call."""
+"""Our one object in each scheduler process, called by patches and hooks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
 
-# They read results that are in flight, or change what the forwards after them are made with.
+# These messages read results in flight, or change the state that later forwards use.
 _AT_A_BOUNDARY = (
     PauseGenerationReqInput,
     ContinueGenerationReqInput,
@@ -111,8 +111,8 @@ _AT_A_BOUNDARY = (
 class Controller:
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
 
-    Everything here runs on the scheduler's thread; only ``Jobs`` do not. No
-    handler can end the scheduler: an exception becomes the rank's answer.
+    Everything here runs on the scheduler's thread, except ``Jobs``. A handler cannot end the
+    scheduler: its exception becomes the rank's answer.
     """
 
     def __init__(self, scheduler: ReservingScheduler, port_args: PortArgs) -> None:
@@ -140,7 +140,7 @@ class Controller:
         )
         self.adapters = Adapters(scheduler, boundary, self.fence)
         self.live = LiveWeights(scheduler)
-        # since when the loop has made no step because the weights cannot be served
+        # time.perf_counter() at the first step skipped because the weights cannot be served
         self._weights_hold_since: float | None = None
         self.staging = make_staging(
             scheduler,
@@ -214,7 +214,7 @@ class Controller:
             dispatched[call_type] = self._pipeline_drain.defer(dispatched[call_type], needed)
         dispatched[TimesOver] = self._pipeline_drain.defer(self.pause.end_times)
         scheduler._request_dispatcher += TypeBasedDispatcher([*dispatched.items()])
-        # a sender that does not know us (a script on the socket) still means our pauses
+        # a script on the socket may send SGLang's own pause messages: handle them as ours
         scheduler._request_dispatcher._mapping |= {
             PauseGenerationReqInput: self._pipeline_drain.defer(self._take_upstream_pause),
             ContinueGenerationReqInput: self._pipeline_drain.defer(self._take_upstream_continue),
@@ -226,13 +226,16 @@ class Controller:
     # ---- called by patches and hooks ----------------------------------------------
 
     def holds_the_loop(self) -> bool:
-        """At every step boundary, after the messages: is the engine paused?"""
+        """Return whether the loop must skip this step.
+
+        Called at every step boundary, after the messages were handled.
+        """
         self._background.answer_for_those_done()
         why_not = self.live.why_not_served
         self._commit_answers.give_due(wait=self.is_frozen or why_not is not None)
         if why_not is None or self.is_frozen:
             self._weights_let_go()
-        # those that a pause holds wait with it, for an update that is to come or goes on
+        # requests wait while a pause is held, or while an update is open; otherwise end them
         elif self.staging.state is StagingState.EMPTY:
             self._refuse_to_generate(why_not)
         if self.pause.holds_the_loop():
@@ -246,34 +249,43 @@ class Controller:
         return True
 
     def _weights_let_go(self) -> None:
-        """They are served again, or a pause holds the loop, which forgives its own time."""
+        """Extend request timeouts by the time for which the weights held the loop.
+
+        Called when the weights can be served again, or when a pause takes over the holding: the
+        pause extends the timeouts by its own time.
+        """
         if self._weights_hold_since is not None:
             self.pause.extend_request_timeouts(time.perf_counter() - self._weights_hold_since)
             self._weights_hold_since = None
 
     def needs_a_boundary(self, request: object) -> bool:
-        """Must it wait, with all behind it, while a prefill server takes in messages meanwhile?
+        """Return whether ``request``, and every message behind it, must wait for a boundary.
 
-        Its loop may do so while it waits for a result, with two forwards in flight, of which
-        the later one may not be sampled yet. That is no boundary, and no clock is looked at.
+        A prefill server's loop may take in messages while it waits for a result. Two forwards
+        are then in flight, and the later one may not be sampled yet. The loop is not at a
+        boundary there, and checks no lease.
         """
         return isinstance(request, _AT_A_BOUNDARY)
 
     def holds_the_turn(self) -> bool:
-        """In each turn of a pipeline, after the messages: must it launch nothing?"""
+        """Return whether a pipeline's turn must launch nothing.
+
+        Called in each turn, after the messages were handled.
+        """
         held = self._pipeline_drain.run_if_drained() or self.holds_the_loop()
         self._skipped_turns.begin(held=held, microbatches=len(self._scheduler.running_mbs))
         return held
 
     @property
     def holds_back(self) -> bool:
-        """Is there something that makes no step, and would make one otherwise?"""
+        """Whether a pause, a waiting call or an owed turn keeps requests from making steps."""
         return self.is_frozen or self._pipeline_drain.is_waited_for or self._skipped_turns.pending
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
-        """Around the choice of requests to prefill: show it only those that may run now.
+        """Call ``schedule``, and show it only the requests that may run now.
 
-        First it takes in those whose grammar is ready.
+        ``schedule`` chooses the requests to prefill. It first moves requests with a compiled
+        grammar from the grammar queue to the waiting queue, so both queues are filtered.
         """
         if self.pause.state is not PauseState.DRAINING:
             return schedule()
@@ -289,7 +301,10 @@ class Controller:
             grammars.grammar_queue = without_grammar + grammars.grammar_queue
 
     def ask_for_kv(self, ask: Callable[[], Any]) -> Any:
-        """Around the choice of requests whose KV the prefill server is to send: as above."""
+        """Call ``ask``, and show it only the requests that may run now.
+
+        ``ask`` chooses the requests whose KV the prefill server is to send.
+        """
         if self.pause.state is not PauseState.DRAINING:
             return ask()
         prealloc = self._scheduler.disagg_decode_prealloc_queue
@@ -301,19 +316,22 @@ class Controller:
             prealloc.queue = prealloc.queue + held
 
     def enqueue(self, req: Req) -> None:
-        """A request, new or retracted, enters the waiting queue."""
+        """Prepare a request, new or retracted, for the waiting queue."""
         self.fence.admit(req)
         self.adapters.admit(req)
 
     def before_abort(self, request: AbortRequest) -> bool:
-        """Requests are about to be ended: one by its id, or all. False: none is meant."""
+        """End the requests that SGLang's abort misses.
+
+        Return False where SGLang's abort must not run: another worker owns the request.
+        """
         if self._boundary.is_of_another_worker(request):
             return False
         self._boundary.abort_waiting(request)
         return True
 
     def abort_with_output(self, req: Req, abort: AbortRequest) -> bool:
-        """Whether an abort was sent with what ``req`` has made, because it has made something."""
+        """Send the abort together with the output of ``req``. Return False if there is none."""
         streamer = self._scheduler.output_streamer
         if not streamer.is_generation or not has_made_something(req):
             return False
@@ -321,46 +339,52 @@ class Controller:
         return True
 
     def begin_anew(self, req: Req) -> None:
-        """A prefill server lets go of what it had computed for ``req``, which waits again."""
+        """Queue ``req`` again, on a prefill server that released its KV."""
         self.versions.forget_tokens(req)
         self.enqueue(req)
 
     def before_launch(self, batch: ScheduleBatch) -> None:
-        """A forward of ``batch`` is about to be launched."""
+        """Record the version of the KV that the next forward, of ``batch``, will write."""
         self._kv_versions.record_launch(batch)
 
     def follow_to_host(self, transfers: list[L2Transfer]) -> None:
-        """KV is about to be copied from the device to the host's tier, or what goes with it."""
+        """Copy the versions of KV slots to the host's tier, before SGLang copies the KV.
+
+        ``transfers`` may hold pools other than the KV's. Those have no versions.
+        """
         for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
             self._kv_versions.follow_to_host(transfer.host_indices, transfer.device_indices)
 
     def follow_from_host(self, transfers: list[L2Transfer]) -> None:
-        """It is about to be copied back."""
+        """Copy the versions of KV slots back to the device, before SGLang copies the KV."""
         for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
             self._kv_versions.follow_from_host(transfer.host_indices, transfer.device_indices)
 
     def back_up(self, req: Req) -> None:
-        """The KV of a request that a decode server has no room for goes to the host."""
+        """Keep the KV versions of ``req``, before a decode server moves its KV to the host."""
         self._kv_versions.back_up(req)
 
     def restore(self, req: Req) -> None:
-        """It comes back."""
+        """Restore the KV versions of ``req``, before its KV returns to the device."""
         self._kv_versions.restore(req)
 
     def after_verifying(self, reqs: list[Req], tokens: list[list[int]]) -> None:
-        """A speculating forward brought each of ``reqs`` its ``tokens``."""
+        """Record the KV version of ``tokens``, one list for each of ``reqs``.
+
+        A speculative forward has brought these tokens.
+        """
         self._kv_versions.record_taken(reqs, tokens, behind=self.versions.changes_behind)
 
     def before_release(self, req: Req) -> None:
-        """A request is about to lose its row of KV slots."""
+        """Read the KV versions of a finished request, before its row of KV slots is freed."""
         if req.finished():
             record_of(req).kv_versions = self._kv_versions.read(req, self.versions.label)
 
     def end_turn(self, keep: Callable[[], bool], req: Req) -> bool:
-        """Around the end of a request of a streaming session.
+        """End a request of a streaming session by calling ``keep``, and return its result.
 
-        ``keep`` leaves its KV to the session's next one, if it can. What is nobody else's is
-        not that one's either: it computes its history anew.
+        ``keep`` leaves the request's KV to the session's next request, if it can. KV that is
+        fenced off is released instead: the next request recomputes its history.
         """
         self.before_release(req)
         session = req.session
@@ -370,18 +394,18 @@ class Controller:
         return is_kept
 
     def before_output(self, reqs: list[Req]) -> None:
-        """The outputs of ``reqs`` are about to be sent."""
+        """Observe the version lag of finished requests, before their outputs are sent."""
         for req in reqs:
             if req.finished():
                 self.staleness.observe(req, self.versions.epoch)
 
     def after_result(self, batch: ScheduleBatch) -> None:
-        """The result of ``batch`` was processed."""
+        """Update the version's label, after the result of ``batch`` was processed."""
         self.versions.after_result(batch)
 
     @property
     def is_held(self) -> bool:
-        """Does the loop make no step, whatever requests there are?"""
+        """Whether the loop makes no step, because of a pause or of weights not served."""
         return self.is_frozen or self._weights_hold_since is not None
 
     @property
@@ -389,7 +413,10 @@ class Controller:
         return self.pause.state is PauseState.FROZEN
 
     def _refuse_to_generate(self, reason: str) -> None:
-        """End every request with 503. Retracted first, so that none makes a last step."""
+        """End every request with 503.
+
+        Requests are retracted first, because SGLang would let running ones make a last step.
+        """
         if not self._boundary.live_requests():
             return
         self._boundary.retract()
@@ -426,11 +453,11 @@ class Controller:
         self.staging.drop(call)
         if (
             get_model().remote_instance_weight_loader_start_seed_via_transfer_engine
-            # a rank may have taken in a tensor more than another when the message came
+            # ranks may have received different numbers of tensors before the message
             and is_true_of_any(written)
         ):
             self.memory_release.overwritten(
-                "a session was dropped whose client may have written them over RDMA"
+                "a dropped session's client may have written them over RDMA"
             )
 
     def _may_recompute(self, call: MayRecomputeCall) -> None:

@@ -1,4 +1,4 @@
-"""The hooks that tie a scheduler to its controller, at the boundaries of its methods."""
+"""Hooks from a scheduler's methods to its controller."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def abort_its_own(
 
 
 def keep_accepted(limit: Callable[..., bool], scheduler: PatchedScheduler, recv_req: Req) -> bool:
-    """A retracted request was accepted once: a full queue does not drop it."""
+    """Keep retracted requests in a full queue: they were accepted before."""
     return not recv_req.is_retracted and limit(scheduler, recv_req)
 
 
@@ -131,14 +131,14 @@ def label_after_result(
 
 
 def change_label(scheduler: PatchedScheduler, new_version: str | None) -> None:
-    """Every change of the label waits for the results of the weights before it."""
+    """Change the label after the results of the old weights were processed."""
     scheduler.inflight.versions.rename(new_version)
 
 
 def stop_clocks_while_held(
     poll: Callable[[PatchedScheduler], list[Any]], scheduler: PatchedScheduler
 ) -> list[Any]:
-    """No request times out while a pause or an update holds it; the pause itself may."""
+    """Time out no request while a pause or an update holds it. Leases still expire."""
     aborts = [] if scheduler.inflight.is_held else poll(scheduler)
     return [*aborts, *scheduler.inflight.pause.times_over()]
 
@@ -146,12 +146,15 @@ def stop_clocks_while_held(
 def hold_the_turn(
     choose: Callable[..., Any], scheduler: PatchedScheduler, *args: Any, **kwargs: Any
 ) -> Any:
-    """A pipeline's loop asks for nothing else between the messages and the launch."""
+    """Launch nothing in a held turn of a pipeline.
+
+    This is the only method that a pipeline's loop calls between messages and launch.
+    """
     if get_parallel().pp_size == 1:
         return choose(scheduler, *args, **kwargs)
     if scheduler.inflight.holds_the_turn():
         return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
-    # what was waited for may have retracted those that the loop had read
+    # a deferred call may have retracted the batches that the loop passed in
     return choose(scheduler, running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
 
 
@@ -178,9 +181,10 @@ def hear_of_calls(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: An
 
 
 def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler) -> None:
-    """A pipeline's loop that launches nothing takes itself for idle, and checks its pools.
+    """Skip SGLang's idle work while a turn is held or a control call waits.
 
-    And an idle loop may sleep until a message comes, with a call that the next pass takes in.
+    A pipeline's loop without a launch counts as idle, and its pools would fail the idle check.
+    An idle loop may also sleep until a message comes, before it takes in the waiting call.
     """
     if not scheduler.inflight.holds_back and not CONTROL_SYNC.is_waiting:
         idle(scheduler)
@@ -189,7 +193,7 @@ def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler)
 def count_those_held(
     collect: Callable[..., list[Any]], scheduler: PatchedScheduler
 ) -> list[ScheduleBatch | None]:
-    """A pipeline's requests that were prefilled, and would decode in a turn that is held."""
+    """Add the prefilled requests of a pipeline's held microbatches."""
     return [*collect(scheduler), *_owed_a_turn(scheduler)]
 
 
@@ -202,8 +206,9 @@ def _owed_a_turn(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
 def is_idle(
     is_fully_idle: Callable[..., bool], scheduler: PatchedScheduler, *args: Any, **kwargs: Any
 ) -> bool:
-    """A health check must not wait for a forward that is held back. And a pipeline is not
-    idle while a turn is owed to requests that were prefilled.
+    """Return False for a health check while the loop is held, so that it waits for no forward.
+
+    Also return False while a pipeline owes a turn to prefilled requests.
     """
     if kwargs.get("for_health_check") and scheduler.inflight.is_held:
         return False
@@ -215,7 +220,7 @@ def is_idle(
 def name_the_call(
     sender: SenderWrapper, output: Any, recv_obj: object = None, *args: Any, **kwargs: Any
 ) -> None:
-    """An answer carries its request's id, so that no other caller takes it for theirs."""
+    """Copy the request's id to the answer, so that no other caller takes the answer."""
     if isinstance(output, BaseReq) and isinstance(recv_obj, BaseReq) and output.rid is None:
         output.rid = recv_obj.rid
 
@@ -228,7 +233,7 @@ def end_with_output(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """An aborted request that has made tokens ends by its last output."""
+    """End an aborted request by its last output, if it has made tokens."""
     controller: Controller | None = getattr(sender, "inflight", None)
     is_abort = isinstance(output, AbortReq) and isinstance(recv_obj, AnyRequest)
     if controller is None or not is_abort or not controller.abort_with_output(recv_obj, output):
@@ -251,13 +256,13 @@ def record_taken(
 
 
 def read_before_release(pool: PatchedReqToTokenPool, req: object) -> None:
-    # a streaming session that ends has a row, and is no request
+    # an ending streaming session frees a row, too, and is no request
     if isinstance(req, AnyRequest):
         pool.inflight.before_release(req)
 
 
 def end_turn(keep: Callable[..., bool], sessions: PatchedStreamingSession, req: Req) -> bool:
-    """A request of a streaming session leaves its row to the next one, unless it is retracted."""
+    """Leave a finished request's row to its streaming session; free a retracted one's."""
     slot = sessions.borrowed_slot(req)
     if slot is None:
         return keep(sessions, req)
@@ -291,7 +296,7 @@ def extend_output_streamer(get_class: Callable[..., type], scheduler: PatchedSch
 def follow_to_host(
     engine: PatchedTransferEngine, transfers: list[L2Transfer], *args: Any, **kwargs: Any
 ) -> None:
-    # what is copied before there is a controller is of the weights that the server started with
+    # without a controller yet: this KV is of the first weights, and needs no record
     if (controller := getattr(engine, "inflight", None)) is not None:
         controller.follow_to_host(transfers)
 
@@ -360,7 +365,7 @@ _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _SAMPLING = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    # right after the ranks have met, and before what takes longer on one node than on another
+    # right after the rendezvous of the ranks, before steps of different length on each node
     (f"{_SCHEDULER}.init_ipc_channels", meet_other_nodes, HookType.BEFORE),
     (f"{_SCHEDULER}.init_memory_pools", reserve_shadow, HookType.BEFORE),
     (f"{_SCHEDULER}.__init__", create_controller, HookType.AFTER),
@@ -393,7 +398,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),
-    # where it is defined: SGLang then replaces it in whatever has imported it by name
+    # hook the defining module: SGLang then replaces the name in every importing module
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_held, HookType.AROUND),
     (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),

@@ -1,7 +1,7 @@
-"""The second tier of a hierarchical cache, which is memory of the host.
+"""The host-memory tier of a hierarchical cache.
 
-Nodes of the cache's tree have slots on the device, on the host, or both. SGLang copies between
-the two on streams of its own, and notices what is done at its next step. Everything here is done
+A node of the cache's tree has slots on the device, on the host, or on both. SGLang copies between
+the tiers on its own streams, and handles finished copies at its next step. Everything here runs
 on the scheduler's thread.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def engine_of(tree_cache: Any) -> L2TransferEngine | None:
-    """Who copies, or None where there is one tier."""
+    """Return the engine of copies between the tiers, or None without a host tier."""
     controller = _controller_of(tree_cache)
     return None if controller is None else controller.l2_transfer_engine
 
@@ -32,35 +32,34 @@ def count_host_slots(tree_cache: Any) -> int:
 
 
 def transfers_of_kv(tree_cache: Any, transfers: list[L2Transfer]) -> list[L2Transfer]:
-    """Those to or from slots that requests have.
+    """Return the transfers of the KV pool.
 
-    A model with windows or states has pools beside that one, whose slots are others. They may be
-    copied with it, or alone.
+    A model with sliding windows or states has further pools, with other slots. Their transfers
+    may come together with the KV's, or alone.
     """
     controller = _controller_of(tree_cache)
     if controller is None:
         return []
     pool = controller.mem_pool_host
-    # one that is no group is itself the pool
+    # without a group of pools ``mem_pool_host`` is the KV pool itself
     anchor = getattr(pool, "anchor_entry", None)
     of_kv = pool if anchor is None else anchor.host_pool
     return [each for each in transfers if each.host_pool is of_kv and not each.is_draft]
 
 
 def finish_copies(tree_cache: UnifiedRadixCache) -> None:
-    """Wait until nothing is on its way between the tiers, as a flush wants it.
+    """Start all queued copies between the tiers, and wait for all copies, before a flush.
 
-    No copy waits for a step: what a step would have started is started here. Ranks that step
-    together wait alone, and stand at the same boundary with nothing under way, so what they next
-    agree on is the same.
+    The wait needs no step and no collective. Afterwards all ranks are at the same boundary
+    without copies, so their next collective decision is the same.
     """
     controller = _controller_of(tree_cache)
     if controller is None:
         return
-    # loads of requests that were admitted to a batch which was not made
+    # prefetches whose batch was never launched
     controller.start_loading()
     tree_cache.loading_check(finish_count=len(controller.ack_load_queue))
-    # starts what is still queued
+    # also starts queued write-backs
     tree_cache.writing_check(write_back=True)
 
 

@@ -1,4 +1,4 @@
-"""What one replica tells Prometheus about pauses, staging and commits."""
+"""One replica's Prometheus metrics of pauses, staging and commits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-# as SGLang's metric has them
+# labels of SGLang's own metric
 _SOURCES: dict[type[Source], str] = {
     DiskSource: "disk",
     DistributedSource: "distributed",
@@ -32,15 +32,14 @@ _SOURCES: dict[type[Source], str] = {
 
 
 class Metrics:
-    """Gauges and counters of one replica, kept by its first rank.
+    """Gauges and counters of one replica, kept by its first rank. Any thread may count.
 
-    Shown at ``/metrics`` where the server runs with ``--enable-metrics``; counted all the
-    same where it does not. Any thread may count.
+    They are served at ``/metrics`` with ``--enable-metrics``, and counted without it too.
     """
 
     def __init__(self, sglangs: MetricsCollector | None) -> None:
-        """``sglangs`` is the rank's own collector, or None where it has none."""
-        # not sooner: when it is imported it settles whether processes share their values
+        """``sglangs`` is SGLang's collector of this rank, or None without one."""
+        # import late: at its import prometheus_client decides if processes share values
         from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
         parallel = get_parallel()
@@ -58,13 +57,13 @@ class Metrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(name, help, list(labels), registry=registry).labels(**labels)
 
-        self.paused = gauge("sglang:inflight_paused", "1 while generation stands still.")
+        self.paused = gauge("sglang:inflight_paused", "1 while generation is frozen.")
         self.epoch = gauge("sglang:inflight_epoch", "Commits and rollbacks since the start.")
         self.paused_seconds = counter(
-            "sglang:inflight_paused_seconds", "Time for which generation stood still."
+            "sglang:inflight_paused_seconds", "Time for which generation was frozen."
         )
         self.retracted = counter(
-            "sglang:inflight_retracted_requests", "Requests that a commit or a pause sent back."
+            "sglang:inflight_retracted_requests", "Requests retracted by a commit or a pause."
         )
         self.recomputed = counter(
             "sglang:inflight_recomputed_tokens", "Tokens whose KV was released to be recomputed."
@@ -74,11 +73,11 @@ class Metrics:
         )
         self.prefill_mismatches = counter(
             "sglang:inflight_prefill_mismatched_requests",
-            "Requests that came from a prefill server with another version than is served here.",
+            "Requests from a prefill server with another version than this server's.",
         )
-        self.staged_bytes = counter("sglang:inflight_staged_bytes", "Staged by this rank.")
+        self.staged_bytes = counter("sglang:inflight_staged_bytes", "Bytes staged by this rank.")
         self.staged_seconds = counter(
-            "sglang:inflight_staged_seconds", "Time that this rank spent staging."
+            "sglang:inflight_staged_seconds", "Time of this rank's staging."
         )
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -100,7 +99,7 @@ class Metrics:
         self._sglangs = sglangs
 
     def observe_load(self, source: Source, seconds: float) -> None:
-        """Of one call of an update: in SGLang's own metric, too."""
+        """Count the staging time of one call of an update, in SGLang's own metric too."""
         self.staged_seconds.inc(seconds)
         if self._sglangs is not None:
             self._sglangs.observe_weight_load(seconds, _SOURCES[type(source)])

@@ -1,14 +1,14 @@
-"""Names of requests, where several tokenizer workers take requests that clients have named.
+"""Refuses a request whose ``rid`` is in use, with several tokenizer workers.
 
-A name belongs to one request at a time. With one tokenizer worker the front end sees to it; with
-several, none of them knows the names of the others. SGLang then runs two requests of one name, and
-takes the one for the other where it looks a request up by its ``rid``: in a pipeline's steps, in
-storage below a hierarchical cache, and in the detokenizer, which ends.
+A ``rid`` names one request at a time. One tokenizer worker's front end ensures this. With several
+workers, none knows the others' names. SGLang would run two requests of one ``rid``, and confuse
+them in each lookup by ``rid``: in a pipeline's steps, and in storage below a hierarchical cache.
+The detokenizer would raise, and end.
 
-The rank that takes messages from the workers' socket decides, before other ranks hear of them:
-ranks of a pipeline have processed different results at that time, and would decide differently.
-Replicas decide each on its own. Requests of one name in two replicas meet in the detokenizer alone,
-which tells workers apart (``frontend/workers/hooks.py``).
+The rank with the workers' socket decides, before other ranks receive the messages: at that time
+the ranks of a pipeline have processed different results, and would decide differently. Each replica
+decides for itself. Requests of one ``rid`` in two replicas meet only in the detokenizer, and there
+``frontend/workers/hooks.py`` tells the workers apart.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# names; then those of requests that have ended are dropped
+# number of names kept before the names of ended requests are dropped
 FULL = 1 << 16
 
 
 class Names:
-    """Names that have come. Only the scheduler's thread touches them.
+    """The names received. Only the scheduler's thread touches them.
 
-    They belong to the process, which has one scheduler: SGLang's object that receives messages
-    knows of none. A name may outlive its request here. Whether it is in use the requests
-    themselves say, when it comes again.
+    There is one object per process, because SGLang's receiver has no reference to the process's
+    one scheduler. A name may outlive its request here: when it comes again, the scheduler's
+    requests show whether it is in use.
     """
 
     def __init__(self) -> None:
@@ -53,16 +53,16 @@ class Names:
         self._boundary: Boundary | None = None
         self._names: set[str] = set()
         self._full = FULL
-        # accepted, and not in the scheduler's hands yet
+        # accepted names whose requests have not reached the scheduler yet
         self._taken: set[str] = set()
 
     def adopt(self, scheduler: Scheduler, boundary: Boundary) -> None:
         self._scheduler, self._boundary = scheduler, boundary
 
     def take(self, messages: list[Any] | None) -> list[Any] | None:
-        """The ``messages`` that may pass, in their order. The others are answered here.
+        """Return the accepted ``messages``, in their order. Refused requests are answered here.
 
-        ``None`` and what a pipeline's next stage gets pass as they are.
+        ``None`` passes as it is, and so do all messages on ranks without the socket.
         """
         scheduler = self._scheduler
         if not messages or scheduler is None or get_serving().tokenizer_worker_num == 1:
@@ -102,7 +102,7 @@ class Names:
         assert self._scheduler is not None
         message = (
             f"Duplicate request ID detected: {request.rid}. Another tokenizer worker has a request "
-            "of that name; use the name again when it has ended"
+            "with this rid: use another rid, or wait until that request has ended"
         )
         logger.warning("%s", message)
         reason: Any = {
@@ -112,7 +112,7 @@ class Names:
         }
         abort = AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)
         self._scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
-        # images in shared memory, which nobody would take
+        # free the request's images in shared memory: no other process will
         request.unwrap_pickle_fields()
         discard_shm_features(request)
 

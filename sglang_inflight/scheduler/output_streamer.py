@@ -1,4 +1,4 @@
-"""Outputs that say which weights computed a request's KV."""
+"""Adds the versions of a request's KV to its last output."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 def extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:
-    """``base``, with the KV's spans in the last output of each request."""
+    """Return a subclass of ``base`` with ``kv_versions`` in each request's last output."""
 
     class OutputStreamer(base):  # type: ignore[valid-type, misc]
         has_additional_customized_info = True
-        inflight: Controller  # set when it is made, before the first output
+        inflight: Controller  # set by ``create_controller``, before the first output
 
         def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
             info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)

@@ -1,4 +1,4 @@
-"""Which of a server's ranks this process is."""
+"""This process's rank in a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 
 def own_rank() -> tuple[int, int, int]:
-    """Of the replica or attention DP group, the stage, and tensor parallelism."""
+    """Return the ranks of replica (or attention DP group), pipeline stage and TP."""
     parallel = get_parallel()
     dp_rank = parallel.attn_dp_rank if parallel.attn_dp_enabled else parallel.dp_rank or 0
     return dp_rank, parallel.pp_rank, parallel.tp_rank

@@ -1,4 +1,4 @@
-"""SGLang's objects with ours on them."""
+"""Protocols of SGLang's objects with our attributes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class PatchedOutputStreamer(SchedulerOutputStreamer, Protocol):
 
 
 class PatchedSender(SenderWrapper, Protocol):
-    """The one to the tokenizer. The one to the detokenizer has none of ours."""
+    """The sender to the tokenizer. The sender to the detokenizer has no controller."""
 
     inflight: Controller
 

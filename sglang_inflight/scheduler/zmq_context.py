@@ -1,8 +1,8 @@
-"""A scheduler's one context of ZeroMQ for what we send and receive.
+"""A scheduler's one ZeroMQ context for our sockets.
 
-libzmq starts a context's threads with its first socket, and aborts the process where no file
-descriptor is left for them. So there is one context, whose threads start when the scheduler does.
-A later socket that finds none raises ``zmq.ZMQError``.
+libzmq starts a context's threads with its first socket. Without a free file descriptor for them it
+aborts the process. So there is one context, and its threads start with the scheduler. A later
+socket without a file descriptor only raises ``zmq.ZMQError``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zmq
 
 @functools.cache
 def zmq_context() -> zmq.Context[Any]:
-    """For any thread. Its sockets belong to those who make them."""
+    """Return the context, for any thread. A socket belongs to the thread that makes it."""
     context: zmq.Context[Any] = zmq.Context(1)
     context.socket(zmq.PAIR).close()
     return context

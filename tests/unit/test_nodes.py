@@ -35,7 +35,7 @@ encode = msgspec.msgpack.Encoder().encode
 @pytest.mark.parametrize(
     ("there", "words"),
     [
-        (None, ["node 1 did not say within", "install the same sglang-inflight"]),
+        (None, ["node 1 did not report", "install the same sglang-inflight"]),
         ({**HERE, "sglang-inflight": "0.1.0 (bb)"}, ["0.1.0 (aa) on node 0", "(bb) on node 1"]),
         ({**HERE, "SGLANG_INFLIGHT_STAGING": "off"}, ["STAGING is auto on node 0 and off on"]),
         ({"sglang-inflight": "0.1.0 (aa)"}, ["STAGING is auto on node 0 and None on node 1"]),
@@ -170,7 +170,7 @@ def test_relay_drops_and_counts_other_messages(
     relay.take([], 0.0)
     assert relayed.received() == []
     relay.look(TELL_S + 1)
-    assert "3 messages there were no answers" in caplog.text
+    assert "3 messages there were not answers" in caplog.text
 
 
 def test_answer_longer_than_a_frame_arrives_whole(

@@ -360,4 +360,4 @@ def test_pause_refusal_names_reason() -> None:
     assert isinstance(granted, Grant)
     [unheld] = transition(HeldPauses(), EVENTS["b continues"](1)).sayings
     assert isinstance(unheld, Refuse)
-    assert unheld.why == "pause_id 'b' is not held: it was let go or ran out"
+    assert unheld.why == "pause_id 'b' is not held: it was released, or its lease ran out"

@@ -1,9 +1,9 @@
-"""A request that is aborted outside the output stream, where it has made tokens before.
+"""Sends an aborted request's tokens, when it is aborted outside the output stream.
 
-SGLang tells the tokenizer of such an abort by a message of its own, which overtakes outputs that
-the detokenizer still has, and carries neither tokens that were not sent nor the request's usage.
-A retracted request waits in the queue with tokens that it has made, and so does one of which
-memory pressure, a higher priority or a decode server's queue disposes.
+SGLang sends the tokenizer an abort message for a queued request. The message overtakes outputs
+still in the detokenizer. It carries neither unsent tokens nor usage. But a queued request may
+have tokens: a retracted one, or one dropped for lack of memory, for a higher priority, or by a
+decode server's queue.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MESSAGE = "Abort in waiting queue"
 
 
 def has_made_something(req: Req) -> bool:
-    """Beams are left out: what a group has made is told of at its end alone."""
+    """Return whether ``req`` has output to send. A beam group sends its output only at its end."""
     return bool(req.output_ids or req.retraction_count) and req.beam_group is None
 
 
 def finish_with_output(streamer: SchedulerOutputStreamer, req: Req, abort: AbortRequest) -> None:
-    """Finish ``req`` as a running request that is aborted, with all that it has.
+    """Finish ``req`` like an aborted running request, with all its output.
 
-    Every rank of a replica does so in the same step, as it sends outputs.
+    Every rank of a replica does so in the same step, because ranks send outputs together.
     """
     reason: dict[str, Any] = abort.finished_reason or {}
     req.finished_reason = FINISH_ABORT(

@@ -1,4 +1,4 @@
-"""Handlers of SGLang's that wait for another process, done off the scheduler's loop."""
+"""Runs SGLang's handlers that wait for another process off the scheduler's loop."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Handler = Callable[[Any], Any]
 
 
 class BackgroundHandlers:
-    """A rendezvous whose peer never comes takes half an hour, and only its caller waits.
+    """Runs each handler on its own thread: a rendezvous without a peer waits half an hour.
 
-    Each of them has a thread of its own. Its answer waits in ``_done`` for the scheduler's
-    thread, whose socket it goes out on: a deque is safe to share between the two.
+    Answers wait in ``_done`` for the scheduler's thread, because it owns the socket. A deque is
+    safe to share between two threads.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -30,9 +30,9 @@ class BackgroundHandlers:
         self._done: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def send(self, handler: Handler, fail: Callable[[Any, Exception], Any]) -> Handler:
-        """``handler``, begun at once and answered later. It must not raise.
+        """Return a handler that starts ``handler``, and answers later. It must not raise.
 
-        ``fail`` makes the answer to a request for which there is no thread.
+        ``fail`` makes the answer when no thread can start.
         """
 
         def begin(request: Any) -> Any:
@@ -45,7 +45,7 @@ class BackgroundHandlers:
         return begin
 
     def answer_for_those_done(self) -> None:
-        """Called at every step boundary."""
+        """Send the answers of finished handlers. Called at every step boundary."""
         while self._done:
             request, output = self._done.popleft()
             if output is not None:

@@ -1,9 +1,8 @@
-"""A beam search that is retracted begins anew: nobody is told of its tokens before its end.
+"""Restarts a retracted beam search: its clients get no token before its end.
 
-SGLang's pause takes the KV of the request alone, and not that of the rows beside it, which no
-request stands for: they are never freed, stay in a batch that has no request any more, and the
-next use of that batch raises. Only the scheduler's thread calls this, between two steps, when no
-forward is in flight.
+SGLang's pause frees the KV of the request, but not of the beam's other rows, because they have no
+request. The rows are never freed and stay in the emptied batch, and the next use of that batch
+raises. Only the scheduler's thread calls this, between two steps, with no forward in flight.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
-    """Before the retraction of all ``running`` requests, of which some search beams."""
+    """Restart the beam searches among ``running``, before all of these are retracted."""
     for batch in scheduler._collect_inflight_batches():
         if batch is not None:
             strip_beam_tail(batch)
@@ -45,6 +44,6 @@ def _begin_anew(coordinator: BeamCoordinator, req: Req, old: BeamGroupFields) ->
     group.leader, group.prompt_len = req, len(req.origin_input_ids)
     req.beam_group = group
     coordinator._num_live_groups += 1
-    # a placeholder for each step
+    # holds only a placeholder for each step
     req.output_ids = array("q")
     req.weight_version_events.clear()

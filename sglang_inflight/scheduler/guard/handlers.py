@@ -1,7 +1,7 @@
-"""Whatever a handler of SGLang's raises is its caller's error, and nobody else's.
+"""Turns an exception in one of SGLang's handlers into an error for its caller.
 
-Upstream's loop has no guard around its handlers: an assertion in one of them, or a key
-that is missing, ends the scheduler with every request in it.
+SGLang's loop does not guard its handlers: a failed assertion or a missing key in a handler ends
+the scheduler, with every request in it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# where an answer of upstream's says what went wrong
+# fields for the error's text in SGLang's answers
 _MESSAGE_FIELDS = ("message", "error_message", "error")
 
 
 class Containment:
-    """Stands around every handler of a scheduler.
+    """Wraps every handler of a scheduler.
 
-    Only the scheduler's thread calls it, and the threads of ``background``.
+    Only the scheduler's thread and the threads of ``background`` call it.
     """
 
     def __init__(
@@ -73,11 +73,11 @@ class Containment:
         for request_type, handler in dispatcher._mapping.items():
             contained = self._contain(handler)
             waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput
-            # other loops do not come by to answer
+            # loops without pause states never send background answers
             if waits and why_no_pause() is None:
                 contained = self.background.send(contained, self._answer)
             dispatcher._mapping[request_type] = contained
-        # it holds handlers as they were
+        # the cache still holds the bare handlers
         dispatcher._mro_cache.clear()
 
     def _contain(self, handler: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -99,11 +99,11 @@ class Containment:
 
     @property
     def _is_mute(self) -> bool:
-        """Whether this rank is not its replica's first, and so has no socket for outputs."""
+        """Whether this rank has no socket for outputs, as any but its replica's first."""
         return self._scheduler.ipc_channels.send_to_tokenizer.socket is None
 
     def _answer(self, request: Any, error: Exception) -> Any:
-        """What the loop is to send instead of the handler's output, if anything."""
+        """Answer ``error``. Return the output for the loop to send, or None if it is sent here."""
         message = f"{type(request).__name__} failed: {str(error) or type(error).__name__}"
         if isinstance(error, Refused):
             message = str(error)
@@ -127,7 +127,7 @@ class Containment:
         return None
 
     def _end(self, requests: list[Request], message: str, status: HTTPStatus) -> None:
-        """End those that did not come into the scheduler's hands."""
+        """Abort the ``requests`` that did not reach the scheduler."""
         reason: Any = {"type": "abort", "status_code": status, "message": message}
         live = {req.rid for req in self._boundary.live_requests()}
         for request in requests:
@@ -147,11 +147,11 @@ def _is_control_call(request: Any) -> bool:
 
 
 def _failure(request: Any, message: str) -> Any:
-    """The answer of upstream's own that says no to ``request``, or None where it has none."""
-    # its caller makes an HTTP 500 without a word of it
+    """Return SGLang's own failure answer to ``request``, or None if it has none."""
+    # its caller would answer HTTP 500 without the message
     if isinstance(request, ProfileReq):
         return None
-    # a message of ours may be one of SGLang's own kind
+    # our message types may subclass SGLang's
     names = [kind.__name__.removesuffix("Input") + "Output" for kind in type(request).__mro__]
     shape = next((found for name in names if (found := getattr(io_struct, name, None))), None)
     if shape is None:

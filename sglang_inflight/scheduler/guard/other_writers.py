@@ -1,16 +1,16 @@
-"""The door through which whatever writes live weights beside an update has to go.
+"""Guards SGLang's handlers that write live weights outside an update.
 
-    a handler of SGLang's                  writes                               here
+    SGLang's handler                       writes                               here
     check_weights, "reset_tensors"         noise, into all weights              hollow, or dirty
-    handle_rpc_request                     whatever a method of the user's may  compared
+    handle_rpc_request                     anything, by a method of the user's  compared
     update_weights_from_*,                 an update, sent by a script on the   refused
     begin_, end_weight_update              scheduler's socket
-    resume_memory_occupation, where        whatever the memory saver brings     no digest, no way
-    there are no pauses                    back                                 back
+    resume_memory_occupation, without      contents of the memory saver         no digest, no
+    pauses                                                                      rollback
 
-All other handlers of SGLang's 0.5.23 read weights, or do not touch them. Handlers run on the
-scheduler's thread, between two steps, and on all ranks of a replica in the same pass of their
-loops. So they see the same state of an update, and decide alike.
+All other handlers of SGLang 0.5.23 only read weights, or do not touch them. Handlers run on the
+scheduler's thread, between two steps, on all ranks of a replica in the same pass of their loops.
+So all ranks see the same state of an update, and decide alike.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _RESET = "reset_tensors"
 
 
 class OtherWriters:
-    """Only the scheduler's thread calls it."""
+    """Wraps the handlers above. Only the scheduler's thread calls it."""
 
     def __init__(
         self, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
@@ -67,11 +67,11 @@ class OtherWriters:
 
     @contextmanager
     def around(self, request: Any) -> Iterator[None]:
-        """Around the handler of ``request``. Raises ``Refused``, or ``Conflict``, before it."""
+        """Wrap the handler of ``request``. Raise ``Refused`` or ``Conflict`` before it runs."""
         if isinstance(request, _UPDATES):
             raise Refused(
-                f"{type(request).__name__} came to the scheduler by itself: updates go through "
-                "the server's HTTP routes, or the Engine's methods"
+                f"{type(request).__name__} was sent to the scheduler directly: send updates by "
+                "the server's HTTP routes, or by the Engine's methods"
             )
         if isinstance(request, CheckWeightsReqInput):
             check: CheckWeightsRequest = request
@@ -94,9 +94,9 @@ class OtherWriters:
             yield
             return
         if action != _RESET:
-            raise Refused(f"action {action!r} is unknown: there are {', '.join((*_READ, _RESET))}")
+            raise Refused(f"unknown action {action!r}; there are {', '.join((*_READ, _RESET))}")
         kept = self._keep_what_no_update_brings()
-        # the forward in flight reads what is overwritten
+        # the forward in flight still reads these weights
         self._boundary.drain()
         try:
             yield
@@ -107,14 +107,17 @@ class OtherWriters:
             )
 
     def _keep_what_no_update_brings(self) -> Copy:
-        """Raises ``Conflict`` where the weights must stay what they are, on any rank."""
+        """Copy the tensors that updates cannot restore.
+
+        Raise ``Conflict`` if any rank must keep its weights.
+        """
         kept: Copy | None = None
         refusal = self._memory_release.why_not_overwritten() or self._who_would_be_ended()
         if refusal is None:
             try:
                 kept = self._memory_release.copy_beside_updates()
             except (OSError, RuntimeError) as error:
-                refusal = f"what no update brings cannot be kept: {error}"
+                refusal = f"tensors outside checkpoints could not be copied: {error}"
         if is_true_of_any(refusal is not None) or kept is None:
             raise Conflict(f"{_RESET}: {refusal or 'another rank refuses it'}")
         return kept
@@ -133,7 +136,10 @@ class OtherWriters:
 
     @contextmanager
     def _compared(self, method: str) -> Iterator[None]:
-        """SGLang's own methods write no weights; one of the user's may write any."""
+        """Compare the weights before and after a user's RPC method.
+
+        SGLang's own methods write no weights, so they run unchecked.
+        """
         if _is_sglangs(getattr(type(self._scheduler), method, None)):
             yield
             return
@@ -145,7 +151,7 @@ class OtherWriters:
                 self._memory_release.overwritten(f"the RPC {method!r} has written them")
 
     def _read(self) -> str:
-        """A checksum of all weights as they are, for a comparison on this rank alone."""
+        """Return a checksum of this rank's weights, comparable on this rank only."""
         digest = Digest()
         for role, runner in self._scheduler.weight_updater._select_runners("all"):
             for name, weight in weights_of(runner.model):

@@ -1,10 +1,10 @@
-"""Penalties of a retracted request, for the tokens that it has made before.
+"""Counts a retracted request's earlier tokens in its penalties.
 
-SGLang counts a request's tokens step by step, in tensors of the batch that makes them. A retracted
-request comes to another batch, and is counted from nothing: ``frequency_penalty``,
-``presence_penalty`` and ``repetition_penalty`` forget its tokens, and ``min_new_tokens`` more have
-to come before it may end. Runs where SGLang makes the tensors, on the scheduler's stream. Of
-requests that were never retracted there are no tokens then, or a penalty that changes nothing.
+SGLang counts a request's tokens step by step, in tensors of its batch. In its next batch a
+retracted request would start from zero: ``frequency_penalty``, ``presence_penalty`` and
+``repetition_penalty`` would forget its tokens, and ``min_new_tokens`` more would have to come. The
+hooks run where SGLang makes the tensors, on the scheduler's stream. A request without a retraction
+has no tokens there, or its count changes nothing.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def note_repetition(_: None, penalizer: RepetitionPenalizer) -> None:
 
 def count_tokens(_: None, penalizer: MinNewTokensPenalizer) -> None:
     lengths = [[len(req.output_ids)] for req in penalizer.orchestrator.reqs()]
-    # the copy to a device waits for it
+    # avoid a copy to the device, which waits for the stream
     if any(length for (length,) in lengths):
         counted = penalizer.len_output_tokens
         counted.copy_(torch.tensor(lengths, dtype=counted.dtype))
 
 
 def _made(penalizer: Penalizer) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Rows and tokens that are to be counted; None where there are none."""
+    """Return the rows and tokens to count, or None without tokens."""
     batch = penalizer.orchestrator.batch
     rows: list[int] = []
     tokens: list[int] = []
     for row, req in enumerate(batch.reqs):
-        # under overlap the next step counts the last of them: its own token is not known then
+        # under overlap the next step counts the last token: its own is not sampled by then
         counted = list(req.output_ids[:-1] if batch.enable_overlap else req.output_ids)
         rows += [row] * len(counted)
         tokens += counted

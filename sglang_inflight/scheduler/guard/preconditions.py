@@ -1,6 +1,6 @@
-"""What some handlers of SGLang's need, checked before they begin.
+"""Checks the preconditions of SGLang's handlers before they begin.
 
-Without it they fail half way, and leave the server with a part of their work done.
+Without these checks a handler fails half way, with a part of its work done.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
     from sglang_inflight.sglang_types.requests import BatchRequest, MemoryRequest, SlowDownRequest
 
-# Every step sleeps that long, and the watchdog takes a longer one for a hang: of its time, what a
-# step may sleep beside what it does.
+# Largest part of --watchdog-timeout that /slow_down may add to each step. The watchdog takes a
+# step longer than its timeout for a hang.
 SHARE_OF_WATCHDOG = 0.5
-# They read weights; the third saves a model.
+# These read weights: the RPC may save a model.
 _READS_WEIGHTS = (
     CheckWeightsReqInput,
     GetWeightsByNameReqInput,
@@ -43,7 +43,7 @@ _READS_WEIGHTS = (
 
 
 class Preconditions:
-    """Raises ``Refused`` (or a child) before anything is changed."""
+    """Raises ``Refused``, or a subclass, before anything is changed."""
 
     def __init__(
         self, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
@@ -93,7 +93,7 @@ class Preconditions:
 
 
 def _tags(request: MemoryRequest) -> list[str]:
-    """The kinds of memory that ``request`` means; upstream takes none for all of them."""
+    """Return the kinds of memory named by ``request``. Without tags SGLang means all kinds."""
     known = list(GPU_MEMORY_ALL_TYPES)
     tags = list(request.tags or known)
     if unknown := set(tags) - set(known):
@@ -115,7 +115,7 @@ def _may_sleep(seconds: float | None) -> None:
 
 
 def _may_process(request: Any) -> None:
-    """Its processor is unpickled amid a step otherwise. SGLang keeps what comes of it."""
+    """Unpickle the request's logit processor here, and not in a step. SGLang caches it."""
     if not request.custom_logit_processor:
         return
     try:

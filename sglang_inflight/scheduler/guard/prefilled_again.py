@@ -1,8 +1,8 @@
-"""The prefill of a retracted request, which has made tokens before.
+"""Keeps a retracted request's output correct when it is prefilled again.
 
-SGLang appends the hidden states of the whole prompt and of all tokens so far a second time, and
-throws the tokens of a request with ``input_embeds`` away, of which a stream has sent some: it has
-embeddings of the prompt, and none of the tokens.
+SGLang would append the hidden states of the prompt and of all earlier tokens a second time. For a
+request with ``input_embeds`` it would drop the earlier tokens, because it has embeddings of the
+prompt only. But a stream may have sent some of these tokens.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TokenEmbeddings:
-    """Whether the models of this process say how they embed tokens.
+    """Flag: every model of this process exposes its token embedding.
 
-    Set before the first request, on the scheduler's thread, and only read then.
+    Set before the first request, on the scheduler's thread, and only read afterwards.
     """
 
     are_known = False
@@ -42,7 +42,7 @@ def look_for_embeddings(scheduler: Scheduler) -> None:
 
 
 def keep_output(reset: Callable[[Req], None], req: Req) -> None:
-    """Around the retraction of ``req``, which empties the output of one with embeddings."""
+    """Keep the output of a request with ``input_embeds``, which SGLang's ``reset`` empties."""
     output_ids, events = req.output_ids, req.weight_version_events
     reset(req)
     if req.input_embeds is not None and TokenEmbeddings.are_known:
@@ -57,12 +57,12 @@ def embed_tokens(
     *args: object,
     **kwargs: object,
 ) -> None:
-    """Add the embeddings that a prefill lacks: of tokens, beside those that requests brought.
+    """Add the embeddings of generated tokens to those that requests brought.
 
-    ``input_embeds`` are float32, of shape (tokens with an embedding of their own, hidden size),
-    and of all tokens of the batch afterwards. Runs where the forward does, on its stream and
-    right before it, so that the ranks of a tensor-parallel group embed in the same order, and with
-    the weights that make the step.
+    ``input_embeds`` is float32, of shape (tokens with an embedding in their request, hidden size).
+    Afterwards it has a row for each token of the batch. This runs right before the forward, on its
+    stream. So the ranks of a tensor-parallel group embed in the same order, and with the weights
+    of the step.
     """
     given = forward_batch.input_embeds
     if given is None or not batch.forward_mode.is_extend():
@@ -80,7 +80,7 @@ def embed_tokens(
 
 
 def _places(batch: ScheduleBatch) -> tuple[list[int], int]:
-    """Which of the batch's tokens have an embedding of their own, and how many tokens there are."""
+    """Return the indices of tokens with an embedding in their request, and the token count."""
     places: list[int] = []
     start = 0
     for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
@@ -93,7 +93,7 @@ def _places(batch: ScheduleBatch) -> tuple[list[int], int]:
 def _embedding_of(model: torch.nn.Module) -> Embed | None:
     get: Any = getattr(model, "get_input_embeddings", None)
     if get is not None:
-        # some of SGLang's models embed here, and the others give the layer that does
+        # in some of SGLang's models this method embeds, in others it returns the layer
         found = get if inspect.signature(get).parameters else get()
         return cast(Embed, found) if callable(found) else None
     layers = [
@@ -115,9 +115,9 @@ def append_hidden_states(
     store: bool = True,
     **kwargs: Any,
 ) -> int:
-    """One row for the token that a prefill makes, where there are tokens before it.
+    """Append one row, for the prefill's new token, if ``req`` has earlier tokens.
 
-    ``hidden_states`` has a row (hidden size) for each token, and for the first one a block
+    ``hidden_states`` has a row (hidden size) for each token. The first token has a block instead
     (tokens of the prompt, hidden size).
     """
     continues = bool(req.output_ids)

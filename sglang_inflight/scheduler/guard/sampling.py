@@ -1,4 +1,4 @@
-"""A request from which its grammar has taken every token, and the others of its batch."""
+"""Protects a batch from a request whose grammar allows no token."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 def unmask_rows_without_tokens(
     _: object, info: SamplingBatchInfo, logits: torch.Tensor, *args: object
 ) -> None:
-    """A grammar may allow what no token of the vocabulary begins with. Nothing has a probability
-    then, and drawing from that ends the process, or the scheduler on a CPU.
+    """Set all logits of a row without an allowed token to 0.
 
-    So such a row is drawn from as if every token were as likely as every other; the grammar does
-    not accept what comes, and SGLang ends the request for it, as it does where nothing is drawn
-    because the most likely token is taken. ``logits``: requests by vocabulary. Two small kernels
-    on the forward's stream, and no wait for them, in steps with a grammar alone.
+    A grammar may allow only text that no token begins with. All probabilities are then 0, and
+    sampling ends the process, or on a CPU the scheduler. With equal logits some token is sampled.
+    The grammar rejects it, and SGLang ends the request, as in greedy sampling. ``logits`` has
+    shape (requests, vocabulary). Cost: two small kernels on the forward's stream, without a
+    synchronization, only in steps with a grammar.
     """
     if info.grammar_mask is not None:
         nothing = logits.amax(dim=-1, keepdim=True) == float("-inf")

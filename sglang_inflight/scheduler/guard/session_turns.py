@@ -1,9 +1,8 @@
-"""Turns of a streaming session that are retracted or refused, and the session's other turns.
+"""Retracted and refused turns of a streaming session.
 
-A session has one turn at a time, and continues from its last finished one. SGLang takes a
-retracted turn for a finished one, and a refused one for the one that runs: the next turn is let in
-beside it, and the scheduler ends when both want the session's KV. Only the scheduler's thread
-touches a session.
+A session runs one turn at a time, from the KV of its last finished turn. SGLang takes a retracted
+turn for a finished one, and a refused turn for the running one. It then admits a second turn, and
+the scheduler ends when both use the session's KV. Only the scheduler's thread touches a session.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def hand_back(sessions: StreamingSession, slot: SessionSlot, req: Req) -> None:
-    """Give a retracted turn the KV that its session lent it, so that the retraction frees it.
+    """Move the session's KV to the retracted turn, so that the retraction frees it.
 
-    The session stays in flight, and the turn recomputes the history when it runs again. Nothing
-    of an unfinished turn is left in the session: whatever ends the turn meanwhile, the next turn
+    The session stays in flight, and the turn recomputes the history when it runs again. The
+    session keeps nothing of an unfinished turn. If the turn is aborted meanwhile, the next turn
     continues from the last finished one.
     """
     assert req.session is not None
@@ -28,16 +27,16 @@ def hand_back(sessions: StreamingSession, slot: SessionSlot, req: Req) -> None:
 
 
 def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) -> None:
-    """A turn that its session refused does not end the turn that is in flight, nor take its KV.
+    """Detach a refused turn from its session, so that it neither ends nor frees the running turn.
 
-    ``create_req`` lets a turn in, or refuses it by ``to_finish``.
+    ``create_req`` marks a refused turn by ``to_finish``.
     """
     if session.streaming and req.to_finish is not None:
         req.session = None
 
 
 def end_turns_given_up(retracted: tuple[list[Req], float, list[Req]], *args: object) -> None:
-    """Turns that no memory is left for end with their retraction, and their sessions go on."""
+    """End the session's turn for requests aborted for lack of memory, so that the next may run."""
     _, _, given_up = retracted
     for req in given_up:
         if req.session is not None and req.session.streaming:

@@ -1,8 +1,8 @@
-"""Adapters of one rank, as requests come to use others of them.
+"""One rank's adapters: loads, unloads, and moves of requests to another adapter.
 
-Why all ranks of a replica move a request at the same step: as of a commit, the call is one
-message, which SGLang hands to all of them in the same pass of their loops, and its handler does
-all of it. What may refuse is looked at first, and is the same on every rank.
+All ranks of a replica move a request at the same step. Like a commit, the call is one message.
+SGLang gives it to all ranks in the same pass of their loops, and its handler does the whole move.
+Reasons to refuse are checked first, and are the same on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters:
-    """Only the scheduler's thread touches it, from messages' handlers, between two steps."""
+    """Used only on the scheduler's thread, from message handlers, between two steps."""
 
     def __init__(self, scheduler: Scheduler, boundary: Boundary, fence: PrefixFence) -> None:
         self._scheduler = scheduler
@@ -50,13 +50,13 @@ class Adapters:
     def load(
         self, load: Callable[[], LoRAUpdateOutput], request: LoadAdapterRequest
     ) -> LoRAUpdateOutput:
-        """Around SGLang's handler. What it has loaded and cannot be used is unloaded again.
+        """Call SGLang's handler, and unload an adapter that does not fit the buffers.
 
-        Raises ``RankFailed`` on ranks of which SGLang hears nothing.
+        Raise ``RankFailed`` on ranks without a socket: SGLang would not see their result.
         """
         result = load()
         lora_id = request.lora_id
-        # the front end gives one to each load
+        # our front end gives each load an id
         if lora_id is None or self._maybe_manager is None:
             return result
         manager = self._maybe_manager
@@ -70,7 +70,7 @@ class Adapters:
                 return result
             manager.unload_lora_adapter(manager.lora_refs[lora_id])
             result = manager.create_lora_update_result(success=False, error_message=why)
-        # SGLang leaves what it had read by then
+        # SGLang leaves a failed load's parts behind
         manager.configs.pop(lora_id, None)
         manager.loras.pop(lora_id, None)
         if self._scheduler.ipc_channels.send_to_tokenizer.socket is None:
@@ -80,8 +80,9 @@ class Adapters:
     def unload(
         self, unload: Callable[[], LoRAUpdateOutput], request: UnloadAdapterRequest
     ) -> LoRAUpdateOutput:
-        """Around SGLang's handler. Not while there are requests of it, which ends SGLang: the
-        front end counts them, and does not know those of a worker that has died.
+        """Call SGLang's handler, unless requests use the adapter: that would end SGLang.
+
+        The front end counts an adapter's requests, but misses those of a dead tokenizer worker.
         """
         if request.lora_id is not None and (users := self._requests_of(request.lora_id)):
             return self._manager.create_lora_update_result(
@@ -93,35 +94,35 @@ class Adapters:
         return result
 
     def admit(self, req: Req) -> None:
-        """A request, new or retracted, enters the waiting queue.
+        """Prepare a request, new or retracted, for the waiting queue.
 
-        What a worker has sent that died, or was not heard of, may come when its adapter is
-        unloaded. SGLang ends when it is about to run such a request.
+        Abort it if its adapter is unloaded: running it would end SGLang. This happens when the
+        front end's count missed a tokenizer worker, dead or not acknowledged.
         """
         if req.lora_id is not None and req.lora_id not in self._manager.loras:
             req.lora_id = None
-            req.set_finish_with_abort("the adapter that it asks for was unloaded meanwhile")
+            req.set_finish_with_abort("its adapter was unloaded before the request was queued")
         self.versions.begin(req)
 
     def name(self, call: NameAdaptersCall) -> None:
-        """Names are what a load is refused for, and what answers list."""
+        """Rename adapters. SGLang refuses loads by name, and lists names in answers."""
         refs = self._manager.lora_refs
         for lora_id, name in call.names.items():
             if lora_id in refs:
                 refs[lora_id] = msgspec.structs.replace(refs[lora_id], lora_name=name)
 
     def move(self, call: MoveRequestsCall) -> RequestsMoved:
-        """Every request of one adapter that has not ended goes on with the other.
+        """Move every unfinished request of ``from_id`` to ``to_id``.
 
-        One that holds KV keeps it (``fence``), and then shares it with nobody, or is sent back to
-        the queue (``recompute``), as every request that runs is. Raises ``NotFound`` or
+        With ``fence`` a request keeps its KV, and the KV is not shared. With ``recompute`` all
+        running requests are retracted, if one of ``from_id`` holds KV. Raise ``NotFound`` or
         ``Conflict`` before anything is changed.
         """
         if call.to_id not in self._manager.loras:
-            raise NotFound("the adapter that requests are to go on with is not loaded")
+            raise NotFound("requests cannot move to an adapter that is not loaded")
         if not self._requests_of(call.from_id):
             return RequestsMoved(rids=[], retracted=0)
-        # the forward in flight may end some of them, and its tokens are the old adapter's
+        # the result in flight has tokens of the old adapter, and may end requests
         self._boundary.drain()
         if call.kv_cache == "fence":
             self._require_room(call)
@@ -134,10 +135,10 @@ class Adapters:
         for req in moved:
             req.lora_id = call.to_id
             if req.extra_key is not None:
-                # an id is in no other key
+                # an adapter's id occurs in no other key
                 req.extra_key = req.extra_key.replace(call.from_id, call.to_id)
             self.versions.move(req)
-        logger.info("%d requests go on with another adapter.", len(moved))
+        logger.info("%d requests moved to another adapter.", len(moved))
         return RequestsMoved(rids=[req.rid for req in moved], retracted=retracted)
 
     @property
@@ -159,7 +160,7 @@ class Adapters:
         return [req for req in requests if req not in waiting]
 
     def _require_room(self, call: MoveRequestsCall) -> None:
-        """A request that runs needs its adapter in a slot of the device's at the next step."""
+        """Raise ``Conflict`` if the running requests' adapters would not fit the device's slots."""
         manager = self._manager
         if manager.enable_lora_overlap_loading or manager.attn_dp_enabled:
             raise Conflict(
@@ -172,6 +173,6 @@ class Adapters:
         after = (running - {call.from_id}) | {call.to_id}
         if not manager.validate_lora_batch(after):
             raise Conflict(
-                "the adapters of the requests that run would not fit --max-loras-per-batch, of "
-                'which pinned ones keep their part: pass kv_cache="recompute"'
+                "the adapters of the running requests, and pinned adapters, would not fit "
+                '--max-loras-per-batch: pass kv_cache="recompute"'
             )

@@ -1,6 +1,6 @@
-"""Do an adapter's weights fit the buffers that they are copied to when a request needs them?
+"""Checks that an adapter's weights fit the device's buffers, when it is loaded.
 
-SGLang finds out when the request runs, and there a shape that is wrong ends the scheduler.
+SGLang copies them when a request runs, and a wrong shape then ends the scheduler.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def why_it_does_not_fit(manager: LoRAManager, lora_id: str) -> str | None:
-    """Tried with SGLang's own code, on weights and buffers that have shapes and no contents.
+    """Return why the adapter does not fit, or None.
 
-    So it takes no longer for a large adapter, and the scheduler's loop may wait for it.
+    This runs SGLang's own copy on meta tensors: shapes without contents. A large adapter takes no
+    longer than a small one, so the scheduler's loop may wait for it.
     """
     pool = _shape_of_pool(manager.memory_pool)
     try:
@@ -52,7 +53,7 @@ def _shape_of_adapter(adapter: LoRAAdapter) -> Any:
 
 
 def _shape_of_pool(pool: LoRAMemoryPool) -> LoRAMemoryPool:
-    """Of one slot."""
+    """Return a copy of ``pool`` with meta buffers of one slot."""
     trial = copy.copy(pool)
     for name in ("A_buffer", "B_buffer"):
         of_layers: dict[str, list[torch.Tensor]] = getattr(pool, name)

@@ -1,8 +1,8 @@
-"""Copies of memory that is to go, kept where they do not count: on a host, or on its disk.
+"""Copies of memory about to be released: of a GPU on the host, of a host on its disk.
 
-A copy is made while its original is still served, by the staging thread, and put back by the
-scheduler's thread when the original's memory is here again, at the same addresses. Who drops
-the copy drops the way back.
+The staging thread makes a copy while the original is still in place. The scheduler's thread puts
+it back when the original's memory is resumed, at the same addresses. Without the copy the contents
+cannot be restored.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from sglang_inflight.storages import distinct_storages
 
 class Copy(Protocol):
     def put_back(self) -> None:
-        """Write into the originals' memory what they held."""
+        """Restore the contents of the originals' memory."""
 
 
 class HostCopy:
-    """Of a device's memory, in pinned memory of the host: both ways at the speed of the bus."""
+    """A copy of a device's memory in pinned host memory, copied at the speed of the bus."""
 
     def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
-        """Raises ``Conflict`` where the host has no room for it."""
+        """Copy ``memory``. Raise ``Conflict`` if the host has no room for it."""
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         originals = list(memory)
         _require(sum(map(pinned_bytes, originals)), available_to_this_rank(), "the host's memory")
@@ -50,18 +50,18 @@ class HostCopy:
 
 
 class FileCopy:
-    """Of a host's memory, in a file without a name: a copy beside it would free nothing.
+    """A copy of host memory in an unnamed file, because a copy in memory would free nothing.
 
-    In the directory for temporary files (``TMPDIR``), which should be on a disk.
+    The file is in the directory for temporary files (``TMPDIR``). It should be on a disk.
     """
 
     def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:
-        """Raises ``Conflict`` where the directory has no room for it."""
+        """Copy ``memory``. Raise ``Conflict`` if the directory has no room for it."""
         self._memory = list(memory)
         folder = tempfile.gettempdir()
         needed = sum(original.nbytes for original in self._memory)
         _require(needed, shutil.disk_usage(folder).free, f"{folder} (TMPDIR)")
-        # closed with the last that holds it
+        # closed when this object is freed
         self._file = tempfile.TemporaryFile(prefix="sglang-inflight-")  # noqa: SIM115
         for original in self._memory:
             check()
@@ -92,14 +92,14 @@ def _require(needed: int, free: int, where: str) -> None:
 def copy_of(
     tensors: Iterable[torch.Tensor], device: torch.device, check: Callable[[], None]
 ) -> Copy:
-    """Of the whole storages of ``tensors``, once each; ``check`` raises to give up."""
+    """Copy the whole storages of ``tensors``, once each. ``check`` raises to cancel."""
     on_host = device.type == "cpu"
     memory = [each for each in storages_of(tensors) if (each.device.type == "cpu") == on_host]
     return FileCopy(memory, check) if on_host else HostCopy(memory, check)
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Their distinct storages, as bytes."""
+    """Return the distinct storages of ``tensors``, as byte tensors."""
     return [
         torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         for storage in distinct_storages(tensors)

@@ -1,4 +1,4 @@
-"""How much of the host's memory a rank may still take, as the machine and its containers see it."""
+"""Host memory still available to a rank, within the machine and its containers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 class _Version(NamedTuple):
-    """How a version of Linux' control groups names what it says of memory."""
+    """File and field names of one version of Linux control groups."""
 
     limit: str
     usage: str
-    # pages of files, which the kernel takes back before it ends a process
+    # file pages: the kernel reclaims them before it kills a process
     reclaimable: str
 
 
@@ -29,26 +29,26 @@ _V2 = _Version("memory.max", "memory.current", "inactive_file")
 
 
 def available_to_this_rank() -> int:
-    """Bytes: every rank of the host has the same wish."""
+    """Return this rank's share, in bytes: every rank of the host needs as much."""
     return available() // _ranks_on_this_host()
 
 
 def available(cgroups: Path = _CGROUPS, own_groups: Path = _OWN_GROUPS) -> int:
-    """Bytes that the machine has, or that the control groups of this process let it have.
+    """Return the available bytes of the machine, or of this process's control groups if fewer.
 
-    A process beyond its group's limit is killed, however much the machine has.
+    The kernel kills a process above its group's limit, even when the machine has free memory.
     """
     free: int = psutil.virtual_memory().available
     return max(0, min([free, *_left_by_groups(cgroups, own_groups)]))
 
 
 def pinned_bytes(tensor: torch.Tensor) -> int:
-    """The size of a pinned copy of ``tensor``: torch rounds each up to a power of two."""
+    """Return the size of a pinned copy of ``tensor``: torch rounds up to a power of two."""
     return 1 << (tensor.nbytes - 1).bit_length() if tensor.nbytes else 0
 
 
 def _ranks_on_this_host() -> int:
-    """All nodes have as many."""
+    """Return the number of ranks per node, the same on all nodes."""
     parallel = get_parallel()
     replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
     ranks: int = parallel.tp_size * parallel.pp_size * replicas
@@ -56,11 +56,11 @@ def _ranks_on_this_host() -> int:
 
 
 def _left_by_groups(cgroups: Path, own_groups: Path) -> Iterator[int]:
-    """Bytes that each cgroup of this process leaves it, from its own up to the mount's root."""
+    """Yield the bytes left by each cgroup of this process, from its own up to the mount's root."""
     try:
         lines = own_groups.read_text().splitlines()
     except OSError:
-        # no Linux
+        # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -71,14 +71,14 @@ def _left_by_groups(cgroups: Path, own_groups: Path) -> Iterator[int]:
         else:
             continue
         group = root / path.lstrip("/")
-        # a container sees its own group as the root, and perhaps the path that its host has
+        # a container sees its own group as the root, but may see the host's path
         for each in (group, *group.parents):
             if each.is_relative_to(root) and (left := _left_by(each, version)) is not None:
                 yield left
 
 
 def _left_by(group: Path, version: _Version) -> int | None:
-    """None where the group is not seen from here, or has no limit."""
+    """Return the bytes left by ``group``, or None if it is not visible or has no limit."""
     try:
         limit = (group / version.limit).read_text().strip()
         if limit == "max":

@@ -1,4 +1,4 @@
-"""Where each kind of memory is, and what a call makes of it. Data; no scheduler and no device.
+"""The memory machine: states of each kind of memory. Pure data, with no scheduler or device.
 
     event     PRESENT   AWAY      LOST      HOLLOW
     keep      AWAY      refused   refused   LOST
@@ -7,14 +7,13 @@
     filled    PRESENT   refused   refused   PRESENT
     overwrite HOLLOW    refused   refused   HOLLOW
 
-PRESENT: as it was loaded, or last committed. AWAY: its memory is given back, and it will be as
-it was. LOST: its memory is given back, and its contents are gone. HOLLOW: its memory is here,
-and nobody knows what is in it. Only weights can be lost: of the KV cache and of CUDA graphs
-nothing is missed, because whoever may release the first has no request that needs it, and the
-second keep what they hold.
+PRESENT: as loaded, or as last committed. AWAY: its memory is released, and its contents will come
+back. LOST: its memory is released, and its contents are gone. HOLLOW: its memory is here, with
+unknown contents. Only weights can be lost. A KV cache is released only when no request needs it,
+and CUDA graphs keep their contents.
 
-A call moves all kinds that it names, or none. Every rank has the same table and gives it the
-same events in the same order, but for ``filled``, whose outcome all ranks vote for.
+A call moves all kinds of memory in it, or none. Every rank has the same table, and gives it the
+same events in the same order. The outcome of ``filled`` may differ, so all ranks vote for it.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WEIGHTS, KV_CACHE, GRAPHS = (
     GPU_MEMORY_TYPE_KV_CACHE,
     GPU_MEMORY_TYPE_CUDA_GRAPH,
 )
-# in the order in which they come back, as upstream has it
+# in the order of their resume, as in SGLang
 KINDS: tuple[str, ...] = (GRAPHS, WEIGHTS, KV_CACHE)
 
 
@@ -52,7 +51,7 @@ class Event(enum.Enum):
     OVERWRITE = "overwrite"
 
 
-# what is not in it is refused
+# a missing key is a refusal
 MOVES: dict[tuple[Event, Where], Where] = {
     (Event.KEEP, Where.PRESENT): Where.AWAY,
     (Event.KEEP, Where.HOLLOW): Where.LOST,
@@ -72,7 +71,7 @@ PRESENT: Memory = dict.fromkeys(KINDS, Where.PRESENT)
 
 
 def move(memory: Memory, events: Mapping[str, Event]) -> Memory | None:
-    """After ``events``, by kind of memory; None where one of them is refused."""
+    """Return ``memory`` after ``events``, by kind of memory, or None if one is refused."""
     moved = dict(memory)
     for kind, event in events.items():
         after = MOVES.get((event, memory[kind]))
@@ -83,5 +82,5 @@ def move(memory: Memory, events: Mapping[str, Event]) -> Memory | None:
 
 
 def released(memory: Memory, kinds: Iterable[str] = KINDS) -> list[str]:
-    """Those of ``kinds`` that nothing may touch."""
+    """Return the released kinds among ``kinds``. No code may touch them."""
     return [kind for kind in kinds if memory[kind] in (Where.AWAY, Where.LOST)]

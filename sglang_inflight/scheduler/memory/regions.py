@@ -1,4 +1,4 @@
-"""Which tensors are in which kind of memory."""
+"""Lists the tensors in each kind of memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
-# its malloc_trim is GNU's alone
+# only glibc has malloc_trim
 _LIBC = ctypes.CDLL(None)
-# where SGLang's pools for the reference platform's attention keep keys and values
+# attributes with keys and values in SGLang's pools for the reference platform's attention
 _BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 
 
 class MemoryRegions:
-    """Asked for anew each time, because a commit may have put other storage in place."""
+    """The tensors of one scheduler. Listed anew by each call: a commit may replace storages."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -36,7 +36,7 @@ class MemoryRegions:
         return next(self._runners[0].model.parameters()).device
 
     def of(self, kind: str) -> Iterator[torch.Tensor]:
-        """What a memory saver that does not note regions gives back."""
+        """Yield the tensors of ``kind``, for a memory saver without a record of allocations."""
         if kind == WEIGHTS:
             for runner in self._runners:
                 yield from runner.model.parameters()
@@ -49,20 +49,20 @@ class MemoryRegions:
                     yield from buffers or ()
 
     def all_of_models(self) -> Iterator[torch.Tensor]:
-        """All that came with loading them."""
+        """Yield all tensors that loading the models has made."""
         yield from self.of(WEIGHTS)
         yield from self._beside_weights()
 
     def tensors_not_in_checkpoints(self) -> Iterator[torch.Tensor]:
-        """Rotary tables and the like, and weights of which it cannot be told what was sent.
+        """Yield rotary tables and the like, and weights whose written elements are not counted.
 
-        They are small, and are kept whatever becomes of the weights.
+        They are small, and are kept even when the weights are discarded.
         """
         yield from self._beside_weights()
         for runner in self._runners:
             parameters = {id(parameter) for parameter in runner.model.parameters()}
             for _, weight in weights_of(runner.model):
-                # a model may set a buffer of its own that no checkpoint has
+                # no checkpoint has a model's own buffers
                 if not can_mark(weight) or id(weight) not in parameters:
                     yield weight
 
@@ -83,7 +83,7 @@ class MemoryRegions:
 
 
 def trim(device: torch.device) -> None:
-    """Allocators keep what is freed for the next who asks: others are to have it."""
+    """Return freed memory from the allocators to the system."""
     if device.type != "cpu":
         give_back_freed(device)
     elif hasattr(_LIBC, "malloc_trim"):
@@ -91,8 +91,10 @@ def trim(device: torch.device) -> None:
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Bytes of the device that anybody uses. On the host, the anonymous pages of this process: the
-    kernel reclaims pages of files as it likes."""
+    """Return the bytes of the device in use by all processes.
+
+    On the host, return this process's anonymous pages only: the kernel reclaims file pages.
+    """
     if device.type == "cpu":
         memory = psutil.Process().memory_info()
         resident: int = memory.rss - memory.shared

@@ -1,16 +1,16 @@
-"""Memory that a rank gives back while its requests wait, and takes again.
+"""Releases a rank's memory while its requests wait, and resumes it.
 
-It is done in two phases, so that all ranks do it or none: what can be refused, or can fail, is
-done before the vote, which the front end hears (``frontend/memory.py``). From its vote on a rank
-makes no step. Nothing of ours, nor a handler of SGLang's that is let through, touches what is
-away: on CUDA that would end the process.
+A release has two phases, so that all ranks release or none. Steps that can be refused or can fail
+come before the rank's vote, its answer to the front end (``frontend/memory.py``). After its vote a
+rank makes no step. Neither our code nor an admitted handler of SGLang's touches released memory:
+on CUDA that would end the process.
 
-    before the vote   no update is open, no request needs what goes; what is to be kept is copied
-    the release       the shadow goes, the cache is flushed, the memory saver takes the pages
-    the return        the pages come, what was kept is put back, generation goes on
+    before the vote   check that no update is open and no request needs the memory; copy it
+    release           drop the shadow, flush the cache, let the memory saver take the pages
+    resume            map the pages, restore the copy, continue generation
 
-Weights of which nothing was kept come back hollow. No request is served until updates have
-written each element of them, and these write in place: there is nothing to be swapped out.
+Weights without a copy come back hollow. No request is served until updates have written each
+element. These updates write in place, because there are no old weights to keep.
 """
 
 from __future__ import annotations
@@ -62,13 +62,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# what the shadow had is told beside the kinds of memory
+# key of the shadow's bytes in an answer, beside the kinds of memory
 SHADOW = "shadow"
 
 
 class _Prepared:
-    """A release that this rank has voted for. The staging thread writes ``copy``, and the
-    scheduler's thread ``given_up``, once each."""
+    """A release after this rank's vote.
+
+    The staging thread writes ``copy``, and the scheduler's thread ``given_up``, once each.
+    """
 
     def __init__(self, events: dict[str, Event], after: Memory) -> None:
         self.events = events
@@ -78,7 +80,7 @@ class _Prepared:
 
     def check(self) -> None:
         if self.given_up:
-            raise Dropped("the release was given up")
+            raise Dropped("the release was cancelled")
 
 
 BRINGS_BACK = "resume_memory_occupation brings it back"
@@ -98,7 +100,7 @@ class MemoryRelease:
         *,
         require_update: bool,
     ) -> None:
-        """``require_update``: what the weights were loaded with is not to be served."""
+        """``require_update``: serve no request from the weights loaded at start."""
         self._scheduler = scheduler
         self._boundary = boundary
         self._pause = pause
@@ -111,12 +113,12 @@ class MemoryRelease:
         self._memory: Memory = PRESENT
         self._prepared: _Prepared | None = None
         self._copy: Copy | None = None
-        # by kind of memory, what its return takes
+        # bytes to allocate at the resume, by kind of memory
         self._bytes: dict[str, int] = {}
         # whether generation is held back while weights are hollow
         self._until_filled = False
-        # the reference platform's; torch_memory_saver has noted what was allocated where, and
-        # copies the weights itself where it was told to when they were allocated
+        # The reference platform's saver asks us for the regions. torch_memory_saver has recorded
+        # each allocation, and copies the weights itself with --enable-weights-cpu-backup.
         look_in = getattr(self._saver, "look_in", None)
         if look_in is not None:
             look_in(self._occupants.of)
@@ -130,14 +132,14 @@ class MemoryRelease:
     # ---- a release -------------------------------------------------------------------
 
     def may_release(self, call: PrepareReleaseCall) -> None:
-        """Vote. All ranks of a replica hold still from here on, or none does."""
+        """Vote. After this all ranks of a replica are frozen, or none is."""
         events = self._events_of(call)
         after = move(self._memory, events)
         refusal = self._why_not(call, after)
         if is_true_of_any(refusal is not None) or after is None:
             raise Conflict(refusal or "memory is not released: another rank refuses it")
         self._pause.hold_for_memory(f"{_list(call.tags)} are being released. {BRINGS_BACK}")
-        # a commit since the loop froze may still be swapping, on a stream that copying is not on
+        # a commit after the freeze may still be swapping, on another stream than the copy's
         self._boundary.drain()
         prepared = self._prepared = _Prepared(events, after)
 
@@ -145,12 +147,15 @@ class MemoryRelease:
             prepared.copy = self.copy_for(prepared)
             return Done()
 
-        # after all jobs of updates that were dropped: their shadow is the scheduler's then
+        # after all jobs of dropped updates: the shadow belongs to the scheduler's thread then
         self._staging.when_idle(call, copy)
 
     def release(self, call: ReleaseCall) -> None:
-        """Raises ``HalfDone`` where it fails on a rank; all of its replica take again then what
-        they gave, because one alone would make a step that the others do not make."""
+        """Release the memory. Raise ``HalfDone`` if any rank of the replica fails.
+
+        All ranks of the replica then resume their memory: one rank alone would make a step
+        without the others.
+        """
         prepared = self._take_prepared()
         started = time.perf_counter()
         moved: dict[str, int] = {}
@@ -163,7 +168,7 @@ class MemoryRelease:
             self._return([kind for kind in prepared.events if kind in released(self._memory)], {})
             self._settle()
             raise HalfDone(
-                "memory was released, on some ranks, and taken again, but for the shadow's: "
+                "some ranks released their memory, and resumed all of it except the shadow: "
                 f"{failure or 'another rank failed'}"
             )
         self._settle()
@@ -190,23 +195,23 @@ class MemoryRelease:
             self._live.digest = None
 
     def stay(self, call: CancelReleaseCall) -> None:
-        """It is no error if this rank refused."""
+        """Cancel the release. Succeed also where this rank refused it."""
         if self._prepared is not None:
             self._take_prepared().given_up = True
             self._settle()
-        # answered when the staging thread has let go of the weights
+        # answered after the staging thread's last read of the weights
         self._staging.when_idle(call, Done)
 
     def _take_prepared(self) -> _Prepared:
         if self._prepared is None:
-            raise Conflict("no release was voted for")
+            raise Conflict("this rank has not voted for a release")
         prepared, self._prepared = self._prepared, None
         return prepared
 
     def _events_of(self, call: PrepareReleaseCall) -> dict[str, Event]:
         events = dict.fromkeys(call.tags, Event.KEEP)
-        # where nothing goes, or --enable-weights-cpu-backup is set, nothing can be lost; and what
-        # no update can bring must not be
+        # Weights are not lost without a saver, or with --enable-weights-cpu-backup. Weights that
+        # no update can bring must not be lost.
         can_be_lost = self._saver.enabled and not self._is_backup_wanted and self._why_kept is None
         if WEIGHTS in events and can_be_lost and call.keep_weights != "host":
             events[WEIGHTS] = Event.DISCARD
@@ -214,12 +219,12 @@ class MemoryRelease:
 
     @property
     def _why_kept(self) -> str | None:
-        """Why weights are kept whatever the caller says, or None where they may be lost."""
+        """Reason why weights are always kept, or None where the caller may discard them."""
         if get_parallel().pp_size > 1:
-            # one that is whole again would make a step, and wait for one that is not
-            return "because the stages of a pipeline may be whole again in different turns"
+            # a stage with whole weights would step, and wait for a stage with hollow ones
+            return "because the stages of a pipeline may have whole weights in different turns"
         if (why := self._staging.refusal or self._staging.why_not_staged) is not None:
-            return f"which cannot be sent: {why}"
+            return f"because no update can send them: {why}"
         return None
 
     @property
@@ -227,7 +232,7 @@ class MemoryRelease:
         return get_exec().features.enable_weights_cpu_backup
 
     def _why_not(self, call: PrepareReleaseCall, after: Memory | None) -> str | None:
-        """Why memory cannot be released now, or None where it can."""
+        """Return why memory cannot be released, or None if it can."""
         tags = call.tags
         if call.keep_weights == "discard" and (why := self._why_kept) is not None:
             return f"weights are not discarded, {why}"
@@ -238,17 +243,17 @@ class MemoryRelease:
         if self._staging.state is not StagingState.EMPTY:
             return "memory cannot be released: a weight update is open. End or abort it first"
         if WEIGHTS in tags and get_model().weight_cache_mode != "off":
-            return "weights are shared with other engines (--weight-cache-mode): they stay"
+            return "weights are shared with other engines (--weight-cache-mode): keep them"
         return self._who_needs(tags)
 
     def _who_needs(self, tags: list[str]) -> str | None:
-        # after it, because a result that is processed may end requests
+        # first, because it processes a result, and that may end requests
         is_idle = self._boundary.is_fully_idle()
         running = len(self._boundary.running_requests())
         waiting = len(self._boundary.waiting_requests())
         match self._pause.state:
             case PauseState.FROZEN:
-                # they hold KV, and nothing reads weights before the next step
+                # running requests need their KV; no step reads the weights
                 is_needed = running > 0 and set(tags) != {WEIGHTS}
             case PauseState.RUNNING:
                 is_needed = not is_idle
@@ -258,12 +263,15 @@ class MemoryRelease:
             return None
         return (
             f"memory cannot be released: {running} requests run and {waiting} wait. Let them "
-            'end, or pause with mode "retract" or "abort"; in a pause of mode "in_place" '
-            "weights may go, and nothing else"
+            'end, or pause with mode "retract" or "abort". A pause of mode "in_place" allows '
+            "only the weights"
         )
 
     def copy_for(self, prepared: _Prepared) -> Copy | None:
-        """On the staging thread. Nothing writes the weights meanwhile: no update is open."""
+        """Copy the weights, or the tensors that no update brings. Return None for no copy.
+
+        Runs on the staging thread. No update is open, so no other thread writes the weights.
+        """
         if WEIGHTS not in prepared.events or not self._saver.enabled or self._saver_copies:
             return None
         if prepared.after[WEIGHTS] is Where.AWAY:
@@ -272,7 +280,7 @@ class MemoryRelease:
             kept = self._occupants.tensors_not_in_checkpoints()
         return copy_of(kept, self._device, prepared.check)
 
-    # ---- the return ------------------------------------------------------------------
+    # ---- resume ----------------------------------------------------------------------
 
     def may_resume(self, call: PrepareResumeCall) -> None:
         if self._after_return(call.tags) is None:
@@ -283,13 +291,13 @@ class MemoryRelease:
             needed = sum(self._bytes.get(tag, 0) for tag in call.tags)
             if free < needed:
                 raise Conflict(
-                    f"memory cannot be taken again: {_list(call.tags)} need {needed >> 20} MiB, "
+                    f"memory cannot be resumed: {_list(call.tags)} need {needed >> 20} MiB, "
                     f"and {free >> 20} MiB are free on {self._device}"
                 )
         self._answers.succeed(call, Done())
 
     def resume(self, call: ResumeCall) -> None:
-        """Raises ``HalfDone`` where it fails; all ranks of the replica stay asleep then."""
+        """Resume the memory. Raise ``HalfDone`` if a rank fails: all ranks stay frozen then."""
         started = time.perf_counter()
         if self._after_return(call.tags) is None:
             raise Conflict(f"memory was not released: {_list(call.tags)}")
@@ -328,8 +336,10 @@ class MemoryRelease:
             moved[kind] = max(0, bytes_in_use(self._device) - before)
 
     def after_filling(self) -> None:
-        """An update went into hollow weights, and may have made them whole: on all ranks of the
-        replica, because one alone would make a step that the others do not make."""
+        """Continue generation if an update has made hollow weights whole on all ranks.
+
+        One rank alone would make a step without the others.
+        """
         if is_true_of_any(self._live.hollow is not None):
             self._live.hollow = self._live.hollow or "another rank misses some of them"
             return
@@ -344,7 +354,7 @@ class MemoryRelease:
     # ---- another writer ----------------------------------------------------------------
 
     def why_not_overwritten(self) -> str | None:
-        """Why the weights must not be lost now, or None where updates can bring them back."""
+        """Return why the weights must not be overwritten, or None if updates can restore them."""
         if (why := self._staging.refusal) is not None:
             return f"no update could bring the weights back: {why}"
         if (why := self._why_not_held) is not None:
@@ -356,21 +366,22 @@ class MemoryRelease:
     @property
     def _why_not_held(self) -> str | None:
         if get_parallel().pp_size > 1:
-            return "the stages of a pipeline may be whole again in different turns"
+            return "the stages of a pipeline may have whole weights in different turns"
         return why_no_retraction()
 
     def copy_beside_updates(self) -> Copy:
-        """Copy the tensors that no update brings, to put them back after another writer."""
+        """Copy the tensors that no update brings, to restore them after another writer."""
         return copy_of(self._occupants.tensors_not_in_checkpoints(), self._device, _never_give_up)
 
     def overwritten(self, why: str) -> None:
-        """Something else than an update has written the live weights, on all ranks of the replica.
+        """Refuse generation after a write to live weights by other code, on all ranks.
 
-        Generation is refused until updates have written each element; where that cannot be
-        counted (``InPlaceModel``), until one whole update has. A server that cannot hold
-        requests back serves them on. No way leads back: a rollback would be to what is live now.
+        Generation is refused until updates have written each element. Where written elements are
+        not counted (``InPlaceModel``), it is refused until one whole update. A server that cannot
+        hold requests back goes on serving. No rollback is possible: it would restore the
+        overwritten weights.
         """
-        logger.warning("Nobody knows what is in the weights: %s.", why)
+        logger.warning("The contents of the weights are unknown: %s.", why)
         self._live.lose_name()
         if self._why_not_held is not None:
             return
@@ -378,7 +389,7 @@ class MemoryRelease:
             after = move(self._memory, {WEIGHTS: Event.OVERWRITE})
             assert after is not None
             self._memory = after
-            # requests that wait already for weights that are to come go on waiting
+            # requests already waiting for hollow weights keep waiting
             self._until_filled = self._until_filled and self._live.hollow is not None
             self._live.become_hollow(why)
         else:
@@ -389,32 +400,32 @@ class MemoryRelease:
         self._answers.tell_that_generation_continues()
 
     def brought_back_by_sglang(self, tags: list[str] | None) -> None:
-        """Memory came back by SGLang's own call, on a server that has no pauses.
+        """Forget the version's name after SGLang's own resume, on a server without pauses.
 
-        Without a backup nobody knows what is in the weights, and SGLang serves them as they are.
+        Without a backup the weights' contents are unknown, and SGLang serves them as they are.
         """
         if WEIGHTS in (tags or KINDS) and not self._saver_copies:
             self._live.lose_name()
 
-    # ---- what others ask ---------------------------------------------------------------
+    # ---- queries -----------------------------------------------------------------------
 
     def require_weights(self, who: str) -> None:
-        """Raises ``Conflict`` where the weights' memory is not here, for ``who`` would touch it."""
+        """Raise ``Conflict`` if the weights' memory is released: ``who`` would touch it."""
         if WEIGHTS in self._scheduler.weight_updater.offload_tags:
-            raise Conflict(f"{who} needs the weights, whose memory is released: {BRINGS_BACK}")
+            raise Conflict(f"{who} needs the weights, and their memory is released: {BRINGS_BACK}")
 
     def describe(self) -> MemoryStatus:
         where = {kind: self._memory[kind].value for kind in KINDS}
         return MemoryStatus(**where, hollow=self._live.hollow)
 
     def _settle(self) -> None:
-        """Generation is held back for as long as something is missing, and no longer."""
+        """Hold generation back while memory is released or weights are awaited; else release it."""
         if away := released(self._memory):
             self._pause.hold_for_memory(f"{_list(away)} are released. {BRINGS_BACK}")
         elif self._live.hollow is not None and self._until_filled:
             self._pause.hold_for_memory(
-                f"the weights are hollow, {self._live.hollow}. Updates that bring all of them let "
-                "it go on"
+                f"the weights are hollow, {self._live.hollow}. Send all weights by updates to "
+                "continue"
             )
         else:
             self._pause.memory_is_back()

@@ -1,4 +1,4 @@
-"""Where other nodes can reach a socket of the first one."""
+"""Chooses the address at which other nodes reach a socket of the first node."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 @dataclass(frozen=True)
 class Address:
-    """``bound`` is what this machine listens on, ``told`` is what others connect to.
+    """``bound`` is the listening address, ``told`` is the address for other nodes.
 
-    As they stand in a URL: an IPv6 address in brackets.
+    Both are in the form of a URL: an IPv6 address has brackets.
     """
 
     bound: str
@@ -22,10 +22,10 @@ class Address:
 
 
 def choose_address(dist_init_addr: str | None) -> Address:
-    """The interface on which the nodes have met already, at ``dist_init_addr``.
+    """Return the interface of the nodes' rendezvous, ``dist_init_addr``.
 
-    Only that one listens. Where the address is a name which on this machine means its loopback,
-    as many give their own, others take it for another interface: then all listen.
+    Only this interface listens. Many machines resolve their own name to the loopback, while
+    other nodes resolve it to another interface. In that case all interfaces listen.
     """
     if dist_init_addr is None:
         return _plain(get_local_ip_auto())
@@ -44,7 +44,7 @@ def _plain(ip: str) -> Address:
 
 
 def _own_address_towards(host: str, port: int) -> str:
-    """The address that packets from here to ``host`` have. None is sent."""
+    """Return the source address of packets to ``host``. No packet is sent."""
     family, kind, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sender:
         sender.connect(where)
@@ -53,7 +53,7 @@ def _own_address_towards(host: str, port: int) -> str:
 
 
 def _means_this_machine(host: str) -> bool:
-    """To whoever reads it."""
+    """Return whether ``host`` means the loopback on every machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

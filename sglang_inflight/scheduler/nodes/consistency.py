@@ -1,7 +1,7 @@
-"""Do all nodes of a server run the same of us? Asked at start, before a rank relies on another.
+"""Checks at start that all nodes of a server run the same SGLang Inflight.
 
-A node without us, or with other patches, answers no call of ours, and swaps its weights in no
-step, or in another one. So it is named, and no node starts.
+A node without SGLang Inflight, or with other patches, would not answer our calls, or would swap
+its weights in another step. So the error names the node, and no node starts.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from sglang_inflight.unsupported import Unsupported
 
 logger = logging.getLogger(__name__)
 
-# All ranks come from the same rendezvous, so those that run us are here within moments.
+# All ranks leave the same rendezvous, so ranks with SGLang Inflight get here within moments.
 WAIT_S = 60.0
 _KEY = "sglang-inflight/{rank}"
-# what ranks of a replica must not do differently, because they step together
+# settings that must agree, because the ranks of a replica step together
 _SHARED_SETTINGS = ("staging", "max_version_lag", "pd_mismatch", "require_update")
 
 Account = Mapping[str, str]
 
 
 def check_nodes_match() -> None:
-    """Tell the ranks of other nodes what runs here, and hear what runs there.
+    """Compare the code and settings of all nodes. Raise ``Unsupported`` if a node differs.
 
-    Through the store in which the ranks have just met, and not by a collective, which a node
-    that does not run us would leave hanging. Raises ``Unsupported`` where a node is not heard
-    of, or says something else.
+    A silent node also raises. The ranks compare through the store of their rendezvous: a
+    collective would hang on a node without SGLang Inflight.
     """
     parallel = get_parallel()
     if parallel.nnodes == 1:
@@ -50,7 +49,7 @@ def check_nodes_match() -> None:
     store.set(_KEY.format(rank=group.rank), json.dumps(here))
     until = monotonic() + WAIT_S
     ranks_of_a_node = group.world_size // parallel.nnodes
-    # by node; None is silence
+    # by node; None: the node did not answer
     heard: dict[int, Account | None] = {}
     for rank in group.ranks:
         key, node = _KEY.format(rank=rank), rank // ranks_of_a_node
@@ -67,7 +66,7 @@ def check_nodes_match() -> None:
 
 
 def describe_this_node() -> dict[str, str]:
-    """What must be the same on every node."""
+    """Return the versions and settings that must be the same on every node."""
     settings = Settings.from_environment()
     house = Path(sglang_inflight.__file__).parent
     files = [*sorted(house.rglob("*.py")), *sorted(load_series().folder.glob("*.patch"))]
@@ -80,13 +79,13 @@ def describe_this_node() -> dict[str, str]:
 
 
 def find_difference(heard: Mapping[int, Account | None]) -> str | None:
-    """What is said of nodes that are silent, or not like the first one that is not."""
+    """Return an error text about silent nodes, or about a node unlike the first, or None."""
     silent = [f"node {node}" for node, account in heard.items() if account is None]
     if silent:
         return (
-            f"{' and '.join(silent)} did not say within {WAIT_S:g} s that SGLang Inflight runs "
-            "there: install the same sglang-inflight on every node, where SGLANG_PLUGINS lets it "
-            "load, with the same settings"
+            f"{' and '.join(silent)} did not report SGLang Inflight within {WAIT_S:g} s: install "
+            "the same sglang-inflight on every node, let SGLANG_PLUGINS load it, and use the same "
+            "settings"
         )
     first, reference = next(iter(heard.items()))
     for node, account in heard.items():

@@ -1,16 +1,16 @@
-"""Answers of ranks on other nodes, handed on to the front end by the first rank.
+"""Relays answers from ranks on other nodes to the front end, in the first rank.
 
-Other nodes reach a TCP port, and so may strangers. The handshake is ZeroMQ's CURVE: a client
-proves with its first message that it has the listening socket's public key, which never crosses
-the port and which the ranks get by SGLang's own collective. libzmq refuses older protocols, other
-mechanisms and other keys, and a connection that has not shaken hands within ``HANDSHAKE_S``.
-Until then it holds one frame of at most ``FRAME_BYTES`` for a connection.
+Other nodes connect to a TCP port, and so may strangers. The handshake is ZeroMQ's CURVE: with its
+first message a client proves that it has the listening socket's public key. The key never crosses
+the port: ranks get it by SGLang's own collective. libzmq refuses older protocols, other mechanisms
+and other keys. It ends a connection without a handshake after ``HANDSHAKE_S``, and until then
+buffers one frame of at most ``FRAME_BYTES``.
 
 So a stranger at the port can neither send an answer, nor read one, nor fill this process's memory.
-A stranger can still open connections faster than ``HANDSHAKE_S`` ends them, each of which holds a
-file descriptor and some kilobytes, and can make libzmq's I/O thread compute handshakes: answers
-then come late. Whoever reads the traffic of SGLang's collectives reads the key there, as all else
-that ranks tell each other: that network has to be private, as SGLang demands.
+A stranger can open connections faster than ``HANDSHAKE_S`` ends them. Each holds a file descriptor
+and some kilobytes, and costs libzmq's I/O thread a handshake: answers then come late. A reader of
+the collectives' traffic can read the key, as all else between ranks. SGLang already requires that
+network to be private.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from sglang_inflight.unsupported import Unsupported
 logger = logging.getLogger(__name__)
 
 # A longer answer comes in several frames. libzmq ends a connection that announces a frame larger
-# than this and what CURVE adds to it.
+# than this plus CURVE's overhead.
 FRAME_BYTES = 32 << 10
 _CURVE_ADDS = 256
-# how long a connection may take for its handshake
+# time limit of a connection's handshake
 HANDSHAKE_S = 5.0
-# How long a rank may say nothing. It says something once a second.
+# Time after which a rank counts as silent. Ranks send a pulse every second.
 SILENCE_S = 15.0
-# how often it is looked who is silent, and told that strangers came
+# time between two looks for silent ranks, and between two warnings about strangers
 LOOK_S = 1.0
 TELL_S = 60.0
-# messages between two looks, so that strangers who send without end keep nobody from looking
+# most messages between two looks, so that a stranger's flood cannot keep the relay from looking
 MOST_AT_ONCE = 10_000
 
 Rank = tuple[int, int, int]
@@ -57,7 +57,7 @@ class Whereabouts(NamedTuple):
 
 
 class Door(NamedTuple):
-    """The socket that other nodes connect to, and one that hears when a connection ends."""
+    """The listening socket for other nodes, and its monitor for ended connections."""
 
     listening: zmq.Socket[bytes]
     ends: zmq.Socket[bytes]
@@ -65,10 +65,10 @@ class Door(NamedTuple):
 
 
 class Relay:
-    """Hands on what comes by the door, on the thread that alone uses its sockets.
+    """Relays the door's messages, on its own thread. Only this thread uses the sockets.
 
-    A thread, because the loop of the first rank may wait in a collective for the very rank
-    that is silent. What is no answer of ours is dropped, and nothing that comes is unpickled.
+    The first rank's loop cannot do it: it may wait in a collective for the silent rank. Any
+    message but our answers is dropped, and no message is unpickled.
     """
 
     def __init__(self, front_end: zmq.Socket[bytes], door: Door) -> None:
@@ -78,7 +78,7 @@ class Relay:
         self._poller.register(self._listening, zmq.POLLIN)
         self._poller.register(self._ends, zmq.POLLIN)
         self._decode = msgspec.msgpack.Decoder(_ANY_ANSWER).decode
-        # when each rank was heard of last, in ``time.monotonic()``
+        # time.monotonic() of each rank's last message
         self._heard: dict[Rank, float] = {}
         self._silent: set[Rank] = set()
         self._ended = 0
@@ -87,7 +87,7 @@ class Relay:
 
     @classmethod
     def start(cls, ipc_name: str) -> Whereabouts:
-        """``ipc_name`` is the front end's socket."""
+        """Start the relay's thread. ``ipc_name`` is the front end's socket."""
         context: zmq.Context[Any] = zmq.Context(1)
         door = open_door(context, choose_address(get_parallel().dist_init_addr))
         relay = cls(get_zmq_socket(context, zmq.PUSH, ipc_name, False), door)
@@ -101,12 +101,13 @@ class Relay:
                 self.listen()
                 self.look(time.monotonic())
             except Exception:
-                # no answer of another node would be heard any more
-                logger.exception("A message of another node could not be handed on")
+                # keep the thread: without it no other node's answer would arrive
+                logger.exception("A message of another node could not be relayed")
 
     def listen(self) -> None:
-        """Take what has come. Where this thread was held up that may be much, and all of it was
-        said before anybody is called silent.
+        """Take all queued messages, before ``look`` decides that a rank is silent.
+
+        There may be many if this thread was delayed.
         """
         self._poller.poll(int(1000 * LOOK_S))
         for _ in range(MOST_AT_ONCE):
@@ -120,7 +121,7 @@ class Relay:
             self.take(self._listening.recv_multipart(), time.monotonic())
 
     def take(self, frames: list[bytes], now: float) -> None:
-        """Hand on what is an answer. ``frames`` are its parts."""
+        """Relay one message if it is an answer. ``frames`` are its parts."""
         said = self._read(frames)
         if said is None:
             self._no_answers += 1
@@ -142,7 +143,7 @@ class Relay:
         return said
 
     def look(self, now: float) -> None:
-        """Who has been silent for too long?"""
+        """Report silent ranks to the front end, and warn about strangers."""
         for rank, heard in self._heard.items():
             if now - heard > SILENCE_S and rank not in self._silent:
                 self._silent.add(rank)
@@ -150,9 +151,9 @@ class Relay:
         if (self._ended or self._no_answers) and now - self._told_at > TELL_S:
             logger.warning(
                 "%d connections ended at the port for this server's other nodes, and %d messages "
-                "there were no answers. Nothing has changed by them. A connection ends that has "
-                "not shown this server's key within %g s, or whose node is gone. Let nobody but "
-                "this server's nodes reach the port.",
+                "there were not answers. They changed nothing. A connection ends if it does not "
+                "show this server's key within %g s, or if its node is gone. Let only this "
+                "server's nodes reach the port.",
                 self._ended,
                 self._no_answers,
                 HANDSHAKE_S,
@@ -173,8 +174,9 @@ class Relay:
 
 
 def open_door(context: zmq.Context[Any], address: Address) -> Door:
-    """A port for the nodes of this server, and for nobody else. Raises ``Unsupported`` where
-    libzmq was built without CURVE.
+    """Listen on a port for this server's nodes only.
+
+    Raise ``Unsupported`` if libzmq was built without CURVE.
     """
     if not zmq.has("curve"):
         raise Unsupported(
@@ -194,13 +196,14 @@ def open_door(context: zmq.Context[Any], address: Address) -> Door:
 
 
 def _hear_ends(context: zmq.Context[Any], listening: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
-    """A message for each connection that ends. libzmq says of a handshake that it failed, but not
-    where a frame was too large.
+    """Return a socket that receives a message for each ended connection.
+
+    libzmq has an event for a failed handshake, but none for a frame that is too large.
     """
     endpoint = "inproc://ended-at-the-relay"
     listening.monitor(endpoint, zmq.EVENT_DISCONNECTED)
     ends = context.socket(zmq.PAIR)
-    # libzmq's I/O thread waits where this queue is full, and no answer would come in meanwhile
+    # a full queue would block libzmq's I/O thread, and with it all answers
     ends.rcvhwm = 0
     ends.connect(endpoint)
     return ends

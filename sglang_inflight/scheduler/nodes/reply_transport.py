@@ -1,4 +1,4 @@
-"""How what a rank says comes to the front end, which is on the first node."""
+"""Transports a rank's replies to the front end, on the first node."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from sglang_inflight.scheduler.own_rank import own_rank
 from sglang_inflight.scheduler.zmq_context import zmq_context
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
-# how often a rank of another node says that it is there
+# time between two pulses of a rank on another node
 PULSE_S = 1.0
 
 
 class ReplyTransport(Protocol):
-    """For any thread of the rank."""
+    """Any thread of the rank may send."""
 
     def send(self, message: BaseReq) -> None: ...
 
 
 def find_reply_transport(ipc_name: str) -> ReplyTransport:
-    """``ipc_name`` is the front end's socket, which only ranks of its own node can connect to.
+    """Return this rank's transport. Only ranks of the first node can connect to ``ipc_name``.
 
-    With several nodes a collective over all ranks of the replica, on the scheduler's thread. So
-    the first one's key comes to the others by connections that a stranger has no part in.
+    With several nodes this is a collective over all ranks of the replica, on the scheduler's
+    thread. So the first rank's key reaches the others by SGLang's private connections.
     """
     parallel = get_parallel()
     if parallel.nnodes == 1:
@@ -50,10 +50,10 @@ def find_reply_transport(ipc_name: str) -> ReplyTransport:
 
 
 class LocalReplies:
-    """On the front end's own node.
+    """Replies from the front end's own node.
 
-    Both the scheduler loop and the staging thread send. A zmq socket may move between
-    threads only through a full fence, which the lock is.
+    The scheduler's thread and the staging thread both send. A zmq socket may move between
+    threads only through a full memory fence: the lock is one.
     """
 
     def __init__(self, ipc_name: str) -> None:
@@ -66,16 +66,16 @@ class LocalReplies:
 
 
 class RemoteReplies:
-    """On another node: over TCP to the replica's first rank, which hands it on.
+    """Replies from another node, over TCP to the relay in the replica's first rank.
 
-    A thread says once a second that this process is there, so that the first node can tell a
-    rank that is silent from one that has nothing to say. It shares the socket under the lock.
+    A thread sends a pulse every second, so that the first node can tell a dead rank from an idle
+    one. The pulse thread shares the socket under the lock.
     """
 
     def __init__(self, endpoint: str, key: bytes) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
         self._socket = zmq_context().socket(zmq.PUSH)
-        # a first node that is gone must not hold up this one's loop
+        # no limit on queued messages: a dead first node must not block this node's loop
         self._socket.sndhwm = 0
         self._socket.ipv6 = is_zmq_endpoint_ipv6(endpoint)
         self._socket.curve_serverkey = key

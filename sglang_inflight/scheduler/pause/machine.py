@@ -1,4 +1,4 @@
-"""The pause machine: what becomes of a pause at each event. Data; no scheduler and no clock.
+"""The pause machine: states, events and transitions. Pure data, with no scheduler or clock.
 
     event                    RUNNING    DRAINING                      FROZEN
     take in_place, retract   FROZEN     FROZEN                        FROZEN
@@ -15,22 +15,22 @@
     memory away              FROZEN     DRAINING                      FROZEN
     memory back              RUNNING    DRAINING                      RUNNING or FROZEN
 
-The loop runs in RUNNING; in DRAINING, but for what it admits; and in FROZEN not at all. An
-event that is about a pause which is not held changes nothing, and a call is refused then.
-What else decides is who holds pauses and whose call still waits for the draining to end:
+In RUNNING the loop runs. In DRAINING it runs, but admits only begun and aborted requests. In
+FROZEN it makes no step. An event for a pause not held changes nothing, and its call is refused.
+Where a cell has two states, the held pauses and the waiting calls decide:
 
-- On a prefill server ``retract`` drains as ``wait`` does: what has begun there is soon over, and
-  another server waits for it.
-- RUNNING is where nobody holds a pause, DRAINING where a call waits, FROZEN all else.
-- A pause that freezes at once ends the draining: the calls that wait for it are refused, and
-  hold nothing. Those that drain as well wait together.
-- Who lets go while draining leaves it frozen where the others that hold a pause had frozen it.
-- Memory that is away holds a pause of its own, which only its return ends, and while it does
-  nothing drains: no step can be made. Whoever continues then lets go of the pauses that were
-  taken since, and is refused where there is none.
+- RUNNING: nobody holds a pause. DRAINING: a call waits for the end of the drain. FROZEN: all else.
+- On a prefill server ``retract`` drains, as ``wait`` does: a begun request is soon done there, and
+  a decode server waits for it.
+- A pause that freezes at once ends a drain: the waiting calls are refused, and hold nothing.
+  Several draining calls wait together.
+- When the last waiting call releases its pause, the loop freezes again for the other holders.
+- Released memory holds a pause of its own until the memory returns. While it does, nothing
+  drains, because no step can be made. ``continue all`` then releases the pauses taken since the
+  memory went, and is refused if there are none.
 
-Every rank of a replica has the same machine and gives it the same events in the same order
-(``pause.py``), so all move at the same boundary.
+Every rank of a replica has the same machine, and gives it the same events in the same order
+(``pause.py``). So all ranks move at the same boundary.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from typing import NamedTuple
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.status import MEMORY
 
-# They let requests run on until none does. The other modes freeze at once.
+# These modes freeze the loop after the last request has ended. The other modes freeze at once.
 DRAINING_MODES: tuple[PauseMode, ...] = ("abort", "wait")
 
 
@@ -57,21 +57,21 @@ class PauseState(enum.Enum):
 class Holder:
     pause_id: str
     mode: PauseMode
-    # time.monotonic() when the lease is over; None: never, or not as long as its call waits
+    # time.monotonic() when the lease ends; None: no lease, or its call still waits
     expires_at: float | None
-    # what it is held for, where that is memory
+    # reason, for the pause that released memory holds
     why: str | None = None
 
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """A call for a pause that is held, and not answered as long as the loop still drains.
+    """A call whose pause is held, but not granted before the loop has drained.
 
-    Its lease begins with its grant: before that its caller cannot know what is to be renewed.
+    Its lease begins with the grant: before, its caller does not know the pause to renew.
     """
 
     call: PauseCall
-    # time.monotonic() when "wait" has taken too long; None: never
+    # time.monotonic() at the end of a "wait" call's timeout_s; None: no timeout
     gives_up_at: float | None
 
 
@@ -80,17 +80,17 @@ class WaitingCall:
 
 @dataclass(frozen=True)
 class Asked:
-    """``call`` takes a pause or renews one, at ``now`` of ``time.monotonic()``."""
+    """``call`` takes or renews a pause, at ``now`` of ``time.monotonic()``."""
 
     call: PauseCall
     now: float
-    # the modes that drain on this server
+    # draining modes of this server
     draining: tuple[PauseMode, ...] = DRAINING_MODES
 
 
 @dataclass(frozen=True)
 class Continued:
-    """``call`` lets go of one pause, or of all."""
+    """``call`` releases one pause, or all."""
 
     call: ContinueCall
 
@@ -102,7 +102,7 @@ class LeaseOver:
 
 @dataclass(frozen=True)
 class WaitOver:
-    """A ``wait`` has taken too long, at ``now`` of ``time.monotonic()``."""
+    """The ``timeout_s`` of a ``wait`` call ended, at ``now`` of ``time.monotonic()``."""
 
     pause_id: str
     now: float
@@ -110,21 +110,21 @@ class WaitOver:
 
 @dataclass(frozen=True)
 class Drained:
-    """Nothing runs any more, at ``now`` of ``time.monotonic()``."""
+    """The last running request ended, at ``now`` of ``time.monotonic()``."""
 
     now: float
 
 
 @dataclass(frozen=True)
 class MemoryAway:
-    """Something of what a step needs goes, or is still away: ``why`` says what."""
+    """Memory needed by a step is about to be released, or still is. ``why`` is for errors."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class MemoryBack:
-    """All of it is back."""
+    """All released memory has returned."""
 
 
 Event = Asked | Continued | LeaseOver | WaitOver | Drained | MemoryAway | MemoryBack
@@ -140,19 +140,19 @@ class Retract:
 
 @dataclass(frozen=True)
 class AbortAll:
-    """End all requests, for ``call``."""
+    """Abort all requests, for ``call``."""
 
     call: PauseCall
 
 
 @dataclass(frozen=True)
 class Freeze:
-    """Finish what is launched, and make no step any more. Once more where that is so."""
+    """Finish the launched forwards, and make no more steps. Harmless when frozen already."""
 
 
 @dataclass(frozen=True)
 class Drain:
-    """Make steps, but only for what runs now."""
+    """Make steps, but only for requests that have begun."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Released:
 
 @dataclass(frozen=True)
 class Refuse:
-    """The caller holds nothing by this call."""
+    """``call`` took no pause, or released none."""
 
     call: PauseCall | ContinueCall
     why: str
@@ -195,7 +195,7 @@ class LeaseExpired:
 
 @dataclass(frozen=True)
 class SayThatGenerationContinues:
-    """Nobody asked for it."""
+    """Generation continues without a call: the last lease expired."""
 
 
 Reply = Grant | Released | Refuse | LeaseExpired | SayThatGenerationContinues
@@ -203,7 +203,7 @@ Reply = Grant | Released | Refuse | LeaseExpired | SayThatGenerationContinues
 
 @dataclass(frozen=True)
 class HeldPauses:
-    """The pauses held, in the order in which they were asked for, and the calls that wait."""
+    """The pauses held, in the order of their calls, and the waiting calls."""
 
     state: PauseState = PauseState.RUNNING
     holders: tuple[Holder, ...] = ()
@@ -217,7 +217,7 @@ class HeldPauses:
 
     @property
     def memory(self) -> Holder | None:
-        """The pause of memory that is away."""
+        """The pause held by released memory."""
         return self.find(MEMORY)
 
     @property
@@ -226,12 +226,12 @@ class HeldPauses:
 
     @property
     def mode(self) -> PauseMode | None:
-        """The mode asked for last among the pauses held."""
+        """Mode of the latest pause held."""
         return self.holders[-1].mode if self.holders else None
 
     @property
     def alarms(self) -> list[tuple[float, LeaseOver | WaitOver]]:
-        """What happens by itself, and when."""
+        """Timed events, each with its time of ``time.monotonic()``."""
         times: list[tuple[float | None, LeaseOver | WaitOver]] = [
             *((holder.expires_at, LeaseOver(holder.pause_id)) for holder in self.holders),
             *(
@@ -244,7 +244,10 @@ class HeldPauses:
 
 
 class Transition(NamedTuple):
-    """First the moves, then ``pauses`` holds, then the sayings. So an answer tells what is."""
+    """The moves are made first, then ``pauses`` applies, then the sayings are sent.
+
+    So an answer reports the state after the moves.
+    """
 
     pauses: HeldPauses
     moves: tuple[Move, ...] = ()
@@ -252,7 +255,7 @@ class Transition(NamedTuple):
 
 
 def transition(pauses: HeldPauses, event: Event) -> Transition:
-    """Defined for each event in each state; what cannot happen in a state changes nothing."""
+    """Return the transition of any event in any state. An impossible event changes nothing."""
     match event:
         case Asked():
             return _ask(pauses, event)
@@ -276,7 +279,7 @@ def _ask(pauses: HeldPauses, asked: Asked) -> Transition:
     if call.renews or (call.may_be_held and held is not None):
         return _renew(pauses, held, asked)
     if call.yields and pauses.state is PauseState.FROZEN:
-        # it would let run what somebody else has frozen, and nothing runs anyhow
+        # a drain would let requests run that another holder froze, and no request runs now
         return Transition(pauses, sayings=(Grant(call),))
     assert call.mode is not None
     return _take(pauses, asked, call.mode)
@@ -289,7 +292,7 @@ def _renew(pauses: HeldPauses, held: Holder | None, asked: Asked) -> Transition:
     mode = call.mode or held.mode
     if pauses.state is not PauseState.FROZEN or mode != held.mode:
         return _take(pauses, asked, mode)
-    # what a "wait" left frozen must not run again
+    # stay frozen: renewing a granted "wait" must not drain again
     renewed = replace(held, expires_at=_after(asked.now, call.lease_s))
     holders = tuple(renewed if holder is held else holder for holder in pauses.holders)
     return Transition(replace(pauses, holders=holders), sayings=(Grant(call),))
@@ -297,15 +300,15 @@ def _renew(pauses: HeldPauses, held: Holder | None, asked: Asked) -> Transition:
 
 def _take(pauses: HeldPauses, asked: Asked, mode: PauseMode) -> Transition:
     call, now = asked.call, asked.now
-    # while memory is away nothing can run to its end
+    # while memory is released no request can finish
     drains = mode in asked.draining and pauses.memory is None
     pauses, refusals = _withdraw(
         pauses,
         f"a pause of mode {mode} took its place",
-        # those that drain as well are granted together, when nothing runs any more
+        # other draining calls keep waiting: all are granted when the last request has ended
         which=lambda waiting: not drains or waiting.call.pause_id == call.pause_id,
     )
-    # at the end, because the last one asked for decides the mode
+    # last in the order, because the latest pause decides the mode
     holders = (
         *pauses.others_than(call.pause_id),
         Holder(call.pause_id, mode, None if drains else _after(now, call.lease_s)),
@@ -348,12 +351,12 @@ def _end_lease(pauses: HeldPauses, pause_id: str) -> Transition:
 
 
 def _end_wait(pauses: HeldPauses, pause_id: str, now: float) -> Transition:
-    # a lease that was over in the same pass may have taken the call along
+    # an expired lease may have withdrawn the call in the same pass
     if not any(waiting.call.pause_id == pause_id for waiting in pauses.waiting):
         return Transition(pauses)
     pauses, refusals = _withdraw(
         pauses,
-        "the timeout_s of another one ended the waiting",
+        "another call's timeout_s ended the wait",
         which=lambda waiting: waiting.call.pause_id != pause_id,
     )
     frozen = _freeze_drained(pauses, now)
@@ -391,11 +394,11 @@ def _memory_resumed(pauses: HeldPauses) -> Transition:
 
 
 def _let_go(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> Transition:
-    """Forget the holder, and its call where that still waits."""
+    """Release the pause of ``pause_id``, and refuse its call if it still waits."""
     before = pauses
     pauses, refusals = _withdraw(
         pauses,
-        "it was let go before it was granted",
+        "it was released before it was granted",
         which=lambda waiting: waiting.call.pause_id == pause_id,
     )
     holders = pauses.others_than(pause_id)
@@ -403,7 +406,7 @@ def _let_go(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> Tr
         moves = _run_on(before, torch_empty_cache=torch_empty_cache)
         return Transition(HeldPauses(), moves, refusals)
     if before.state is PauseState.DRAINING and not pauses.waiting:
-        # nobody asked for this draining but the one who left
+        # the leaving holder was the only one to ask for this drain
         return Transition(HeldPauses(PauseState.FROZEN, holders), (Freeze(),), refusals)
     return Transition(replace(pauses, holders=holders), sayings=refusals)
 
@@ -415,9 +418,9 @@ def _run_on(pauses: HeldPauses, *, torch_empty_cache: bool) -> tuple[Move, ...]:
 def _withdraw(
     pauses: HeldPauses, why: str, *, which: Callable[[WaitingCall], bool] = lambda waiting: True
 ) -> tuple[HeldPauses, tuple[Refuse, ...]]:
-    """Without the waiting calls of ``which``, and without what they hold; and their refusals.
+    """Return ``pauses`` without the waiting calls of ``which`` and their pauses; and the refusals.
 
-    The state is left as it was: the caller knows which comes of it.
+    The state is unchanged: the caller sets it.
     """
     gone = [waiting.call for waiting in pauses.waiting if which(waiting)]
     ids = {call.pause_id for call in gone}
@@ -430,7 +433,7 @@ def _withdraw(
 
 
 def _refuse_unheld(call: PauseCall | ContinueCall, pause_id: str) -> Refuse:
-    return Refuse(call, f"pause_id {pause_id!r} is not held: it was let go or ran out")
+    return Refuse(call, f"pause_id {pause_id!r} is not held: it was released, or its lease ran out")
 
 
 def _after(now: float, seconds: float | None) -> float | None:

@@ -1,8 +1,9 @@
-"""What the pause machine's moves and answers are on a scheduler.
+"""Carries out the pause machine's moves and replies on a scheduler.
 
-``machine.py`` has the states and who moves them. Every rank of a replica moves at the same
-boundary: all see the same messages in the same pass of their loops, and agree on what messages
-do not tell (``collectives.py``): which times have run out, and whether anything still runs.
+``machine.py`` has the states and events. Every rank of a replica moves at the same boundary,
+because all see the same messages in the same pass of their loops. Messages do not tell which
+leases have expired, nor whether a request still runs: on these the ranks agree by a collective
+(``collectives.py``).
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# How often, at most, the load is published while frozen. It takes a walk over the queue.
+# Shortest time between two publications of the load while frozen. Each one walks the queue.
 LOAD_REFRESH_S = 0.05
 
 
@@ -84,15 +85,15 @@ class Pause:
         self._sleeper = Sleeper(scheduler)
         self._transfers = Transfers(scheduler, boundary)
         self._held = HeldPauses()
-        # events that it went through, by which a message knows whether it is still true
+        # number of events so far; a TimesOver message is void if it has changed since
         self._seen = 0
-        # while the loop drains: requests that had begun when it did
+        # while draining: requests that had begun before the drain
         self._may_run: set[Req] = set()
-        # of them those that were ended between two servers: it takes the loop to let go of them
+        # of these, requests aborted between two servers: only a running loop releases them
         self._ending: set[Req] = set()
-        # by the id of the call that they were ended for, until it is answered
+        # number of aborted requests by the id of the aborting call, until the call is answered
         self._aborted: dict[str, int] = {}
-        # by the move that is being made
+        # number of requests retracted by the current event
         self._retracted = 0
         self._frozen_at: float | None = None
         # time.monotonic() before which the load is not published again
@@ -104,21 +105,24 @@ class Pause:
 
     @property
     def mode(self) -> PauseMode | None:
-        """The mode asked for last among the pauses held."""
+        """Mode of the latest pause held."""
         return self._held.mode
 
     # ---- calls -------------------------------------------------------------------
 
     def ask(self, call: PauseCall) -> None:
-        """Take or renew a pause; answered here, or at the boundary where draining ends."""
+        """Take or renew a pause. A draining pause is answered when its drain ends."""
         self._go_through(Asked(call, time.monotonic(), self._transfers.draining_modes))
 
     def resume(self, call: ContinueCall) -> None:
-        """Let go of one pause, or of all; run on when none is left."""
+        """Release one pause, or all. The loop runs on when none is left."""
         self._go_through(Continued(call))
 
     def end_times(self, over: TimesOver) -> None:
-        """What the first rank of a pipeline saw run out; void if something came in between."""
+        """End the leases and waits that expired on a pipeline's first rank.
+
+        Do nothing if another event came after the first rank looked.
+        """
         if over.seen != self._seen:
             return
         for pause_id in over.leases:
@@ -126,10 +130,10 @@ class Pause:
         for pause_id in over.waits:
             self._go_through(WaitOver(pause_id, time.monotonic()))
 
-    # ---- memory that is away -------------------------------------------------------
+    # ---- released memory -----------------------------------------------------------
 
     def hold_for_memory(self, why: str) -> None:
-        """Make no step until ``memory_is_back``, whatever becomes of other pauses."""
+        """Make no step until ``memory_is_back``, even when all other pauses are released."""
         self._go_through(MemoryAway(why))
 
     def memory_is_back(self) -> None:
@@ -139,7 +143,10 @@ class Pause:
     # ---- the event loop ----------------------------------------------------------
 
     def holds_the_loop(self) -> bool:
-        """Called at every boundary, after the messages: may the next step not run?"""
+        """Return whether the loop must skip this step, after sleeping until a message comes.
+
+        Called at every boundary, after the messages were handled.
+        """
         self._check_the_clock()
         if self.state is PauseState.RUNNING:
             return False
@@ -153,13 +160,13 @@ class Pause:
         return True
 
     def stay_alive(self) -> None:
-        """What a step's result does for those who look at the server; here is no step."""
+        """Report to metrics, routers and health checks, as a step's result would."""
         self._scheduler._record_scheduler_state_for_paused_engine()
         self._publish_load()
         self._scheduler.maybe_send_health_check_signal()
 
     def _publish_load(self) -> None:
-        """A step's result does it, or idling; here is neither, and routers read it."""
+        """Publish the load for routers, because neither a step nor the idle loop does."""
         now = time.monotonic()
         if now < self._publishes_at:
             return
@@ -171,20 +178,20 @@ class Pause:
         )
 
     def sleep(self) -> None:
-        """Until a message comes or a time runs out."""
+        """Sleep until a message comes, a lease or wait expires, or a transfer is due a look."""
         alarms = [at for at, _ in self._held.alarms]
         if (look := self._transfers.next_look) is not None:
             alarms.append(look)
         self._sleeper.sleep(min(alarms, default=None))
 
     def admits(self, req: Req) -> bool:
-        """While draining, run only what already ran, or was aborted and must be ended."""
+        """Return whether ``req`` may run during a drain: it had begun, or was aborted."""
         return req in self._may_run or req.to_finish is not None
 
     def describe(self) -> PauseStatus:
-        """State, mode, holders with seconds left, and how many requests run and wait."""
+        """Return state, mode, holders with seconds left, and the numbers of requests."""
         now = time.monotonic()
-        # whole, because they begin with the grant
+        # a waiting call has its whole lease left: leases begin with the grant
         leases = {each.call.pause_id: each.call.lease_s for each in self._held.waiting}
         return PauseStatus(
             state=self.state.value,
@@ -207,7 +214,10 @@ class Pause:
     # ---- the machine ---------------------------------------------------------------
 
     def times_over(self) -> list[TimesOver]:
-        """For the first rank of a pipeline to send, in every turn until it was taken in."""
+        """Return what expired, for a pipeline's first rank to send.
+
+        It is sent in every turn until its message comes back.
+        """
         events = self._what_is_over() if get_parallel().pp_size > 1 else []
         if not events:
             return []
@@ -216,15 +226,15 @@ class Pause:
         return [TimesOver(leases=leases, waits=waits, seen=self._seen)]
 
     def _check_the_clock(self) -> None:
-        """All ranks have the same times to look at, and the first one's clock counts.
+        """End the leases and waits that expired by the first rank's clock.
 
-        The stages of a pipeline are not in a turn of the same number at the same time, so they
-        are told by a message.
+        All ranks hold the same leases and waits. A pipeline's stages do not reach the same turn
+        at the same time, so they get a message instead (``times_over``).
         """
         if self._held.alarms and get_parallel().pp_size == 1:
             for event in as_first_rank_says(self._what_is_over()):
                 if isinstance(event, WaitOver):
-                    # a clock of another machine says nothing here
+                    # the first rank may be on another machine, with another clock
                     event = replace(event, now=time.monotonic())
                 self._go_through(event)
 
@@ -233,7 +243,10 @@ class Pause:
         return [event for at, event in self._held.alarms if at <= now]
 
     def _go_through(self, event: Event) -> None:
-        """Where a move fails, the pauses held stay what they were, and nobody is answered."""
+        """Make the transition of ``event``.
+
+        If a move raises, the pauses stay as they were, and no call is answered.
+        """
         self._seen += 1
         held, moves, sayings = transition(self._held, event)
         self._retracted = 0
@@ -286,7 +299,7 @@ class Pause:
             case _:
                 assert_never(saying)
 
-    # ---- its moves -----------------------------------------------------------------
+    # ---- moves ---------------------------------------------------------------------
 
     def _abort_all(self) -> int:
         self._boundary.drain()
@@ -297,7 +310,10 @@ class Pause:
         return aborted
 
     def _still_drains(self) -> bool:
-        """What is on its way from another server is not waited for: that one may be paused."""
+        """Return whether a request still runs, on any rank.
+
+        KV in transfer from another server does not count, because that server may be paused.
+        """
         return is_true_of_any(
             bool(self._boundary.running_requests())
             or bool(self._boundary.pending_batches)
@@ -328,9 +344,9 @@ class Pause:
         )
 
     def extend_request_timeouts(self, seconds: float) -> None:
-        """Time in which no step was made does not count against a request's time limits.
+        """Extend every request's timeouts by ``seconds`` without a step.
 
-        Nor does more than that: one that came amid the pause has waited for a part of it.
+        A request that arrived during these seconds gets only the time since its arrival.
         """
         now = time.perf_counter()
         for req in self._boundary.live_requests():

@@ -1,13 +1,13 @@
-"""A pipeline in which nothing is in flight, for what cannot be done while something is.
+"""Drains a pipeline's microbatches before calls that need none in flight.
 
-A message comes to all stages of a pipeline in turns of the same number, ahead of that turn's
-microbatch. So where a call waits here, all stages stop launching in the same turn. A turn that
-launches nothing passes nothing on to the next stage, and each turn the results of one microbatch
-are processed: after as many turns as there are microbatches none is in flight, in every stage in
-the same turn again, without a message of its own. The calls are handled there, in the order in
-which they came; and those that come meanwhile wait behind them.
+A message reaches all stages of a pipeline in the turn of the same number, ahead of that turn's
+microbatch. So all stages stop launching in the same turn when a call waits here. A turn without
+a launch passes nothing to the next stage, and each turn processes the results of one microbatch.
+After one turn per microbatch none is in flight. Every stage gets there in the same turn, without
+another message. The waiting calls are handled then, in the order of their arrival. Later calls
+wait behind them.
 
-Elsewhere a call is handled at once: a step boundary is as still as can be.
+Without a pipeline a call is handled at once: a step boundary has no microbatches in flight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ C = TypeVar("C")
 
 
 class PipelineDrain:
-    """The calls that wait for it. Only the scheduler's thread touches it."""
+    """Calls waiting for a drained pipeline. Only the scheduler's thread touches it."""
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary = boundary
@@ -36,9 +36,9 @@ class PipelineDrain:
     def defer(
         self, handle: Callable[[C], None], needed: Callable[[C], bool] = lambda call: True
     ) -> Callable[[C], None]:
-        """``handle``, done when nothing is in flight, for the calls that need it. Must not raise.
+        """Return a handler that defers ``needed`` calls until no microbatch is in flight.
 
-        Also those that do not need it come behind the ones that wait.
+        Calls that need no drain still queue behind waiting calls. ``handle`` must not raise.
         """
         if get_parallel().pp_size == 1:
             return handle
@@ -52,9 +52,10 @@ class PipelineDrain:
         return handle_or_wait
 
     def run_if_drained(self) -> bool:
-        """Once in each turn, before it launches: handle what waits, if all is still.
+        """Handle the waiting calls if no microbatch is in flight.
 
-        Returns whether it is not, and this turn must launch nothing.
+        Called once in each turn, before its launch. Return True if the drain goes on: this turn
+        must launch nothing.
         """
         if not self._waiting:
             return False

@@ -1,23 +1,22 @@
-"""Turns of a pipeline's microbatches that were held, and are still owed.
+"""Counts held turns of a pipeline's microbatches that are still owed.
 
-What a microbatch has prefilled is in ``last_mbs`` until its next turn, which takes it into the
-batch that runs. Elsewhere SGLang does not look for it: between those two turns it takes the
-results of one for a sign that the other is near. A turn that was held is not: so as long as a
-microbatch waits for its turn, also when the others have had theirs again, ``last_mbs`` may have
-requests that are in no other list.
+A microbatch's prefilled requests stay in ``last_mbs`` until its next turn moves them into its
+running batch. SGLang looks for them nowhere else, because that turn normally follows at once. A
+held turn breaks this: requests may then be in ``last_mbs`` and in no other list. That lasts until
+each microbatch has had its turn, even when the others have had theirs again.
 """
 
 from __future__ import annotations
 
 
 class SkippedTurns:
-    """Only the scheduler's thread touches it."""
+    """The number of owed turns. Only the scheduler's thread touches it."""
 
     def __init__(self) -> None:
         self._owed = 0
 
     def begin(self, *, held: bool, microbatches: int) -> None:
-        """A turn begins, and launches nothing if it is ``held``. Microbatches take turns."""
+        """Count a turn. A ``held`` turn launches nothing, and makes every microbatch owed one."""
         self._owed = microbatches if held else max(0, self._owed - 1)
 
     @property

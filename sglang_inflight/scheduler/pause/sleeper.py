@@ -1,4 +1,4 @@
-"""Sleep of a loop that makes no step, until there is something to do."""
+"""Puts a loop without steps to sleep, until a message or an alarm."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
-# How long a loop sleeps at most: the ranks behind the first one wait in a gloo
-# broadcast meanwhile, and its time limit is minutes.
+# Longest sleep of a loop. The other ranks wait in a gloo broadcast meanwhile, and its time
+# limit is minutes.
 LONGEST_SLEEP_S = 1.0
-# Under attention DP several ranks have a socket, and none may keep the others waiting.
+# Under attention DP several ranks have a socket, and a sleeping rank delays the others.
 LONGEST_SLEEP_IN_STEP_S = 0.005
 
 
 class Sleeper:
-    """Wakes the scheduler's thread, which alone may call it, when a message comes."""
+    """Sleeps until a message comes. Only the scheduler's thread calls it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         channels = scheduler.ipc_channels
-        # Ranks without a socket sleep in the broadcast of the first one. And where SGLang's
-        # scripted runtime stands before the socket, a script is what comes next, not a message:
-        # every pass of the loop is one of its steps.
+        # Ranks without a socket sleep in the first rank's broadcast instead. SGLang's scripted
+        # runtime replaces the socket by a script with a step in every pass: never sleep there.
         self._poller: zmq.Poller | None = None
         if isinstance(channels.recv_from_tokenizer, zmq.Socket):
             self._poller = zmq.Poller()
@@ -34,7 +33,7 @@ class Sleeper:
             self._poller.register(channels.recv_from_rpc, zmq.POLLIN)
 
     def sleep(self, alarm: float | None) -> None:
-        """Until a message comes, or ``alarm`` of ``time.monotonic()``, whichever is first."""
+        """Sleep until a message comes, or until ``alarm`` of ``time.monotonic()``."""
         if self._poller is None:
             return
         longest = LONGEST_SLEEP_S

@@ -1,11 +1,11 @@
-"""What goes on between a prefill server and a decode server while one of them is frozen.
+"""KV transfers between a prefill and a decode server while one of them is frozen.
 
-KV that is on its way when a loop freezes goes on by itself: threads of the prefill server write
-it into memory that the decode server has set aside, and its loop takes it in when it runs again.
-Only the prefill server's loop has to look: it then answers the request and frees its KV.
+A KV transfer goes on while a loop is frozen. Threads of the prefill server write the KV into
+memory reserved by the decode server, and the decode server's loop takes it in when it runs again.
+Only the prefill server's loop must poll its transfers: it answers the request and frees its KV.
 
-A server that is frozen asks the other one for nothing, and the other one waits. Each forgives the
-time that it was frozen itself; that of the other it does not know
+A frozen server asks the other one for nothing, and the other one waits. Each server extends
+request timeouts by its own frozen time. It does not know the other's
 (``SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`` and ``_WAITING_TIMEOUT``, 300 s).
 """
 
@@ -25,12 +25,15 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import KVConnection
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
-# How often a frozen loop looks after transfers. They last milliseconds.
+# Time between two polls of transfers by a frozen loop. A transfer lasts milliseconds.
 LOOK_S = 0.005
 
 
 class Transfers:
-    """Of one scheduler, whose thread alone touches it. Without another server there are none."""
+    """The KV transfers of one scheduler. Only the scheduler's thread touches it.
+
+    Without disaggregation there are none.
+    """
 
     def __init__(self, scheduler: Scheduler, boundary: Boundary) -> None:
         self._scheduler = scheduler
@@ -38,28 +41,31 @@ class Transfers:
 
     @property
     def draining_modes(self) -> tuple[PauseMode, ...]:
-        """On a prefill server ``retract`` is one: to take KV back from under a transfer, both
-        servers would have to be told.
+        """Modes that drain on this server.
+
+        On a prefill server ``retract`` is one of them: freeing KV under a transfer would need
+        both servers.
         """
         if self._scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
             return (*DRAINING_MODES, "retract")
         return DRAINING_MODES
 
     def go_on(self) -> None:
-        """In each pass of a loop that is frozen, on all ranks: it is a collective over them."""
+        """Process finished transfers. Called on all ranks in each frozen pass: a collective."""
         if self._are_under_way:
             self._scheduler.process_disagg_prefill_inflight_queue()
 
     @property
     def next_look(self) -> float | None:
-        """Of ``time.monotonic()``; None where nothing is under way."""
+        """Time of the next poll, of ``time.monotonic()``; None without a transfer."""
         return time.monotonic() + LOOK_S if self._are_under_way else None
 
     @property
     def _are_under_way(self) -> bool:
-        """The same on all ranks: they agree on each request's state.
+        """Whether a transfer is under way. The same on all ranks: they agree on request states.
 
-        One that nobody has asked for yet may be waited for as long as the other server is frozen.
+        A request with a pending bootstrap does not count: the decode server may be frozen, and
+        ask for its KV late.
         """
         scheduler = self._scheduler
         return scheduler.disaggregation_mode is DisaggregationMode.PREFILL and any(
@@ -67,14 +73,14 @@ class Transfers:
         )
 
     def extend_request_timeouts(self, seconds: float) -> None:
-        """Count the last ``seconds``, for which this server was frozen, to no time limit."""
+        """Extend the timeouts of transfers by the ``seconds`` for which this server was frozen."""
         now = time.time()
         for connection in self._connections():
             for name in ("init_time", "_prefill_complete_time", "_prefill_wait_start"):
-                # each end has its own, and those that SGLang's tests use have none
+                # the sender and the receiver have different fields, SGLang's test doubles none
                 since: float | None = getattr(connection, name, None)
                 if since is not None:
-                    # no more of them than there were since
+                    # not into the future: the transfer may have begun during the pause
                     setattr(connection, name, min(since + seconds, now))
 
     def _connections(self) -> Iterator[KVConnection | None]:

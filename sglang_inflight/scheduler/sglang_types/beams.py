@@ -1,4 +1,4 @@
-"""Requests that search beams: one request and rows beside it, which are a group."""
+"""Beam searches: a group of one request and further rows without a request."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ class BeamGroup(Protocol):
     max_new_tokens: int
     num_return: int
     stop_token_ids: torch.Tensor
-    # the request
+    # the group's request
     leader: Any

@@ -1,7 +1,7 @@
-"""What the supported versions of SGLang do differently. Nothing else asks for the version.
+"""Differences between the supported versions of SGLang. No other code checks the version.
 
-0.5.22 keeps no time of a pause's begin, and sends the outputs of control calls and of aborts from
-where they are made. ``patches/README.md`` has the whole list.
+SGLang 0.5.22 does not record when a pause began, and has no methods to send the outputs of control
+calls and aborts. ``patches/README.md`` has the whole list.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Since0523(Protocol):
 
 @contextmanager
 def paused_as_it_was(scheduler: Scheduler) -> Iterator[None]:
-    """The loop is as paused after the block as before it, and as long, whatever it calls."""
+    """Restore the loop's pause state, and the time of its start, after the block."""
     was_paused = scheduler._engine_paused
     newer = cast(_Since0523, scheduler)
     started_at = None if _IS_0_5_22 else newer._pause_started_at
@@ -43,16 +43,16 @@ def paused_as_it_was(scheduler: Scheduler) -> Iterator[None]:
 
 
 def send_control_output(scheduler: Scheduler, output: Any, request: Any) -> None:
-    """Answer a control request when its handler has returned long ago."""
+    """Answer a control request after its handler has returned."""
     if _IS_0_5_22:
-        # to the Rust server, too, in the newer one; a start refuses that
+        # SGLang 0.5.23 also answers its Rust server, but a server refuses to start with that
         scheduler.ipc_channels.send_to_tokenizer.send_output(output, request)
     else:
         cast(_Since0523, scheduler).send_control_output(output, request)
 
 
 def send_abort_output(scheduler: Scheduler, abort: Any, request: Any) -> None:
-    """Tell the front end that a request has ended of which no forward tells it."""
+    """Tell the front end that a request outside any forward has ended."""
     if _IS_0_5_22:
         scheduler.ipc_channels.send_to_tokenizer.send_output(abort, request)
     else:

@@ -1,4 +1,4 @@
-"""What the ranks of attention DP tell each other before each forward."""
+"""The exchange of attention DP ranks before each forward."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from sglang_inflight.sglang_types.describes import describes
 
 @describes("sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo")
 class MLPSyncBatchInfo(Protocol):
-    # on the host, [attention DP groups, numbers of each]
+    # on the host, (attention DP groups, numbers per group)
     tp0_info_cpu: torch.Tensor

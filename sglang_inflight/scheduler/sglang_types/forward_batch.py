@@ -1,4 +1,4 @@
-"""A batch as a forward takes it, on the device."""
+"""The input of a forward, on the device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @describes("sglang.srt.model_executor.forward_batch_info.ForwardBatch")
 class ForwardBatch(Protocol):
-    # of all tokens, which may be padded
+    # (tokens), perhaps with padding
     input_ids: torch.Tensor
-    # (tokens that requests brought an embedding of, hidden size); None where there are none
+    # (tokens with an embedding in their request, hidden size); None without such tokens
     input_embeds: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""What a scheduler tells routers of its load."""
+"""A scheduler's load reports to routers."""
 
 from __future__ import annotations
 

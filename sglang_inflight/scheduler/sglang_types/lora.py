@@ -1,4 +1,4 @@
-"""Adapters, as one rank holds them: all in the host's memory, and those in use on the device."""
+"""Adapters of one rank: all in the host's memory, and the ones in use on the device too."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LoRAAdapter(Protocol):
 
 @describes("sglang.srt.lora.mem_pool.LoRAMemoryPool")
 class LoRAMemoryPool(Protocol):
-    """Buffers by the names of modules; the first dimension of each is the slot."""
+    """Buffers by module name. The first dimension of each is the slot."""
 
     A_buffer: dict[str, list[Any]]
     B_buffer: dict[str, list[Any]]
@@ -53,12 +53,12 @@ class LoRAUpdateOutput(Protocol):
 
 @describes("sglang.srt.lora.lora_manager.LoRAManager")
 class LoRAManager(Protocol):
-    # by the id of the adapter
+    # by adapter id
     lora_refs: dict[str, Any]
     configs: dict[str, Any]
     loras: dict[str, LoRAAdapter]
     memory_pool: LoRAMemoryPool
-    # of each layer, by name
+    # one dict of modules by name for each layer
     lora_modules: list[dict[str, Any]]
     embed_tokens_module: Any | None
     lm_head_module: Any | None
@@ -74,6 +74,6 @@ class LoRAManager(Protocol):
 
 @describes("sglang.srt.mem_cache.events.LoRANameTable")
 class LoRANameTable(Protocol):
-    """What events of the cache call an adapter."""
+    """The names of adapters in KV cache events."""
 
     def register(self, *, lora_id: str, lora_name: str) -> None: ...

@@ -1,4 +1,4 @@
-"""A model, and who runs it."""
+"""A model, and its runner and workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class ModelConfig(Protocol):
     model_path: str
     revision: str | None
-    # Hugging Face's, of the whole model and of its language model
+    # Hugging Face configurations of the whole model, and of its language model
     hf_config: Any
     hf_text_config: Any
 
@@ -27,13 +27,13 @@ class LoadConfig(Protocol):
 
 @describes("sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater")
 class WeightUpdater(Protocol):
-    # load_formats that are import paths of loaders of the user's
+    # user loaders, by load_format: an import path
     custom_weight_loaders: dict[str, Any]
 
 
 @describes("sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter")
 class MemorySaver(Protocol):
-    # false: what is released stays where it is
+    # false: pause and resume do nothing
     @property
     def enabled(self) -> bool: ...
     def pause(self, tag: str) -> None: ...
@@ -48,9 +48,9 @@ class ModelRunner(Protocol):
     model_config: ModelConfig
     load_config: LoadConfig
     weight_updater: WeightUpdater
-    # its buffers have other names in each class of pools
+    # one of many classes, with different names of buffers
     token_to_kv_pool: Any
-    # GiB that were free then
+    # GiB free before the model was loaded
     pre_model_load_memory: float
     # None without --enable-lora
     lora_manager: LoRAManager | None
@@ -84,10 +84,10 @@ class MetricsCollector(Protocol):
 
 @describes("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager")
 class SchedulerWeightUpdaterManager(Protocol):
-    # the kinds of memory that are released
+    # released kinds of memory
     offload_tags: set[str]
     memory_saver_adapter: MemorySaver
-    # None where the rank collects none
+    # None without metrics on this rank
     metrics_collector: MetricsCollector | None
 
     def _select_runners(self, selector: str = "all") -> list[tuple[str, ModelRunner]]: ...

@@ -1,4 +1,4 @@
-"""Who sends what requests have made."""
+"""The sender of requests' outputs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang_inflight.sglang_types.describes import describes
 @describes("sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer")
 class SchedulerOutputStreamer(Protocol):
     has_additional_customized_info: bool
-    # false: its model embeds
+    # false for an embedding model
     is_generation: bool
 
     def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]: ...

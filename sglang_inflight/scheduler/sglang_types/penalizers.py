@@ -1,4 +1,4 @@
-"""Penalizers keep a batch's tokens from coming again, or its requests from ending."""
+"""Penalizers: they make repeated tokens less likely, or keep requests from ending."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIBRARY = "sglang.srt.sampling.penaltylib"
 class Orchestrator(Protocol):
     device: str
 
-    # SGLang's is None when the batch has gone, which is after its penalizers
+    # SGLang returns None for a freed batch, but penalizers do not outlive their batch
     @property
     def batch(self) -> ScheduleBatch: ...
     def reqs(self) -> list[Req]: ...
@@ -35,7 +35,7 @@ class Penalizer(Protocol):
 
 @describes(f"{_LIBRARY}.frequency_penalty.BatchedFrequencyPenalizer")
 class FrequencyPenalizer(Penalizer, Protocol):
-    # (requests, 1), and (requests, vocabulary)
+    # shapes (requests, 1) and (requests, vocabulary)
     frequency_penalties: torch.Tensor
     cumulated_frequency_penalties: torch.Tensor
 

@@ -1,4 +1,4 @@
-"""Where KV is, and whose."""
+"""Pools of KV slots, on the device and on the host, and the caches over them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class ReqToTokenPool(Protocol):
 
 @describes("sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator")
 class TokenToKVPoolAllocator(Protocol):
-    # of pages as it hands them out, which may be larger than the scheduler's
+    # size of an allocated page, perhaps larger than the scheduler's page_size
     page_size: int
 
-    # how many slots there are for layers that attend to all tokens, if it counts those apart
+    # number of slots for full-attention layers, if counted separately
     @property
     def size_full(self) -> int: ...
 
@@ -34,27 +34,27 @@ class TokenToKVPoolAllocator(Protocol):
     "sglang.srt.mem_cache.allocator.unified_mamba.UnifiedMambaTokenToKVPoolAllocator",
 )
 class VirtualPoolAllocator(Protocol):
-    """Of slots whose memory may move, so that their ids do not say where it is."""
+    """An allocator of virtual slots: a slot's memory may move, and its id stays."""
 
-    # how many ids there are
+    # number of slot ids
     @property
     def draft_virtual_id_space(self) -> int: ...
 
 
 @describes("sglang.srt.mem_cache.allocator.page_interleave.PageInterleavePoolAllocator")
 class ShardedPoolAllocator(Protocol):
-    """Of pages that ranks have turn about."""
+    """An allocator of pages interleaved over several ranks."""
 
-    # ranks
+    # number of ranks
     shard_size: int
 
 
 @describes("sglang.srt.mem_cache.l2_transfer.L2Transfer")
 class L2Transfer(Protocol):
-    """Of what a pool on a device has to slots on the host, or back."""
+    """A copy from a device pool's slots to host slots, or back."""
 
     host_pool: Any
-    # of a draft model, which has the slots of its target
+    # true for a draft model's KV, in the same slots as its target's
     is_draft: bool
     host_indices: torch.Tensor
     device_indices: torch.Tensor
@@ -72,9 +72,9 @@ class PoolEntry(Protocol):
 
 @describes("sglang.srt.mem_cache.pool_host.group.HostPoolGroup")
 class HostPoolGroup(Protocol):
-    # the pool whose slots requests have. Others go with it: of windows, and of states
+    # the pool of requests' KV slots, beside pools of sliding windows and of states
     anchor_entry: PoolEntry
-    # slots, those of all ranks that have their pages turn about
+    # number of slots, of all ranks with interleaved pages
     logical_size: int
 
 
@@ -89,7 +89,7 @@ class HiCacheController(Protocol):
 
 @describes("sglang.srt.mem_cache.base_prefix_cache.BasePrefixCache")
 class PrefixCache(Protocol):
-    # what streaming sessions keep for their next turn, or lend to one, by their ids
+    # KV kept by streaming sessions for their next turn, or lent to a turn, by session id
     def session_records(self) -> dict[str, ReqKvInfo]: ...
     def release_session(self, session_id: str) -> None: ...
 
@@ -106,19 +106,19 @@ class UnifiedRadixCache(PrefixCache, Protocol):
 
 @describes("sglang.srt.session.streaming_session.SessionSlot")
 class SessionSlot(Protocol):
-    """The KV that one session keeps for its next request, or lends to one."""
+    """The KV of one session, kept for its next request or lent to one."""
 
-    # holds the KV's prefix in the cache
+    # keeps the KV's prefix in the cache
     lock: Any | None
 
 
 @describes("sglang.srt.session.streaming_session.StreamingSession")
 class StreamingSession(Protocol):
-    """All such sessions of a server, each of which keeps its KV between two requests."""
+    """All streaming sessions of a server. Each keeps its KV between two requests."""
 
     cache: UnifiedRadixCache
-    # by the sessions' ids
+    # by session id
     slots: dict[str, Any]
 
-    # of the session that lends its KV to the request
+    # slot of the session that lends its KV to the request
     def borrowed_slot(self, req: Req) -> SessionSlot | None: ...

@@ -1,4 +1,4 @@
-"""What a layer's method made of its weights after loading."""
+"""Flags of a layer's method about the layout of its weights after loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _UNQUANT = "sglang.srt.layers.quantization.unquant"
 
 @describes(f"{_UNQUANT}.UnquantizedFusedMoEMethod")
 class FusedMoEMethod(Protocol):
-    """Read by name, because the methods of other layers have none of it."""
+    """Attributes read by name, because other layers' methods do not have them."""
 
     use_flashinfer_trtllm_moe: bool
     w13_swiglu_interleaved: bool

@@ -1,4 +1,4 @@
-"""Where requests are that do not run."""
+"""Queues of requests outside a running batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PrefillBootstrapQueue(Protocol):
 @describes("sglang.srt.disaggregation.decode.DecodeRequest")
 class DecodeRequest(Protocol):
     req: Req
-    # the row of ``MetadataBuffers`` that is sent with the KV
+    # index of the row of ``MetadataBuffers`` sent with the KV
     metadata_buffer_index: int
     kv_receiver: KVConnection | None
 
@@ -33,14 +33,14 @@ class DecodeRequest(Protocol):
 class DecodePreallocQueue(Protocol):
     queue: list[DecodeRequest]
     retracted_queue: list[Req]
-    # retracted by a pause, until generation continues
+    # requests retracted by a pause: their prompts are prefilled again when generation continues
     held_rebootstrap_reqs: list[Req]
 
 
 @describes("sglang.srt.disaggregation.decode.DecodeTransferQueue")
 class DecodeTransferQueue(Protocol):
     queue: list[DecodeRequest]
-    # of the ranks that take the same requests over in the same step, on the host
+    # host-side group of the ranks that take over the same requests in the same step
     gloo_group: Any
 
     def has_pending_deferred_releases(self) -> bool: ...
@@ -48,7 +48,7 @@ class DecodeTransferQueue(Protocol):
 
 @describes("sglang.srt.disaggregation.utils.MetadataBuffers")
 class MetadataBuffers(Protocol):
-    """A row for each request between two servers. Of each, SGLang sends all 16 numbers."""
+    """A row for each request between two servers. SGLang sends all 16 numbers of a row."""
 
     output_ids: torch.Tensor
     cached_tokens: torch.Tensor
@@ -61,7 +61,7 @@ class HiSparseAct(Protocol):
 
 @describes("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator")
 class HiSparseCoordinator(Protocol):
-    # of requests whose KV is backed up after their prefill
+    # requests whose KV is being backed up after their prefill
     ack_staging_queue: list[HiSparseAct]
 
     def request_finished(self, req: Req) -> None: ...

@@ -1,4 +1,4 @@
-"""A request in a scheduler's hands."""
+"""A request in a scheduler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ReqKvInfo(Protocol):
 
     req_pool_idx: int | None
     kv_committed_len: int
-    # of its first positions the prefix cache has the KV
+    # number of first positions whose KV is in the prefix cache
     cache_protected_len: int
-    # of a decode server alone: what the host has of a request that was sent back
+    # only on a decode server: the host's copy of a retracted request's KV
     retraction_backup: Any | None
 
     @property
@@ -30,14 +30,15 @@ class ReqKvInfo(Protocol):
     "sglang.srt.disaggregation.common.conn.CommonKVReceiver",
 )
 class KVConnection(Protocol):
-    """One end of a request's way between two servers. Since ``time.time()``, or None."""
+    """One end of a request's KV transfer between two servers."""
 
+    # time.time() of its start, or None
     init_time: float | None
 
 
 @describes("sglang.srt.observability.req_time_stats.SchedulerReqTimeStats")
 class SchedulerReqTimeStats(Protocol):
-    """Times are those of ``time.perf_counter()``, and 0 where they are not set."""
+    """Times of ``time.perf_counter()``, 0 if not set."""
 
     wait_queue_entry_time: float
     forward_entry_time: float
@@ -47,60 +48,61 @@ class SchedulerReqTimeStats(Protocol):
 
 @describes("sglang.srt.session.session_controller.Session")
 class Session(Protocol):
-    """Requests that go on where the one before has ended."""
+    """A series of requests, each continuing the one before."""
 
     session_id: str
-    # it keeps its KV from one request to the next, and has one request at a time
+    # true: one request at a time, and the KV is kept between requests
     streaming: bool
 
-    # its request has ended and left nothing to go on from
+    # ends the session's request, and keeps none of its tokens
     def abort_req(self) -> None: ...
 
 
 @describes("sglang.srt.managers.schedule_batch.Req")
 class Req(Protocol):
     rid: str
-    # of the tokenizer worker that it came by; None where there is one
+    # socket of the request's tokenizer worker; None with one worker
     http_worker_ipc: str | None
-    # has the adapter's id in it
+    # contains the adapter's id
     extra_key: str | None
     lora_id: str | None
     is_retracted: bool
     kv: ReqKvInfo
-    # holds its prefix in the cache, unless a session does
+    # keeps its prefix in the cache, unless a session's lock does
     lock: Any | None
     session: Session | None
     origin_input_ids: Sequence[int]
     output_ids: MutableSequence[int]
-    # of its prompt, instead of tokens: (tokens, hidden size)
+    # embeddings of the prompt, instead of tokens: (tokens, hidden size)
     input_embeds: list[list[float]] | None
     return_logprob: bool
     return_hidden_states: bool | Literal["last"]
-    # rows, and blocks of them
+    # rows, and blocks of rows
     hidden_states: list[Any]
     retraction_count: int
-    # of its beam search, which it leads
+    # group of its beam search
     beam_group: BeamGroup | None
     sampling_params: SamplingParams
     skip_radix_cache_insert: bool
-    # a ``Future`` of it while it is made, and None where there is none
+    # a ``Future`` while the grammar is compiled; None without a grammar
     grammar: Any | None
     time_stats: SchedulerReqTimeStats
     weight_version_events: list[Any]
-    # the reason for which it ends with its next result, and for which it has ended
+    # reason to finish with the next result
     to_finish: Any | None
+    # reason why it has finished
     finished_reason: Any | None
-    # between a prefill server and a decode server: of the transfer, and its row
+    # with disaggregation: id of the transfer, and its row of ``MetadataBuffers``
     bootstrap_room: int | None
     metadata_buffer_index: int
-    # the last token of a request whose prompt is sent for again, while it is not in ``output_ids``
+    # last token of a request to be prefilled again, kept out of ``output_ids`` until then
     pd_rebootstrap_forced_output_id: int | None
-    # of a prefill server alone. Its way to the decode server is known only when the latter has
-    # asked for its KV, and it may be prefilled before
+    # Only on a prefill server. ``pending_bootstrap``: the decode server has not asked for the KV
+    # yet. The request may be prefilled before that.
     disagg_kv_sender: KVConnection | None
     pending_bootstrap: bool
 
-    # prompt and output
+    # length of prompt and output
     @property
     def seqlen(self) -> int: ...
 

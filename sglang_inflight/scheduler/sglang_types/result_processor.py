@@ -1,4 +1,4 @@
-"""Who writes a forward's result to its requests."""
+"""Writes a forward's result to its requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the requests of a batch want their tokens, put together."""
+"""Sampling parameters of a batch's requests, in tensors."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sglang_inflight.sglang_types.describes import describes
 
 @describes("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo")
 class SamplingBatchInfo(Protocol):
-    # None in a step in which no request has a grammar
+    # None in a step without a grammar
     grammar_mask: Any

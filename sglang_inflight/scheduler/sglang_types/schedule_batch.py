@@ -1,4 +1,4 @@
-"""Requests that make a step together."""
+"""A batch: the requests of one step."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class ForwardMode(Protocol):
 @describes("sglang.srt.managers.schedule_batch.ScheduleBatch")
 class ScheduleBatch(Protocol):
     reqs: list[Req]
-    # of a prefill alone: how many tokens of each request were cached, and are computed
+    # only in a prefill: numbers of cached and of computed tokens, per request
     prefix_lens: list[int]
     extend_lens: list[int]
-    # None where the forward writes no KV
+    # None if the forward writes no KV
     out_cache_loc: torch.Tensor | None
     forward_mode: ForwardMode
     spec_algorithm: SpeculativeAlgorithm
     enable_overlap: bool
-    # of a prefill server alone: what its chunked request was given is cached, and may be sent
+    # only on a prefill server: true once the chunk's KV is cached and may be sent
     prefill_chunk_processed: bool
-    # no request is added to it before one has ended
+    # true: add no request before another has ended
     batch_is_full: bool
 
     def is_empty(self) -> bool: ...
     def filter_batch(self) -> None:
-        """Without requests that have ended."""
+        """Remove ended requests."""
 
 
 @describes("sglang.srt.managers.scheduler_pp_mixin.PPBatchMetadata")
 class PPBatchMetadata(Protocol):
-    """``fwd_batch`` is the microbatch as it was launched, where it may have changed since."""
+    """``fwd_batch`` is a snapshot of the microbatch at its launch, if it may have changed."""
 
     fwd_batch: ScheduleBatch | None

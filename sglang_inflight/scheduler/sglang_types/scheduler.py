@@ -1,4 +1,4 @@
-"""The scheduler itself. It has one thread, its loop's."""
+"""The scheduler. All its work is on one thread, its loop's."""
 
 from __future__ import annotations
 
@@ -56,21 +56,21 @@ class Scheduler(Protocol):
     running_batch: ScheduleBatch
     last_batch: ScheduleBatch | None
     cur_batch_for_debug: ScheduleBatch | None
-    # of the overlap loop alone, oldest first
+    # only in the overlap loop, oldest first
     result_queue: deque[tuple[ScheduleBatch, Any]]
-    # of the pipeline's loop alone, one for each microbatch
+    # only in the pipeline's loop, one for each microbatch
     mbs: list[ScheduleBatch | None]
     running_mbs: list[ScheduleBatch]
     last_mbs: list[ScheduleBatch | None]
     mb_metadata: list[PPBatchMetadata | None]
-    # the mode's class is an enum of upstream's; the queues are of servers of that mode alone
+    # an enum of SGLang's; each queue exists only on servers of its mode
     disaggregation_mode: Any
     disagg_metadata_buffers: MetadataBuffers
     disagg_prefill_bootstrap_queue: PrefillBootstrapQueue
     disagg_prefill_inflight_queue: list[Req]
     disagg_decode_prealloc_queue: DecodePreallocQueue
     disagg_decode_transfer_queue: DecodeTransferQueue
-    # messages that were received and are not handled yet
+    # received messages that are not handled yet
     _deferred_input_requests: list[Any]
 
     def process_prefill_chunk(
@@ -101,14 +101,14 @@ class Scheduler(Protocol):
     spec_algorithm: SpeculativeAlgorithm
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: TokenToKVPoolAllocator
-    # handed on, and of many classes
+    # passed on to SGLang's functions; one of many classes
     tree_cache: Any
 
     def flush_cache(self, empty_cache: bool = True) -> bool: ...
 
     # ---- the model and its streams -------------------------------------------------
     device: str
-    # torch.cuda or its like, and streams of it; a loop has those that it needs
+    # torch.cuda or its like, and its streams. A loop has only the streams it uses
     device_module: Any
     schedule_stream: Any
     forward_stream: Any

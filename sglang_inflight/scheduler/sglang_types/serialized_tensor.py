@@ -1,4 +1,4 @@
-"""A tensor of which each rank has a part."""
+"""A serialized tensor, with one payload per rank."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from sglang_inflight.sglang_types.describes import describes
 
 @describes("sglang.srt.model_executor.model_runner_components.weight_updater.LocalSerializedTensor")
 class SerializedTensor(Protocol):
-    # a payload for each tensor-parallel rank
+    # one payload per tensor-parallel rank
     values: list[Any]
