@@ -300,7 +300,7 @@ def test_group_is_left_while_its_communicator_waits(
     assert communicator.is_waited_for.wait(timeout=30)
     group.retire("a newer group takes its name")
     thread.join()
-    assert said == ["group 'g' is left: a newer group takes its name"]
+    assert said == ["group 'g' was left: a newer group takes its name"]
     expect_lost(group, communicator, aborted)
 
 

@@ -98,9 +98,9 @@ class Jobs:
     def prepare(self, update: Update, selector: Selector | None, *, after: Any) -> Opened:
         """Fill the shadow with the live weights, or with marks on every element to be written.
 
-        Jobs only read the live weights here. The scheduler's thread writes them in a commit, and
-        no commit can come while an update is open. ``after`` is the last commit's event on the
-        device, or None: the shadow is not written before that event.
+        A staged update only reads the live weights. Only a commit writes them, on the scheduler's
+        thread, and no commit can come while an update is open. ``after`` is the last commit's event
+        on the device, or None: the shadow is not written before that event.
         """
         models = self._select(self._models, selector)
         if not models:
@@ -344,7 +344,7 @@ class Jobs:
         return digest.hexdigest()
 
     def _check_all_sent(self, update: Update, whole: set[str]) -> None:
-        """Compare names only: weights written in place bear no marks."""
+        """Raise ``Refused`` for missing names: weights written in place bear no marks to count."""
         if unsent := self._unsent(update, whole):
             raise Refused(f"the update is not complete: {list_names(unsent)} were not sent")
 

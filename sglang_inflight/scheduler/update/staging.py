@@ -108,7 +108,9 @@ class Staging:
                 f"expected_version is {call.expected_version!r}, but {current_version!r} is serving"
             )
         if (why := self._live.dirty) is not None and call.partial:
-            raise Refused(f"only a whole update (partial=false) can mend the weights: {why}")
+            raise Refused(
+                f"only a whole update (partial=false) can repair partially written weights: {why}"
+            )
         is_hollow = self._live.hollow is not None
         marks = is_hollow and not self._live.is_marked
         torn = frozenset(self._live.torn)

@@ -98,7 +98,7 @@ class Versions:
             self._change(VersionLabel(now.epoch, version))
 
     def after_result(self, batch: ScheduleBatch) -> None:
-        """Put the labels due after the result of ``batch``; called after every result."""
+        """Apply the labels due after the result of ``batch``; called after every result."""
         while self._pending and self._pending[0][0] is batch:
             self._put(self._pending.pop(0)[1])
 

@@ -192,7 +192,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if target.kind is Kind.SERVED:
             raise Refused(
                 f"the model's loader writes {target.name!r} where it is being served, and not only "
-                "the copy that is staged"
+                "its staged copy: SGLANG_INFLIGHT_STAGING=off writes updates in place instead"
             )
         if target.kind is not Kind.FOREIGN:
             self._before_write(Write(target, memory_key(tensor)))

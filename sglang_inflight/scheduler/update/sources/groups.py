@@ -196,7 +196,7 @@ class Group:
                 return
             (_, transfer, _), self._ahead = self._ahead, None
         if transfer is not None and transfer.awaits_one:
-            self._break("broadcasts were posted for a call that was given up before it")
+            self._break("a call ended before the broadcasts posted for it were received")
 
     def _take_ahead(self, transfer_id: str | None) -> _Transfer[Any] | None:
         with self._in_use:
@@ -332,7 +332,7 @@ class Group:
 
     def _refuse_if_left(self) -> None:
         if self._is_retired:
-            raise Refused(f"group {self._name!r} is left: {self._broken}")
+            raise Refused(f"group {self._name!r} was left: {self._broken}")
 
     def describe(self) -> str:
         return CONTROL_SYNC if self._broken is None else f"broken: {self._broken}"

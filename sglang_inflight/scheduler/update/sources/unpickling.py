@@ -139,7 +139,7 @@ def _no_descriptor(whose: str, error: Exception) -> str:
 
 
 def _on_gpu(rebuild: Callable[..., Any]) -> Callable[..., Any]:
-    """Check the arguments first: torch and SGLang's replacement for it take any."""
+    """Check the arguments first: torch's function and SGLang's replacement accept any."""
 
     def rebuild_on_gpu(*arguments: Any) -> Any:
         match arguments:

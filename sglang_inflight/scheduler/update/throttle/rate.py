@@ -80,7 +80,7 @@ class RateLimit:
             self.spend(sum(tensor.nbytes for tensor in piece))
 
     def spend(self, nbytes: int) -> None:
-        """Sleep after touching ``nbytes``, until they have taken the time they may take.
+        """Sleep until the ``nbytes`` just touched fit the rate.
 
         A call is cheap. With 0 bytes it still counts the Python since the last call.
         """
@@ -122,7 +122,7 @@ def switch_often(interval_s: float) -> None:
 
 
 def yield_cores(niceness: int) -> None:
-    """Make the calling thread yield cores to all other threads.
+    """Limit the calling thread's use of cores.
 
     On a CPU server decoding and staging share the cores. The calling thread gets one thread for
     torch's loops, and a lower priority if ``niceness`` is set: Linux keeps it per thread. A thread
