@@ -38,7 +38,9 @@ def fast_dtype() -> Choice:
     if limit is not None and (
         os.environ[limit].upper() in _ISAS_WITHOUT_BFLOAT16 or not _takes_bfloat16()
     ):
-        return Choice("float32", f"{limit}={os.environ[limit]} forbids those for bfloat16")
+        return Choice(
+            "float32", f"{limit}={os.environ[limit]} forbids the CPU's instructions for bfloat16"
+        )
     if not _takes_bfloat16():
         return Choice("float32", "torch has no kernels for bfloat16 on this CPU")
     return Choice("bfloat16", "this CPU has instructions for it")

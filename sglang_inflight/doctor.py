@@ -280,7 +280,7 @@ def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
         if isinstance(code, str):
             return [code], None
         # argparse prints the reason on stderr, and exits with a number
-        lines = said.getvalue().splitlines() or [f"SGLang refuses these flags: it ends with {code}"]
+        lines = said.getvalue().splitlines() or [f"SGLang refuses these flags: exit code {code}"]
         return lines[-1:], None
     except Exception as error:
         return [f"SGLang refuses these flags: {error}"], None

@@ -115,7 +115,7 @@ class TensorSource(msgspec.Struct, tag=True, kw_only=True):
 
     @property
     def has_custom_loader(self) -> bool:
-        """Whether ``load_format`` names a function (``--custom-weight-loader``)."""
+        """True if ``load_format`` names a function (``--custom-weight-loader``)."""
         return self.load_format not in (None, FLATTENED_BUCKET, DIRECT)
 
 

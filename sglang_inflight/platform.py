@@ -3,7 +3,7 @@
 SGLang's own CPU engine needs compiled kernels, missing from its wheel. This out-of-tree platform
 (entry-point group ``sglang.srt.platforms``) asks for the ``torch_native`` attention backend and
 for no compiled kernel. Scheduler, radix cache, tensor and data parallelism then run anywhere. The
-platform is for development, tests and the demo. It yields to any accelerator.
+platform is for development, tests and the demo, and yields to any accelerator.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         """Choose what the user left open: dtype, threads, idle loops, cores, kernel caches.
 
         Schedulers inherit this process' environment, and their OpenMP reads it when they import
-        torch. This process itself computes nothing. By default SGLang gives each rank a NUMA node
+        torch. The parent process computes nothing. By default SGLang gives each rank a NUMA node
         of its own, and stops if there are more ranks than nodes. ``"0|1"`` means rank 0 on core 0,
         rank 1 on core 1. By default torch caches 1024 kernels of up to 1 MiB, one for each shape
         of a matmul, and nearly every prefill has a new shape.

@@ -151,7 +151,9 @@ class Settings:
         "serve nothing before the first whole update, for a start with random weights "
         "(--load-format dummy)",
     )
-    vllm_routes: bool = _setting(False, _boolean, "answer vLLM's routes for RL too")
+    vllm_routes: bool = _setting(
+        False, _boolean, "answer vLLM's routes for RL too, as vLLM does if safe"
+    )
     model_names: str = _setting(
         "known",
         _one_of("known", "any"),
@@ -162,8 +164,8 @@ class Settings:
     unsupported: str = _setting(
         "refuse",
         _one_of("refuse", "off"),
-        "at a server argument unknown to SGLang Inflight: refuse stops the start; off starts the "
-        "server as SGLang ships it, without SGLang Inflight",
+        "at server arguments unsupported by SGLang Inflight: refuse stops the start; off starts "
+        "the server as SGLang ships it, without SGLang Inflight",
     )
 
     @classmethod

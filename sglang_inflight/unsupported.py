@@ -179,8 +179,8 @@ def why_refused(why: str, *, off: bool, in_fork: bool) -> str | None:
 def _tell_tokenizer_workers(server_args: ServerArgs, why: str) -> None:
     """Make tokenizer workers answer ``why`` on our routes.
 
-    Workers load no plugins, and import the HTTP app by the name in this variable. They start after
-    the server's other processes, and again whenever a worker has ended.
+    Workers load no plugins, and import the HTTP app by the name in this variable. Workers start
+    after the server's other processes, and again whenever one has ended.
     """
     if server_args.tokenizer_worker_num > 1:
         os.environ[inactive.OF_WORKERS] = why
@@ -197,7 +197,7 @@ def why_no_pause() -> str | None:
         if get_spec().speculative_algorithm is not None:
             return "a pause needs --pp-size 1 with speculative decoding: nobody has tried both"
         if get_disagg().disaggregation_mode != "null":
-            return "a pause needs --pp-size 1 with --disaggregation-mode: it has loops of its own"
+            return "a pause needs --pp-size 1 with --disaggregation-mode: its event loops differ"
     if get_disagg().enable_pdmux:
         return "a pause needs a server without --enable-pdmux"
     return None

@@ -6,7 +6,7 @@ counts commits and rollbacks. For a request with an adapter the text also holds 
 and version.
 
 Each server counts its own epochs. A decode server's answers also cover the prefill server's first
-token and KV. Their text names the prefill server.
+token and KV, with a text naming the prefill server.
 """
 
 from __future__ import annotations

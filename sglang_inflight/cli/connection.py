@@ -38,7 +38,7 @@ _NOT_REACHED = (
 
 @contextmanager
 def connect(url: str, api_key: str | None) -> Iterator[Client]:
-    """Yield a client. Its errors become a message and an exit code."""
+    """Yield a client. Turn its errors into a message and an exit code."""
     try:
         with Client(url, api_key=api_key) as client:
             yield client

@@ -85,7 +85,7 @@ class AsyncClient:
     Every call has a time limit: ``timeout_s`` plus the time in its own fields.
 
     Before its first ``POST`` a client asks for the status. A server without SGLang Inflight would
-    ignore our fields, and stop running requests for an update. The client raises ``NotOffered``
+    ignore our fields, and hold requests up during an update. The client raises ``NotOffered``
     instead, and sends nothing.
     """
 
@@ -297,7 +297,7 @@ class AsyncClient:
             self._session_id = None
 
     async def seal(self) -> StagedSoFar:
-        """Check the open session's tensors on every rank and vote. Its commit then cannot fail."""
+        """Check the open session's tensors on every rank, so that its commit cannot fail."""
         answer = await self._post(
             "/seal_weight_update",
             attempts=ATTEMPTS,

@@ -256,7 +256,7 @@ class AsyncFleet:
     ) -> None:
         for turn in turns:
             if report.failures:
-                why = f"was not asked to, after {', '.join(report.failures)} failed"
+                why = f"was not asked to, because {', '.join(report.failures)} failed"
                 report.failures |= dict.fromkeys(turn, Conflict(why))
             else:
                 await self._everywhere(report, call, turn)

@@ -31,14 +31,14 @@ _stuck: list[TrainerGroup] = []
 
 
 class TrainerGroup:
-    """A group: listens from the start; ``form`` meets the ranks, ``leave`` ends the group.
+    """A trainer's side of the group. Listens from the start, and is formed by ``form``.
 
     The group uses torch's backends directly. So it does not enter torch's table of groups, shared
     with the trainer's own groups. No variable of ``torchrun`` chooses its store.
 
     Belongs to one thread. Calls into torch that may block forever run in abandonable threads:
-    forming, and the start of NCCL's first broadcast, which connects. Both connect through the
-    store. ``leave`` closes the store, and so ends these threads.
+    forming, and the start of NCCL's first broadcast. Both connect through the store, and ``leave``
+    closes the store to end these threads.
     """
 
     def __init__(self, name: str, ranks: int, *, backend: Backend, timeout_s: float) -> None:

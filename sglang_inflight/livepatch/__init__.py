@@ -7,8 +7,8 @@ never written.
 
 A server never starts half patched. SGLang logs and swallows an ``Exception`` of a plugin, so every
 doubt ends in ``PatchRefused``, a ``SystemExit``. The series is checked before registering
-(version, context, reach of a patch, a rival REPLACE). It is checked again after SGLang has applied
-all plugins' hooks, to find later rivals.
+(version, context, reach of a patch, a rival REPLACE), and again after SGLang has applied all
+plugins' hooks, to find later rivals.
 
 Never patch a function registered by its decorator at import, such as a route: the old function
 would stay registered.

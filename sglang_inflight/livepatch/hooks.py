@@ -3,7 +3,7 @@
 The registry applies all plugins' hooks after the last plugin ran, and only logs failures. Of two
 REPLACE hooks on one function the later one wins, even another plugin's. So we wrap
 ``HookRegistry.apply_hooks`` and verify afterwards: the function at each target must really call
-ours. We follow the registry's wrappers through their closures. Their ``__wrapped__`` and copied
+ours. We follow the registry's wrappers through closures. A wrapper's ``__wrapped__`` and copied
 attributes prove nothing: a rival's wrapper carries ours there without calling it.
 """
 
@@ -48,7 +48,7 @@ _expected: dict[str, Callable[..., Any] | None] = {}
 
 
 def callable_of(built: Any) -> Callable[..., Any] | None:
-    """Return a function for the registry, or None. It re-wraps class and static methods itself."""
+    """Return a function for the registry, or None. The registry re-wraps class methods itself."""
     if isinstance(built, staticmethod | classmethod):
         return built.__func__
     return built if callable(built) and not isinstance(built, type) else None
@@ -57,7 +57,7 @@ def callable_of(built: Any) -> Callable[..., Any] | None:
 def install(replacements: list[Replacement]) -> None:
     """Register all replacements or none.
 
-    The registry's wrapper is a plain function. It returns our coroutine or asynchronous generator,
+    The registry's wrapper is a plain function returning our coroutine or asynchronous generator,
     so ``await`` and ``async for`` work. Only ``inspect.iscoroutinefunction`` and its kin return
     false for the wrapper.
     """

@@ -32,7 +32,7 @@ class Survey:
 
     @property
     def keeps_a_server_from_running(self) -> bool:
-        """Whether a misfit matters to a server. Tests may skip a version."""
+        """True if a misfit outside the tests exists. Tests may skip a version."""
         return any(finding.kind != "test" for finding in self.misfits)
 
 

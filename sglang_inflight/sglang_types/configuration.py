@@ -107,7 +107,7 @@ class Offloading(Protocol):
 
 @describes("sglang.srt.model_executor.cuda_graph_config.PhaseConfig")
 class GraphsOfAPhase(Protocol):
-    """``backend`` is "disabled" where forwards of the phase run without graphs."""
+    """``backend`` is "disabled" if forwards of the phase run without graphs."""
 
     backend: str | None
 

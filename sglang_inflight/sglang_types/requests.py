@@ -11,7 +11,7 @@ _IO = "sglang.srt.managers.io_struct"
 
 @describes(f"{_IO}.BaseReq")
 class Request(Protocol):
-    """A request. Its answer goes to ``http_worker_ipc``."""
+    """A request, with ``http_worker_ipc`` as the address for its answer."""
 
     rid: str | None
     http_worker_ipc: str | None

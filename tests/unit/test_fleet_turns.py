@@ -120,7 +120,7 @@ def test_prefill_servers_commit_first(servers: Servers, fleet: Fleet) -> None:
 
 def test_no_commit_after_a_prefill_server_died(servers: Servers, fleet: Fleet) -> None:
     servers.dies["http://prefill-2"] = END
-    with pytest.raises(FleetSplit, match="was not asked to, after http://prefill-2") as split:
+    with pytest.raises(FleetSplit, match="was not asked to, because http://prefill-2") as split:
         fleet.update_from_disk("/v1", weight_version="v1")
     report = split.value.report
     assert report.phase == "commit"

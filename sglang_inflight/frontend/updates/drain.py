@@ -91,7 +91,9 @@ class NoRequestsRunning:
         try:
             while not acquiring.done() and not self._tokenizer_manager.is_pause:
                 if deadline.is_over:
-                    raise Conflict("requests still ran when the update's time was over")
+                    raise Conflict(
+                        "requests still ran at the update's time limit: pass non_blocking=true"
+                    )
                 await asyncio.wait({acquiring}, timeout=LOOK_S)
             yield
         finally:

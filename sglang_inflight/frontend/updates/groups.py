@@ -87,8 +87,8 @@ class Groups:
             broken = await asyncio.shield(self._give_up(group_name, transfer_id, error))
             if broken and isinstance(error, InflightError):
                 raise type(error)(
-                    f"{error} Group {group_name!r} is out of step with its trainer now: destroy "
-                    "it and join anew."
+                    f"{error} Group {group_name!r} is out of step with its trainer: destroy it "
+                    "and join anew."
                 ) from error
             raise
 

@@ -1,4 +1,4 @@
-"""Check which policies for the KV of older weights this server supports."""
+"""Check this server's support of a policy for the KV of older weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:
 
 
 def as_sglang_does(kv_cache: KVPolicy) -> KVPolicy:
-    """Weaken an unsupported policy for calls without our fields: SGLang flushes what it can."""
+    """Weaken an unsupported policy for calls without our fields, as SGLang does."""
     if kv_cache == "keep" or (reason := why_cache_cannot_be_flushed()) is None:
         return kv_cache
     _warn(reason)

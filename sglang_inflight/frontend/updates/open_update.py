@@ -49,7 +49,7 @@ class OpenUpdate:
     is_named: bool | None = None
     lease_s: float | None = None
     why_dropped: str | None = None
-    # of time.monotonic()
+    # time.monotonic() at the drop
     dropped_at: float = 0.0
     over: asyncio.Event = field(default_factory=asyncio.Event)
     # each runs once, however many callers ask
@@ -90,7 +90,7 @@ class OpenUpdate:
             self._end_lease()
 
     def require_alive(self) -> None:
-        """Raise ``Dropped`` if the update was dropped, which may happen during any await."""
+        """Raise ``Dropped`` if the update was dropped. Any await may have allowed that."""
         if self.phase is Phase.DROPPED:
             raise Dropped(f"the update was dropped before its commit: {self.why_dropped}")
 
@@ -109,7 +109,7 @@ class OpenUpdate:
 
     @property
     def takes_unnamed(self) -> bool:
-        """Whether a call without a ``session_id`` may be a piece of this session."""
+        """True if a call without a ``session_id`` may be a piece of this session."""
         return self.opening.takes_unnamed and self.is_named is not True
 
     def claim(self, wanted: Wanted) -> None:
@@ -134,7 +134,7 @@ class OpenUpdate:
         self.is_of_checkpoint_engine |= isinstance(wanted.source, IPCSource)
 
     def finish(self, ending: Ending) -> None:
-        """Add the session's end. Its fields override the pieces'."""
+        """Add the session's end, with fields overriding the pieces'."""
         self.kv_cache = ending.kv_policy or self.kv_policy
         self.weight_version = ending.weight_version or self.weight_version
         self.torch_empty_cache |= ending.torch_empty_cache

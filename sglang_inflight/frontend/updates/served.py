@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 class Served:
     """Follows the first rank's reports. Lives on the front end's event loop.
 
-    The rank names its version in its answer to every commit, rollback, rename and status call. Its
-    answers arrive in the order of sending, so the last one is true, however late it arrives. A
-    late commit is noted here even if its caller got ``OutcomeUnknown``. The first rank stands for
-    all, as in the status.
+    The rank names its version in its answer to every commit, rollback, rename and status call. The
+    rank's answers arrive in the order of sending, so the last answer is true, however late it
+    arrives. A late commit is noted here even if its caller got ``OutcomeUnknown``. The first rank
+    stands for all, as in the status.
     """
 
     def __init__(self, tokenizer_manager: TokenizerManager, first: Rank) -> None:

@@ -115,7 +115,7 @@ class TwoPhase:
                 await self._turn.acquire()
         except TimeoutError:
             raise Conflict(
-                f"another weight update went on until this one's time was over{self._way_out}"
+                f"another weight update did not end within this one's time limit{self._way_out}"
             ) from None
 
     @property
@@ -250,7 +250,7 @@ class TwoPhase:
         failed = [answer for answer in answers if isinstance(answer, Failed)]
         nothing_changed = all(issubclass(ERRORS[a.error], Refused) for a in failed)
         if failed and (len(failed) < len(answers) or not nothing_changed):
-            raise HalfDone(f"The {what} is not whole: {say_which(failed)}")
+            raise HalfDone(f"The {what} was not done on every rank: {say_which(failed)}")
         return require_success(answers)
 
     async def rename(self, call: RenameCall) -> None:

@@ -61,7 +61,7 @@ class Updates:
 
     @property
     def has_session(self) -> bool:
-        """Whether there is an open session."""
+        """True if a session is open."""
         return self._session is not None
 
     @property
@@ -121,7 +121,7 @@ class Updates:
         return await self._two_phase.roll_back(call, self._deadline(None))
 
     async def rename(self, body: NameBody) -> dict[str, Any]:
-        """Rename the served version. Its epoch stays."""
+        """Rename the served version, in the same epoch."""
         if body.abort_all_requests:
             self._tokenizer_manager.abort_request(abort_all=True)
         await self._two_phase.rename(RenameCall(weight_version=body.new_version))
@@ -176,7 +176,7 @@ class Updates:
         return self._describe(session, "Staged. It goes live at end_weight_update.")
 
     async def seal(self, body: SealBody) -> StagedSoFar:
-        """Check the session's tensors on every rank. Its commit then cannot fail.
+        """Check the session's tensors on every rank, so that its commit cannot fail.
 
         A sealed session takes no more pieces; end or abort it. Sealing is idempotent, so a caller
         may retry after a lost answer.
@@ -273,7 +273,7 @@ class Updates:
 
     @contextmanager
     def _no_more_pieces(self, session_id: str | None) -> Iterator[None]:
-        """Forget a dropped session after the block. Its client has sent the last piece."""
+        """Forget a dropped session after the block, because its client has sent the last piece."""
         try:
             yield
         finally:
@@ -306,7 +306,7 @@ class Updates:
         return session
 
     def _require_named(self, session_id: str | None) -> OpenUpdate:
-        """Return the open session. One begun with ``non_blocking`` needs its ``session_id``."""
+        """Return the open session. Raises ``Conflict`` if the session needs its ``session_id``."""
         session = self._require_session(session_id)
         if session_id is None and not session.opening.takes_unnamed:
             raise Conflict(
@@ -326,7 +326,7 @@ class Updates:
         if body != nothing_else:
             raise Refused(
                 "begin_weight_update with a session_id renews that session's lease, and takes "
-                "no field besides but lease_s"
+                "no other field but lease_s"
             )
         session.lease_s = body.lease_s or session.lease_s
         session.renew_lease()

@@ -1,9 +1,9 @@
 """Abort a request by name when any of several tokenizer workers may have it.
 
-SGLang's worker forwards an unknown name to the schedulers. They end the request of that name at
-the message's arrival, perhaps a later one than meant. They cannot end the requests of a group,
-because they do not know its name. Here the request's own worker ends it
-(``StateBroadcast.abort``).
+SGLang's worker forwards an unknown name to the schedulers. The schedulers end the request of that
+name at the message's arrival, perhaps a later one than meant. The schedulers cannot end the
+requests of a group, because they do not know a group's name. Here a request's own worker ends the
+request (``StateBroadcast.abort``).
 """
 
 from __future__ import annotations

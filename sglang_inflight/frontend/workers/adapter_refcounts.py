@@ -35,7 +35,7 @@ class WorkersRegistry(LoRARegistry):
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        """Create a registry. It calls ``changed`` when ``uses`` may have changed."""
+        """Create a registry. ``changed`` is called when ``uses`` may have changed."""
         super().__init__()
         self._changed = changed
         self._lookups: set[asyncio.Future[None]] = set()

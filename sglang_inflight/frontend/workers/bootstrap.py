@@ -1,8 +1,8 @@
 """Load SGLang Inflight in further tokenizer workers.
 
 SGLang loads no plugins in these processes. A worker unpickles its server's arguments before it
-uses them, and an ``OwnerEndpoint`` among them loads us when unpickled. This works with uvicorn,
-with granian, and with a user's own app.
+uses them, and an ``OwnerEndpoint`` among them loads us when unpickled. So we are loaded under
+uvicorn, under granian, and in a user's own app.
 """
 
 from __future__ import annotations

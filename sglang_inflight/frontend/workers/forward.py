@@ -74,7 +74,7 @@ class Forward:
         auth_level(AuthLevel.ADMIN_OPTIONAL)(self)
 
     def mount(self, app: FastAPI, ours: Sequence[BaseRoute]) -> None:
-        """Put forwarding routes before ``ours``. Those still describe the calls."""
+        """Put forwarding routes before ``ours``, and keep ``ours`` for the OpenAPI schema."""
         served = [
             (route.path, sorted(route.methods or ()))
             for route in ours

@@ -1,8 +1,8 @@
 """The owner of pauses, turns, sessions and leases, on a server with several tokenizer workers.
 
 With ``--tokenizer-worker-num`` above 1 SGLang takes HTTP in several processes, each with a
-``TokenizerManager``. Their launching process has none, and routes messages between them and the
-schedulers. The launching process lives as long as the server, so the owner runs there: one more
+``TokenizerManager``. The launching process has none, and routes messages between the workers and
+the schedulers. The launching process lives as long as the server, so the owner runs there: one more
 ``TokenizerManager`` without requests, on its own event loop and thread, with the same ``Frontend``
 as on a server with one worker. Workers forward control calls to the owner as HTTP
 (``forward.py``). So the owner answers on the same routes, reads the bodies, and sees a caller

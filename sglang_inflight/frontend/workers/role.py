@@ -1,4 +1,4 @@
-"""What a front end asks of its worker, if the process is one of several tokenizer workers."""
+"""The front end's view of its ``Worker``, in one of several tokenizer workers."""
 
 from __future__ import annotations
 
