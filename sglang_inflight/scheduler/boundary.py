@@ -140,7 +140,7 @@ class Boundary:
             last.prefill_chunk_processed = True
 
     def live_requests(self) -> set[Req]:
-        """Every request this scheduler holds, in whatever queue or batch."""
+        """Return every request of this scheduler, in any queue or batch."""
         scheduler = self._scheduler
         batches = [
             *scheduler._collect_inflight_batches(),
@@ -251,10 +251,7 @@ class Boundary:
         )
 
     def requests_without_kv(self) -> list[Req]:
-        """Return the queued requests that have not yet looked up a prefix.
-
-        Some of them wait for another server.
-        """
+        """Return the queued requests, here or for another server, without a prefix lookup yet."""
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
             # a decode server's waiting queue holds requests with their prompt's KV

@@ -284,8 +284,8 @@ class Controller:
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Call ``schedule``, and show it only the requests that may run now.
 
-        ``schedule`` chooses the requests to prefill. It first moves requests with a compiled
-        grammar from the grammar queue to the waiting queue, so both queues are filtered.
+        ``schedule`` moves requests with a compiled grammar to the waiting queue, and chooses the
+        requests to prefill. So both queues are filtered.
         """
         if self.pause.state is not PauseState.DRAINING:
             return schedule()
@@ -350,7 +350,7 @@ class Controller:
     def follow_to_host(self, transfers: list[L2Transfer]) -> None:
         """Copy the versions of KV slots to the host's tier, before SGLang copies the KV.
 
-        ``transfers`` may hold pools other than the KV's. Those have no versions.
+        ``transfers`` may include other pools than the KV's: other pools have no versions.
         """
         for transfer in transfers_of_kv(self._scheduler.tree_cache, transfers):
             self._kv_versions.follow_to_host(transfer.host_indices, transfer.device_indices)

@@ -148,7 +148,7 @@ def hold_the_turn(
 ) -> Any:
     """Launch nothing in a held turn of a pipeline.
 
-    This is the only method that a pipeline's loop calls between messages and launch.
+    A pipeline's loop calls only this method between messages and launch.
     """
     if get_parallel().pp_size == 1:
         return choose(scheduler, *args, **kwargs)

@@ -34,7 +34,7 @@ _SOURCES: dict[type[Source], str] = {
 class Metrics:
     """Gauges and counters of one replica, kept by its first rank. Any thread may count.
 
-    They are served at ``/metrics`` with ``--enable-metrics``, and counted without it too.
+    ``/metrics`` has them with ``--enable-metrics``. Without the option they are still counted.
     """
 
     def __init__(self, sglangs: MetricsCollector | None) -> None:

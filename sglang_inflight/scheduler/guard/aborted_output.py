@@ -1,7 +1,7 @@
 """Sends an aborted request's tokens, when it is aborted outside the output stream.
 
 SGLang sends the tokenizer an abort message for a queued request. The message overtakes outputs
-still in the detokenizer. It carries neither unsent tokens nor usage. But a queued request may
+still in the detokenizer, and carries neither unsent tokens nor usage. But a queued request may
 have tokens: a retracted one, or one dropped for lack of memory, for a higher priority, or by a
 decode server's queue.
 """

@@ -30,9 +30,9 @@ class BackgroundHandlers:
         self._done: collections.deque[tuple[Any, Any]] = collections.deque()
 
     def send(self, handler: Handler, fail: Callable[[Any, Exception], Any]) -> Handler:
-        """Return a handler that starts ``handler``, and answers later. It must not raise.
+        """Return a handler that starts ``handler``, and answers later.
 
-        ``fail`` makes the answer when no thread can start.
+        ``handler`` must not raise. ``fail`` makes the answer when no thread can start.
         """
 
         def begin(request: Any) -> Any:

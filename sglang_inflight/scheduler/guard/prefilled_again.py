@@ -60,9 +60,9 @@ def embed_tokens(
     """Add the embeddings of generated tokens to those that requests brought.
 
     ``input_embeds`` is float32, of shape (tokens with an embedding in their request, hidden size).
-    Afterwards it has a row for each token of the batch. This runs right before the forward, on its
-    stream. So the ranks of a tensor-parallel group embed in the same order, and with the weights
-    of the step.
+    Afterwards ``input_embeds`` has a row for each token of the batch. The embedding runs right
+    before the forward, on its stream. So the ranks of a tensor-parallel group embed in the same
+    order, and with the weights of the step.
     """
     given = forward_batch.input_embeds
     if given is None or not batch.forward_mode.is_extend():

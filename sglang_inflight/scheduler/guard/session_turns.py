@@ -1,8 +1,9 @@
 """Retracted and refused turns of a streaming session.
 
 A session runs one turn at a time, from the KV of its last finished turn. SGLang takes a retracted
-turn for a finished one, and a refused turn for the running one. It then admits a second turn, and
-the scheduler ends when both use the session's KV. Only the scheduler's thread touches a session.
+turn for a finished one, and a refused turn for the running one. A second turn is then admitted,
+and the scheduler ends when both use the session's KV. Only the scheduler's thread touches a
+session.
 """
 
 from __future__ import annotations

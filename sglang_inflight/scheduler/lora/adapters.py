@@ -96,8 +96,8 @@ class Adapters:
     def admit(self, req: Req) -> None:
         """Prepare a request, new or retracted, for the waiting queue.
 
-        Abort it if its adapter is unloaded: running it would end SGLang. This happens when the
-        front end's count missed a tokenizer worker, dead or not acknowledged.
+        Abort a request whose adapter is unloaded: running it would end SGLang. The front end's
+        count of an adapter's requests misses those of a dead or silent tokenizer worker.
         """
         if req.lora_id is not None and req.lora_id not in self._manager.loras:
             req.lora_id = None

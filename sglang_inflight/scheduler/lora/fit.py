@@ -19,8 +19,8 @@ Tensors = dict[str, torch.Tensor]
 def why_it_does_not_fit(manager: LoRAManager, lora_id: str) -> str | None:
     """Return why the adapter does not fit, or None.
 
-    This runs SGLang's own copy on meta tensors: shapes without contents. A large adapter takes no
-    longer than a small one, so the scheduler's loop may wait for it.
+    The check runs SGLang's own copy on meta tensors: shapes without contents. A large adapter
+    takes no longer than a small one, so the scheduler's loop may wait for it.
     """
     pool = _shape_of_pool(manager.memory_pool)
     try:

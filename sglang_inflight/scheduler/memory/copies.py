@@ -52,7 +52,7 @@ class HostCopy:
 class FileCopy:
     """A copy of host memory in an unnamed file, because a copy in memory would free nothing.
 
-    The file is in the directory for temporary files (``TMPDIR``). It should be on a disk.
+    The file is in the directory for temporary files. ``TMPDIR`` should be on a disk.
     """
 
     def __init__(self, memory: Iterable[torch.Tensor], check: Callable[[], None]) -> None:

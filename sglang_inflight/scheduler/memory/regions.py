@@ -56,7 +56,7 @@ class MemoryRegions:
     def tensors_not_in_checkpoints(self) -> Iterator[torch.Tensor]:
         """Yield rotary tables and the like, and weights whose written elements are not counted.
 
-        They are small, and are kept even when the weights are discarded.
+        These tensors are small, and are kept even when the weights are discarded.
         """
         yield from self._beside_weights()
         for runner in self._runners:

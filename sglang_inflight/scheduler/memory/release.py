@@ -5,7 +5,7 @@ come before the rank's vote, its answer to the front end (``frontend/memory.py``
 rank makes no step. Neither our code nor an admitted handler of SGLang's touches released memory:
 on CUDA that would end the process.
 
-    before the vote   check that no update is open and no request needs the memory; copy it
+    before the vote   refuse if an update is open or a request needs the memory; copy kept weights
     release           drop the shadow, flush the cache, let the memory saver take the pages
     resume            map the pages, restore the copy, continue generation
 

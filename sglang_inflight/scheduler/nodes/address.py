@@ -13,7 +13,7 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 class Address:
     """``bound`` is the listening address, ``told`` is the address for other nodes.
 
-    Both are in the form of a URL: an IPv6 address has brackets.
+    An IPv6 address is in brackets, as in a URL.
     """
 
     bound: str

@@ -3,7 +3,7 @@
 Other nodes connect to a TCP port, and so may strangers. The handshake is ZeroMQ's CURVE: with its
 first message a client proves that it has the listening socket's public key. The key never crosses
 the port: ranks get it by SGLang's own collective. libzmq refuses older protocols, other mechanisms
-and other keys. It ends a connection without a handshake after ``HANDSHAKE_S``, and until then
+and other keys. libzmq ends a connection without a handshake after ``HANDSHAKE_S``, and until then
 buffers one frame of at most ``FRAME_BYTES``.
 
 So a stranger at the port can neither send an answer, nor read one, nor fill this process's memory.

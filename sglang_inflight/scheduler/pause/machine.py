@@ -15,9 +15,9 @@
     memory away              FROZEN     DRAINING                      FROZEN
     memory back              RUNNING    DRAINING                      RUNNING or FROZEN
 
-In RUNNING the loop runs. In DRAINING it runs, but admits only begun and aborted requests. In
-FROZEN it makes no step. An event for a pause not held changes nothing, and its call is refused.
-Where a cell has two states, the held pauses and the waiting calls decide:
+The loop runs freely in RUNNING. In DRAINING the loop runs only begun and aborted requests. In
+FROZEN the loop makes no step. An event for a pause not held changes nothing, and its call is
+refused. Where a cell has two states, the held pauses and the waiting calls decide:
 
 - RUNNING: nobody holds a pause. DRAINING: a call waits for the end of the drain. FROZEN: all else.
 - On a prefill server ``retract`` drains, as ``wait`` does: a begun request is soon done there, and
@@ -25,9 +25,9 @@ Where a cell has two states, the held pauses and the waiting calls decide:
 - A pause that freezes at once ends a drain: the waiting calls are refused, and hold nothing.
   Several draining calls wait together.
 - When the last waiting call releases its pause, the loop freezes again for the other holders.
-- Released memory holds a pause of its own until the memory returns. While it does, nothing
-  drains, because no step can be made. ``continue all`` then releases the pauses taken since the
-  memory went, and is refused if there are none.
+- Released memory holds a pause of its own until the memory returns. Nothing drains until then,
+  because no step can be made. ``continue all`` then releases only the pauses taken after the
+  memory's, and is refused if there are none.
 
 Every rank of a replica has the same machine, and gives it the same events in the same order
 (``pause.py``). So all ranks move at the same boundary.

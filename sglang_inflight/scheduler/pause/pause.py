@@ -214,9 +214,9 @@ class Pause:
     # ---- the machine ---------------------------------------------------------------
 
     def times_over(self) -> list[TimesOver]:
-        """Return what expired, for a pipeline's first rank to send.
+        """Return the expired leases and waits, for a pipeline's first rank to send.
 
-        It is sent in every turn until its message comes back.
+        The first rank sends its message in every turn until it takes the message in.
         """
         events = self._what_is_over() if get_parallel().pp_size > 1 else []
         if not events:

@@ -5,7 +5,7 @@ memory reserved by the decode server, and the decode server's loop takes it in w
 Only the prefill server's loop must poll its transfers: it answers the request and frees its KV.
 
 A frozen server asks the other one for nothing, and the other one waits. Each server extends
-request timeouts by its own frozen time. It does not know the other's
+request timeouts by its own frozen time only, because neither knows the other's
 (``SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`` and ``_WAITING_TIMEOUT``, 300 s).
 """
 
