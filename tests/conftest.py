@@ -17,11 +17,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    if not _only_hands_out(config):
+    if not _only_distributes_tests(config):
         config.pluginmanager.import_plugin("tests.support.servers")
 
 
-def _only_hands_out(config: pytest.Config) -> bool:
+def _only_distributes_tests(config: pytest.Config) -> bool:
     """Tell whether xdist's workers run all tests and this process only distributes them.
 
     Workers wait for this process, and importing the servers takes seconds.

@@ -161,9 +161,9 @@ def test_update_shows_staging_progress(
 # ---- timelines ---------------------------------------------------------------------------
 
 
-def _look_twice(way: Proxy) -> None:
-    seen = way.arrivals.count(STATUS)
-    until("it has looked twice", lambda: way.arrivals.count(STATUS) >= seen + 3)
+def _wait_for_two_looks(proxy: Proxy) -> None:
+    seen = proxy.arrivals.count(STATUS)
+    until("it has looked twice", lambda: proxy.arrivals.count(STATUS) >= seen + 3)
 
 
 def test_timeline_records_a_pause_and_an_update(
@@ -172,14 +172,14 @@ def test_timeline_records_a_pause_and_an_update(
     file = tmp_path / "timeline.html"
     words = ("timeline", str(file), "--every", "0.05", "--json")
     generations = start_running(server, 2, tokens=ENDLESS)
-    with Proxy(server).serving() as way, _terminal(way.url, *words) as terminal:
-        _look_twice(way)
+    with Proxy(server).serving() as proxy, _terminal(proxy.url, *words) as terminal:
+        _wait_for_two_looks(proxy)
         pause(server, "in_place")
-        _look_twice(way)
+        _wait_for_two_looks(proxy)
         resume(server)
         _run(server, "update", "disk", str(checkpoints / "v1"), "--weight-version", "v1")
         expect_to_run_on(server, generations, [0, 1])
-        _look_twice(way)
+        _wait_for_two_looks(proxy)
         code, output = terminal.interrupt()
     assert code == 0, output
     samples = json.loads(output)["samples"]
@@ -206,11 +206,11 @@ def test_timeline_ends_after_the_given_seconds(server: Server, tmp_path: Path) -
 
 def test_timeline_draws_what_it_has_when_the_server_goes(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "timeline.svg"
-    with Proxy(server).serving() as way, _terminal(way.url, "timeline", str(file)) as terminal:
-        _look_twice(way)
-        way.stop()
+    with Proxy(server).serving() as proxy, _terminal(proxy.url, "timeline", str(file)) as terminal:
+        _wait_for_two_looks(proxy)
+        proxy.stop()
         code, output = terminal.end()
-    assert (code, way.url in output) == (5, True)
+    assert (code, proxy.url in output) == (5, True)
     assert "<svg" in file.read_text()
 
 

@@ -210,15 +210,15 @@ def test_failed_session_changes_nothing(server: Server, client: Client) -> None:
 def test_session_block_renews_its_lease(server: Server) -> None:
     """The client renews three times per lease."""
     with (
-        Proxy(server).serving() as way,
-        Client(way.url) as client,
+        Proxy(server).serving() as proxy,
+        Client(proxy.url) as client,
         client.session(weight_version="v1", lease_s=SHORT_S),
     ):
         client.update("tensor", **tensor_body(marker.tensors(1)))
-        begun = way.arrivals.count("/begin_weight_update")
+        begun = proxy.arrivals.count("/begin_weight_update")
         until(
             "two leases would have run out",
-            lambda: way.arrivals.count("/begin_weight_update") > begun + 6,
+            lambda: proxy.arrivals.count("/begin_weight_update") > begun + 6,
         )
     says(server, 1)
 
@@ -252,30 +252,30 @@ def test_progress_reports_staged_tensors(server: Server, client: Client) -> None
 
 
 def test_status_is_retried_when_its_answer_is_lost(server: Server) -> None:
-    with Proxy(server).serving() as way, Client(way.url) as client:
-        way.lose_answer("/inflight/status")
+    with Proxy(server).serving() as proxy, Client(proxy.url) as client:
+        proxy.lose_answer("/inflight/status")
         assert client.status()["weight_version"] == "v0"
-        assert way.arrivals == ["/inflight/status"] * 2
+        assert proxy.arrivals == ["/inflight/status"] * 2
 
 
 def test_pause_is_taken_once_when_its_answer_is_lost(server: Server) -> None:
     """The client chooses the id, so a retry names the same pause."""
     generations = start_running(server, 2, tokens=ENDLESS)
-    with Proxy(server).serving() as way, Client(way.url) as client:
-        way.lose_answer("/pause_generation")
+    with Proxy(server).serving() as proxy, Client(proxy.url) as client:
+        proxy.lose_answer("/pause_generation")
         with client.paused(lease_s=60) as answer:
             (holder,) = status(server)["holders"]
             assert holder["pause_id"] == answer["pause_id"]
-            assert way.arrivals == ["/inflight/status", *["/pause_generation"] * 2]
+            assert proxy.arrivals == ["/inflight/status", *["/pause_generation"] * 2]
         assert not status(server)["paused"]
     expect_all_go_on(generations)
 
 
 def test_pause_without_any_answer_is_released_at_once(server: Server) -> None:
     generations = start_running(server, 2, tokens=ENDLESS)
-    with Proxy(server).serving() as way, Client(way.url) as client:
+    with Proxy(server).serving() as proxy, Client(proxy.url) as client:
         for _ in range(ATTEMPTS):
-            way.lose_answer("/pause_generation")
+            proxy.lose_answer("/pause_generation")
         with pytest.raises(httpx.RemoteProtocolError), client.paused(lease_s=60):
             raise AssertionError("it does not know that it is paused")
         assert not status(server)["paused"]
@@ -283,18 +283,18 @@ def test_pause_without_any_answer_is_released_at_once(server: Server) -> None:
 
 
 def test_session_is_begun_once_when_its_answer_is_lost(server: Server) -> None:
-    with Proxy(server).serving() as way, Client(way.url) as client:
-        way.lose_answer("/begin_weight_update")
+    with Proxy(server).serving() as proxy, Client(proxy.url) as client:
+        proxy.lose_answer("/begin_weight_update")
         with client.session(weight_version="v1", lease_s=60):
             client.update("tensor", **tensor_body(marker.tensors(1)))
-        assert way.arrivals.count("/begin_weight_update") == 2
+        assert proxy.arrivals.count("/begin_weight_update") == 2
     says(server, 1)
 
 
 def test_session_without_any_answer_is_dropped(server: Server) -> None:
-    with Proxy(server).serving() as way, Client(way.url) as client:
+    with Proxy(server).serving() as proxy, Client(proxy.url) as client:
         for _ in range(ATTEMPTS):
-            way.lose_answer("/begin_weight_update")
+            proxy.lose_answer("/begin_weight_update")
         with pytest.raises(httpx.RemoteProtocolError), client.session(lease_s=60):
             raise AssertionError("it does not know of its session")
     assert staging(server)[0]["state"] == "empty"
@@ -305,8 +305,8 @@ def test_rollback_tried_again_does_not_undo_itself(
 ) -> None:
     """The first answer was lost. ``expected_version`` refuses the second call."""
     client.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
-    with Proxy(server).serving() as way, Client(way.url) as far:
-        way.lose_answer("/inflight/rollback")
+    with Proxy(server).serving() as proxy, Client(proxy.url) as far:
+        proxy.lose_answer("/inflight/rollback")
         with pytest.raises(httpx.RemoteProtocolError):
             far.roll_back(expected_version="v1")
         with pytest.raises(Conflict, match="v0"):
@@ -317,11 +317,11 @@ def test_rollback_tried_again_does_not_undo_itself(
 def test_update_is_not_retried_when_its_answer_is_lost(server: Server, checkpoints: Path) -> None:
     path = "/update_weights_from_disk"
     epoch = status(server)["epoch"]
-    with Proxy(server).serving() as way, Client(way.url) as client:
-        way.lose_answer(path)
+    with Proxy(server).serving() as proxy, Client(proxy.url) as client:
+        proxy.lose_answer(path)
         with pytest.raises(httpx.RemoteProtocolError):
             client.update_from_disk(str(checkpoints / "v1"))
-        assert way.arrivals == ["/inflight/status", path]
+        assert proxy.arrivals == ["/inflight/status", path]
         assert client.status()["epoch"] == epoch + 1
 
 

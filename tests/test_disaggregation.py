@@ -107,9 +107,7 @@ def test_spans_stay_exact_when_memory_retracts_a_request(server: Server, checkpo
 
 
 def test_wait_pause_lets_a_request_retracted_for_memory_end(server: Server) -> None:
-    """That request has begun. Held back, it would freeze between tokens, or keep memory from
-    others.
-    """
+    """The request has begun. Held back, it would freeze between tokens, or keep others' memory."""
     running = start(server, 4, tokens=POOL // 2)
     for generation in running:
         generation.wait_for_tokens(POOL // 8)
@@ -237,7 +235,7 @@ def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) ->
 
 
 def test_calls_that_would_lose_requests_are_refused(server: Server, checkpoints: Path) -> None:
-    """Only the prefill server can recompute a retracted request."""
+    """A retracted request can be recomputed only by the prefill server."""
     (running,) = start(server, 1, tokens=240)
     running.wait_for_tokens(3)
     body = {"model_path": str(checkpoints / "v1"), "non_blocking": True, "flush_cache": True}

@@ -176,7 +176,7 @@ def test_draft_from_the_targets_checkpoint_updates_with_the_target(
 def test_draft_with_its_own_checkpoint_updates_only_when_selected(
     checkpoints: Path, tmp_path: Path
 ) -> None:
-    """Its tensor names may equal those of the target, so a call has to select the draft."""
+    """The draft's tensor names may equal the target's, so a call has to select the draft."""
     own = marker.build(tmp_path / "own", 0)
     with drafting("STANDALONE", checkpoints / "v0", own, tmp_path) as server:
         expect_drafts(server, accepted=True)

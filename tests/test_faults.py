@@ -50,7 +50,7 @@ FAULTS: list[tuple[Phase, Kind]] = [*itertools.product(PHASES, KINDS), ("middle"
 
 
 @contextlib.contextmanager
-def nothing_changes(server: Server) -> Iterator[list[Generation]]:
+def expect_no_change(server: Server) -> Iterator[list[Generation]]:
     """Check that requests run through the block on the old weights, and get the next update."""
     running = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
@@ -68,10 +68,10 @@ def test_failing_rank_drops_the_update(
     faulty_server: Server, sender: Sender, faults: Faults, phase: Phase, kind: Kind
 ) -> None:
     server = faulty_server
-    with nothing_changes(server) as running:
+    with expect_no_change(server) as running:
         faults.inject(phase, kind)
         if kind == "hang_deaf":
-            expect_deaf(server, sender, faults)
+            expect_delay_of_its_update_only(server, sender, faults)
         else:
             answer = sender.send(server, "disk", 1, **V1, timeout_s=SHORT_S)
             words = {"raise": "injected fault", "hang": "time ran out", "wrong_tensor": "shape"}
@@ -106,7 +106,7 @@ def expect_fine_biases(server: Server) -> None:
         assert tokens == [winner]
 
 
-def expect_deaf(server: Server, sender: Sender, faults: Faults) -> None:
+def expect_delay_of_its_update_only(server: Server, sender: Sender, faults: Faults) -> None:
     """Check that a hanging staging thread delays only its own update."""
     with sender.ready(server, "disk", 1) as send:
         call = Call.of(lambda: send(**V1, timeout_s=SHORT_S))
@@ -189,7 +189,7 @@ class TestTrainer:
     def test_killed_trainer_fails_its_update(
         self, server: Server, sender: Sender, trainer: Trainer
     ) -> None:
-        with nothing_changes(server) as running:
+        with expect_no_change(server) as running:
             call = Call(server, DISTRIBUTED, {**layout(1), **V1})
             trainer.send(1, count=10)
             until_staging(server, tensors=10)
@@ -200,7 +200,7 @@ class TestTrainer:
     def test_hanging_trainer_runs_into_the_timeout(
         self, server: Server, sender: Sender, trainer: Trainer
     ) -> None:
-        with nothing_changes(server) as running:
+        with expect_no_change(server) as running:
             call = Call(server, DISTRIBUTED, {**layout(1), **V1, "timeout_s": SHORT_S})
             trainer.send(1, count=10)
             assert trainer.answer() == "sent"
@@ -210,7 +210,7 @@ class TestTrainer:
     def test_session_lease_ends_a_call_that_waits_for_the_trainer(
         self, server: Server, sender: Sender, trainer: Trainer
     ) -> None:
-        with nothing_changes(server) as running:
+        with expect_no_change(server) as running:
             succeed(server.post("/begin_weight_update", {"lease_s": SHORT_S}))
             call = Call(server, DISTRIBUTED, {**layout(1), **V1})
             trainer.send(1, count=10)
@@ -220,7 +220,7 @@ class TestTrainer:
 
     def test_refused_tensor_keeps_the_group_usable(self, server: Server, trainer: Trainer) -> None:
         """The rank receives the remaining tensors, so that the next broadcast matches."""
-        with nothing_changes(server) as running:
+        with expect_no_change(server) as running:
             trainer.send(1)
             wrong = layout(1)
             wrong["names"][2] = "no.such.weight"
@@ -251,7 +251,7 @@ class TestTrainer:
         flaw: dict[str, Any],
         status_code: int,
     ) -> None:
-        with nothing_changes(server) as running:
+        with expect_no_change(server) as running:
             trainer.send(2)
             first = server.post(DISTRIBUTED, {**layout(2), **V1, **flaw})
             refuse(first, "out of step", "join anew", status_code=status_code)
@@ -360,7 +360,7 @@ def test_update_is_dropped_when_its_caller_leaves(
 ) -> None:
     """Otherwise the unwanted update would delay the next one."""
     server, trainer = faulty_server, trainers.get()
-    with nothing_changes(server) as running:
+    with expect_no_change(server) as running:
         trainer.join(server)
         with pytest.raises(httpx.ReadTimeout):
             server.post(DISTRIBUTED, {**layout(2), **LIVE}, timeout=for_the_answer(0.5))
@@ -374,7 +374,7 @@ def test_update_is_dropped_when_its_caller_leaves_during_the_vote(
     faulty_server: Server, checkpoints: Path, faults: Faults
 ) -> None:
     server = faulty_server
-    with nothing_changes(server):
+    with expect_no_change(server):
         faults.inject("vote", "hang")
         body = {"model_path": str(checkpoints / "v1"), **V1}
         with pytest.raises(httpx.ReadTimeout):

@@ -150,7 +150,7 @@ def test_fleet_example_updates_and_rolls_back(
     expect_unchanged(servers)
 
 
-# ---- nobody commits ----------------------------------------------------------------------
+# ---- no server commits -----------------------------------------------------------------
 
 
 def test_update_is_refused_when_one_server_has_another_version(
@@ -216,7 +216,7 @@ def test_seal_is_retried_when_its_answer_is_lost(
         says(server, 1)
 
 
-# ---- some commit -------------------------------------------------------------------------
+# ---- some servers commit ---------------------------------------------------------------
 
 
 def test_commit_without_an_answer_is_uncertain(

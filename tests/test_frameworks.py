@@ -68,7 +68,7 @@ def expect_whole_update(
     says(server, 1)
 
 
-def test_framework_update_with_real_pauses(
+def test_framework_update_goes_live_with_real_pauses(
     server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
 ) -> None:
     client = Client(server, framework, checkpoints, trainers)
@@ -85,13 +85,13 @@ def test_framework_update_with_real_pauses(
         retracts = framework.mode == "retract"
         expect_whole_update(server, framework, running, int(retracts))
         # accepted during the pause, and started afterwards
-        after = [] if framework.ends_what_waits else [marker.token(1)] * 3
+        after = [] if framework.aborts_waiting_requests else [marker.token(1)] * 3
         assert waiting.output().tokens == after
     named = "v1" if framework.names else "v0"
     assert server.get("/get_weight_version")["weight_version"] == named
 
 
-def test_framework_update_in_transparent_mode(
+def test_framework_update_goes_live_in_transparent_mode(
     transparent_server: Server, framework: Framework, checkpoints: Path, trainers: Trainers
 ) -> None:
     server = transparent_server
@@ -152,7 +152,7 @@ def test_wrong_shape_refuses_all_further_pieces_and_the_end(
 
 
 def test_unreadable_body_drops_the_whole_update(transparent_server: Server) -> None:
-    """Its weights are missing, so the other pieces must not go live."""
+    """The body's weights are missing, so the other pieces must not go live."""
     server = transparent_server
     before = serving(server)
     pause(server, "retract")

@@ -150,7 +150,7 @@ def leave(server: Server, path: str, body: dict[str, Any]) -> None:
         server.post(path, body, timeout=for_the_answer(SHORT_S))
 
 
-def until_noticed(server: Server, path: str) -> None:
+def until_disconnect_noticed(server: Server, path: str) -> None:
     until("the server has noticed", lambda: f"{path}: its caller has left" in server.log_text())
 
 
@@ -159,7 +159,7 @@ def test_queued_update_is_dropped_when_its_caller_leaves(
 ) -> None:
     named = begin(server)
     leave(server, DISK, {**v2, **LIVE})
-    until_noticed(server, DISK)
+    until_disconnect_noticed(server, DISK)
     succeed(send_v1(server, **named))
     succeed(server.post(END, {**named, "non_blocking": True}))
     # no other caller is ahead in the queue
@@ -170,7 +170,7 @@ def test_queued_rollback_is_dropped_when_its_caller_leaves(server: Server) -> No
     succeed(send_v1(server))
     named = begin(server)
     leave(server, "/inflight/rollback", {})
-    until_noticed(server, "/inflight/rollback")
+    until_disconnect_noticed(server, "/inflight/rollback")
     succeed(server.post("/abort_weight_update", named))
     says(server, 1)
 

@@ -41,7 +41,7 @@ def runs(labels: list[str]) -> list[tuple[str, int]]:
     return [(label, len(list(same))) for label, same in itertools.groupby(labels)]
 
 
-def made_as_it_ran(output: Output, prompt_tokens: int) -> list[tuple[str, int]]:
+def kv_without_reuse(output: Output, prompt_tokens: int) -> list[tuple[str, int]]:
     """Return the KV's versions for a request without reused or recomputed KV.
 
     The forward of token i computes the KV of token i-1, and the prompt's forward gives token 0.
@@ -66,7 +66,7 @@ def test_kv_versions_of_a_running_request(
     if kv == "recompute":
         assert kv_runs(output) == [("v2", 40 + len(output.tokens) - 1)]
     else:
-        assert kv_runs(output) == made_as_it_ran(output, 40)
+        assert kv_runs(output) == kv_without_reuse(output, 40)
         assert {version for version, _ in kv_runs(output)} == {"v0", "v1", "v2"}
     beside.abort()
     expect_aborted(beside)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from examples.stories import smollm2
 from harness.server import Server, serve
 from sglang_inflight.cache import default_cache
-from tests.support.away import release, take_back
+from tests.support.away import release, resume_memory
 from tests.support.load import Generation, ask, labels_of, pause, resume, settle, until
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
@@ -226,11 +226,11 @@ def test_logprobs_match_across_a_memory_release(
     counts = settle(real, frozen)
     if goes:
         release(real, *goes, keep_weights=keep)
-        take_back(real, "weights")
+        resume_memory(real, "weights")
     if served == "v1":
         update(real, versions, "v1", partial=False)
     if others := [kind for kind in goes if kind != "weights"]:
-        take_back(real, *others)
+        resume_memory(real, *others)
     resume(real)
     for generation, count in zip(frozen, counts, strict=True):
         generation.wait_for_tokens(count + 8)

@@ -16,7 +16,7 @@ import pytest
 from harness import marker
 from harness.server import Server, schedulers
 from tests.support import lora, trl
-from tests.support.away import release, take_back
+from tests.support.away import release, resume_memory
 from tests.support.engine import play
 from tests.support.load import (
     ENDLESS,
@@ -37,7 +37,7 @@ from tests.support.load import (
 )
 from tests.support.lora import RANK
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
-from tests.support.workers import door, workers
+from tests.support.workers import via_worker, workers
 
 _serial = itertools.count()
 
@@ -210,7 +210,7 @@ def test_unused_adapter_can_be_unloaded_in_a_pause(server: Server, name: str) ->
 def test_adapters_and_profiles_work_while_memory_is_released(
     server: Server, folders: list[Path], name: str, tmp_path: Path, keep: str
 ) -> None:
-    """None of these calls reads the weights."""
+    """These calls read no weights."""
     policy, other = Policy(server, None), Policy(server, folders)
     policy.load(0)
     running = policy.start(2)
@@ -224,7 +224,7 @@ def test_adapters_and_profiles_work_while_memory_is_released(
         answer = server.post(path, body)
         assert answer["status_code"] == 200, answer
     assert list(tmp_path.iterdir())
-    take_back(server)
+    resume_memory(server)
     if keep == "discard":
         model = lora.build_model(tmp_path / "model")
         whole = {"model_path": str(model), "weight_version": "v0", "partial": False}
@@ -517,19 +517,21 @@ def test_evicted_adapter_keeps_its_version_when_reloaded(
 def test_adapter_loaded_by_one_worker_is_known_to_all(server: Server) -> None:
     policy = Policy(server, None)
     with contextlib.ExitStack() as stack:
-        one, other = doors = [stack.enter_context(door(server, each)) for each in workers(server)]
-        for number, (door_of_load, door_of_use) in enumerate(zip(doors, (other, one), strict=True)):
+        one, other = via_workers = [
+            stack.enter_context(via_worker(server, each)) for each in workers(server)
+        ]
+        for number, (loads, uses) in enumerate(zip(via_workers, (other, one), strict=True)):
             body = lora.tensor_body(lora.tensors(number))
             body |= {"lora_name": policy.name, "replace": True}
             path = "/load_lora_adapter_from_tensors"
-            version = ask(door_of_load, "POST", path, body)["adapter_version"]
-            for each in doors:
+            version = ask(loads, "POST", path, body)["adapter_version"]
+            for each in via_workers:
                 assert loaded(each) == {policy.name}
             policy.versions[number] = version
-            (running,) = start_running(door_of_use, 1, tokens=3, lora_path=policy.name)
+            (running,) = start_running(uses, 1, tokens=3, lora_path=policy.name)
             policy.expect(running.output(), number)
         assert unload(one, policy.name, non_blocking=True)["success"]
-        for each in doors:
+        for each in via_workers:
             refused = each.post("/generate", {"input_ids": [1], "lora_path": policy.name})
             assert refused["status_code"] == 400, refused
             assert "never been loaded" in refused["error"]["message"]
@@ -543,7 +545,7 @@ def test_adapter_names_beyond_64_kib_reach_every_worker(server: Server, adapter:
         body = {"lora_name": name, "lora_path": str(adapter)}
         ask(server, "POST", "/load_lora_adapter", body)
     for worker in workers(server):
-        with door(server, worker) as one:
+        with via_worker(server, worker) as one:
             assert loaded(one) == names
     (running,) = start_running(server, 1, tokens=ENDLESS, lora_path=min(names))
     pause(server, "in_place")
@@ -575,7 +577,11 @@ def test_load_survives_the_death_of_its_worker(server: Server) -> None:
     first, second = workers(server)
     (rank,) = schedulers(server.process.pid)
     begun = f"Start load Lora adapter from tensors. Lora name={policy.name}"
-    with door(server, first) as one, door(server, second) as other, ThreadPoolExecutor() as threads:
+    with (
+        via_worker(server, first) as one,
+        via_worker(server, second) as other,
+        ThreadPoolExecutor() as threads,
+    ):
         rank.suspend()
         body = {"lora_name": policy.name, **lora.tensor_body(lora.tensors(0))}
         loading = threads.submit(one.post, "/load_lora_adapter_from_tensors", body)
@@ -590,11 +596,11 @@ def test_load_survives_the_death_of_its_worker(server: Server) -> None:
 
 @on("workers")
 def test_requests_of_a_dead_worker_keep_their_adapter_loaded(server: Server) -> None:
-    """They run on, known to the ranks alone."""
+    """The requests run on, known to the ranks alone."""
     policy = Policy(server, None)
     policy.load(0)
     first, _ = workers(server)
-    with door(server, first) as one:
+    with via_worker(server, first) as one:
         start_running(one, 1, tokens=ENDLESS, lora_path=policy.name)
         first.kill()
     until("there are two again", lambda: len(workers(server)) == 2)
@@ -647,7 +653,7 @@ def test_bad_shape_on_one_rank_unloads_the_adapter_on_the_other(server: Server) 
 # ---- Engine ------------------------------------------------------------------------------
 
 
-def test_engine_replaces_adapters_under_requests(pool: ServerPool, tmp_path: Path) -> None:
+def test_engine_replaces_adapters_of_running_requests(pool: ServerPool, tmp_path: Path) -> None:
     pool.discard()
     model = lora.build_model(tmp_path / "model")
     answers = play("tests.support.lora_play", model, tmp_path)

@@ -66,7 +66,7 @@ def pair(
 def first(pair: Nodes, checkpoints: Path) -> Iterator[Server]:
     """The first node's server, which serves v0."""
     yield (first := pair.first)
-    pair.let_second_go_on()
+    pair.continue_second()
     until("all ranks answer", lambda: first.get("/inflight/status")["status_code"] == 200)
     first.post("/abort_weight_update", {})
     resume(first)
@@ -195,7 +195,7 @@ def test_node_silent_before_the_commit_drops_the_update(
     asked = refuse(first.get("/inflight/status"), SECOND, status_code=504)
     assert (asked["error"]["type"], FIRST in asked["message"]) == ("RankSilent", False)
     assert f"Nothing was heard of {SECOND}" in first.log_text()
-    pair.let_second_go_on()
+    pair.continue_second()
     until("it is heard", lambda: first.get("/inflight/status")["status_code"] == 200)
     assert serving(first) == before
     succeed(first.post("/update_weights_from_disk", v1))
@@ -213,7 +213,7 @@ def test_sglangs_own_calls_do_not_wait_for_a_silent_node(
     for _ in range(2):
         unknown = first.post(path, body)
         assert (unknown["status_code"], SECOND in str(unknown)) == (504, True), unknown
-    pair.let_second_go_on()
+    pair.continue_second()
     until("it is heard", lambda: first.get("/inflight/status")["status_code"] == 200)
     assert first.post(path, body)["status_code"] == 200
     expect_epochs_alike(first, 0)
@@ -231,7 +231,7 @@ def test_node_silent_after_the_vote_commits_once_it_continues(
     unknown = first.post("/end_weight_update", {**session, **{"non_blocking": True}})
     assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
     assert SECOND in unknown["message"]
-    pair.let_second_go_on()
+    pair.continue_second()
     # both ranks commit when they reach the message
     until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
     expect_epochs_alike(first, 1)
@@ -246,5 +246,5 @@ def test_node_silent_in_a_pause_resumes_once_it_continues(
     pair.stop_second()
     unknown = first.post("/continue_generation", {})
     assert (unknown["status_code"], unknown["error"]["type"]) == (504, "OutcomeUnknown")
-    pair.let_second_go_on()
+    pair.continue_second()
     expect_to_run_on(first, streams, [0])

@@ -267,7 +267,7 @@ def test_second_pause_of_any_mode_counts_correctly(server: Server, first: str, s
         expect_whole(generation)
 
 
-def test_retract_after_in_place(any_server: Server) -> None:
+def test_retract_after_in_place_retracts_all(any_server: Server) -> None:
     """The second pause does not wait for the result again."""
     generations = start_running(any_server, 4, tokens=TOKENS)
     pause(any_server, "in_place")
@@ -464,7 +464,7 @@ def test_pause_released_while_draining_freezes_requests_of_the_other_holder(serv
 
 @pytest.mark.guards_fix
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_a_request_is_queued_while_paused(server: Server, stream: bool) -> None:
+def test_request_sent_in_a_pause_is_queued_and_abortable(server: Server, stream: bool) -> None:
     """The scheduler queues the request, so an abort can find it there."""
     pause(server, "in_place")
     kept, dropped = start(server, 2, tokens=8, stream=stream)

@@ -35,7 +35,7 @@ from tests.support.load import (
 from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK
 from tests.support.updates import by_reference, refuse, tensor_body
-from tests.test_kv_versions import kv_runs, made_as_it_ran
+from tests.test_kv_versions import kv_runs, kv_without_reuse
 
 VERSIONS = 4
 BLOCK = marker.HIDDEN // VERSIONS
@@ -87,7 +87,7 @@ def test_spans_are_exact_in_both_stages(pipeline: Server, folder: Path) -> None:
     outputs = expect_all_go_on(generations)
     for output in outputs:
         expect_spans_in_chunks(output)
-        assert kv_runs(output) == made_as_it_ran(output, 16)
+        assert kv_runs(output) == kv_without_reuse(output, 16)
     for output in outputs[:5]:
         assert versions_of(output) == ["v0", "v1", "v2", "v3"]
 
@@ -123,7 +123,7 @@ def test_pause_freezes_both_stages(pipeline: Server, folder: Path, mode: str) ->
     assert [versions_of(output) for output in outputs] == [["v0", "v1"]] * 4 + [["v1"]]
     for output in outputs[:4]:
         if mode == "in_place":
-            assert kv_runs(output) == made_as_it_ran(output, 16)
+            assert kv_runs(output) == kv_without_reuse(output, 16)
         else:
             assert [version for version, _ in kv_runs(output)] == ["v1"]
 
@@ -223,7 +223,7 @@ def test_pause_modes_follow_each_other(pipeline: Server, folder: Path) -> None:
         assert output.meta["num_retractions"] == 1
 
 
-def test_pause_update_and_release_with_two_ranks_a_stage(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_a_stage_pause_update_and_release(folder: Path, tmp_path: Path) -> None:
     flags = ("--pp-size", "2", "--tp-size", "2", "--enable-memory-saver", "--weight-version", "v0")
     with serve(folder / "v0", *flags, log=tmp_path / "log") as server:
         generations = start_running(server, 4, tokens=ENDLESS)
@@ -259,7 +259,7 @@ def test_in_place_update_is_refused_in_a_pipeline(folder: Path, tmp_path: Path) 
 
 
 def test_unsupported_pipeline_keeps_sglangs_own_pause(folder: Path, tmp_path: Path) -> None:
-    """This configuration's loop has no pause states of ours."""
+    """Our pause states are missing in this configuration's loop."""
     flags = ["--pp-size", "2", "--tp-size", "2", "--attn-dp-size", "2", "--weight-version", "v0"]
     flags += ["--log-requests", "--log-requests-level", "0"]
     log = tmp_path / "log"

@@ -60,7 +60,7 @@ class Schedule:
 
     def run(self) -> None:
         operations: list[Callable[[], None]] = [
-            self.ask, self.ask, self.ask, self.begin, self.end, self.commit, self.send_back,
+            self.ask, self.ask, self.ask, self.begin, self.end, self.commit, self.retract,
         ]  # fmt: skip
         for _ in range(OPERATIONS):
             self._random.choice(operations)()
@@ -123,7 +123,7 @@ class Schedule:
         for generation in generations:
             generation.wait_for_tokens(generation.count + 2)
 
-    def send_back(self) -> None:
+    def retract(self) -> None:
         """Retract the runners by a pause, so that they prefill anew."""
         if not self._runners:
             return

@@ -206,7 +206,7 @@ def expect_tokens_of(streams: list[Generation], version: int) -> None:
 def test_unreadable_payload_of_one_rank_drops_the_update_on_all_ranks(
     server: Server, flavour: str
 ) -> None:
-    """Only upstream's fields are used."""
+    """The call uses upstream's fields only."""
     payload = tensor_body(marker.tensors(1))["serialized_named_tensors"][0]
     succeed(server.post("/begin_weight_update", {}))
     body = {"serialized_named_tensors": [payload, base64.b64encode(b"garbage").decode()]}
@@ -233,7 +233,7 @@ def test_session_and_rollback_commit_on_every_rank(
 def test_rollback_is_refused_on_all_ranks_when_one_has_no_previous_version(
     tp2_server: Server,
 ) -> None:
-    """That rank received no tensor. Ranks with different epochs would find different prefixes for
+    """One rank received no tensor. Ranks with different epochs would find different prefixes for
     the same prompt.
     """
     server = tp2_server

@@ -18,7 +18,7 @@ import pytest
 from harness.server import Server, schedulers, serve
 from sglang_inflight.client import Client
 from tests.support import away
-from tests.support.away import bytes_of, release, resident, take_back
+from tests.support.away import bytes_of, release, resident, resume_memory
 from tests.support.colocated_trainer import MODEL, ROUNDS, colocated_trainer
 from tests.support.faults import Faults
 from tests.support.load import (
@@ -81,7 +81,7 @@ def server(one_server: Server, versions: Path, faults: Faults) -> Iterator[Serve
     faults.clear()
     one_server.post("/abort_weight_update", {})
     if missing := [kind for kind, where in memory(one_server).items() if where in ("away", "lost")]:
-        take_back(one_server, *missing)
+        resume_memory(one_server, *missing)
     one_server.post("/continue_generation", {})
     one_server.post("/abort_request", {"abort_all": True})
     update(one_server, versions, 0, non_blocking=True, kv_cache="recompute")
@@ -136,7 +136,7 @@ def test_release_and_resume_in_every_order_keep_a_frozen_request(
         release(server, *((KV, WEIGHTS) if both else (kinds,)), keep_weights=keep)
     settle(server, [frozen])
     for kinds in come:
-        moved = take_back(server, *((KV, WEIGHTS) if kinds == "all at once" else (kinds,)))
+        moved = resume_memory(server, *((KV, WEIGHTS) if kinds == "all at once" else (kinds,)))
     assert (moved["hollow"] is not None) == is_lost
     assert moved["paused"] is True
     if is_lost:
@@ -166,7 +166,7 @@ def test_released_memory_is_returned_and_resumed(server: Server, versions: Path,
     described = status(server)
     assert described["staging"]["can_roll_back"] is False
     assert described["previous_version"] is None
-    take_back(server, WEIGHTS, KV)
+    resume_memory(server, WEIGHTS, KV)
     if keep == "discard":
         assert status(server)["digest"] is None
         # no shadow to write to
@@ -183,12 +183,12 @@ def test_update_between_resumed_weights_and_resumed_cache(server: Server, versio
     pause(server, "retract")
     release(server, keep_weights="discard")
     until("requests are frozen", lambda: status(server)["state"] == "frozen")
-    take_back(server, WEIGHTS)
+    resume_memory(server, WEIGHTS)
     receipt = update(server, versions, 1, flush_cache=False)
     assert receipt["weight_version"] == "v1"
     assert memory(server) == {"kv_cache": "away", "weights": "present", "cuda_graph": "away"}
     late = Generation(server, tokens=5)
-    assert take_back(server, KV, "cuda_graph")["paused"] is True
+    assert resume_memory(server, KV, "cuda_graph")["paused"] is True
     resume(server)
     for generation in frozen:
         assert versions_of(expect_whole(generation)) == ["v0", "v1"]
@@ -205,7 +205,7 @@ def test_weights_are_released_under_requests_that_keep_their_cache(server: Serve
     release(server, WEIGHTS, keep_weights="host")
     # released weights freeze even a pause of mode wait
     assert pause(server, "wait")["ranks"][0]["running"] == 2
-    take_back(server, WEIGHTS)
+    resume_memory(server, WEIGHTS)
     resume(server)
     for generation in frozen:
         assert versions_of(expect_whole(generation)) == ["v0"]
@@ -260,7 +260,7 @@ def test_calls_while_memory_is_released_answer_correctly_or_409(
     assert not frozen.has_ended
     frozen.abort()
     frozen.output()
-    take_back(server, KV, WEIGHTS)
+    resume_memory(server, KV, WEIGHTS)
 
 
 def test_expired_lease_does_not_resume_memory(server: Server) -> None:
@@ -272,7 +272,7 @@ def test_expired_lease_does_not_resume_memory(server: Server) -> None:
     assert (holder["pause_id"], holder["lease_left_s"]) == ("memory", None)
     settle(server, [frozen])
     # no pause has a holder left
-    assert take_back(server, KV)["paused"] is False
+    assert resume_memory(server, KV)["paused"] is False
     expect_all_go_on([frozen])
 
 
@@ -292,7 +292,7 @@ def test_idle_server_releases_memory_and_queues_requests(server: Server) -> None
 def test_discarded_weights_are_not_served_before_an_update(server: Server, versions: Path) -> None:
     release(server, WEIGHTS, keep_weights="discard")
     assert memory(server)[WEIGHTS] == "lost"
-    moved = take_back(server, WEIGHTS)
+    moved = resume_memory(server, WEIGHTS)
     assert "no copy" in moved["hollow"]
     assert memory(server)[WEIGHTS] == "hollow"
     assert server.get("/ready")["status_code"] == 503
@@ -302,7 +302,7 @@ def test_discarded_weights_are_not_served_before_an_update(server: Server, versi
     assert "hollow" in message_of(answer)
     # released once more while hollow
     release(server, WEIGHTS, keep_weights="host")
-    assert take_back(server, WEIGHTS)["hollow"] is not None
+    assert resume_memory(server, WEIGHTS)["hollow"] is not None
     # a failing update repairs nothing
     weights = away.MODEL.tensors(1)
     ranks = len(status(server)["ranks"])
@@ -355,11 +355,11 @@ def test_failing_rank_keeps_memory_present_on_all_ranks(server: Server, faults: 
 def test_dead_trainer_loses_its_session_and_pause_while_memory_stays_released(
     server: Server, versions: Path
 ) -> None:
-    """Its leases end."""
+    """The leases of both end."""
     (frozen,) = start_running(server, 1, tokens=100)
     pause(server, "retract", lease_s=5)
     release(server, KV, WEIGHTS, keep_weights="discard")
-    take_back(server, WEIGHTS)
+    resume_memory(server, WEIGHTS)
     session = {"non_blocking": True, "partial": False, "lease_s": 0.5}
     assert server.post("/begin_weight_update", session)["success"] is True
     until("its leases are over", lambda: status(server)["staging"]["state"] == "empty")
@@ -368,7 +368,7 @@ def test_dead_trainer_loses_its_session_and_pause_while_memory_stays_released(
     settle(server, [frozen])
     # the next trainer finds the memory unchanged
     update(server, versions, 2, **LIVE)
-    assert take_back(server, KV)["paused"] is False
+    assert resume_memory(server, KV)["paused"] is False
     assert versions_of(expect_whole(frozen)) == ["v0", "v2"]
 
 
@@ -444,7 +444,7 @@ def test_server_started_without_weights_waits_for_an_update(
         # --enable-weights-cpu-backup makes keeping a copy the default
         served = serving(server)
         release(server, KV, WEIGHTS)
-        assert take_back(server, WEIGHTS, KV)["hollow"] is None
+        assert resume_memory(server, WEIGHTS, KV)["hollow"] is None
         assert serving(server) == served
         says(server, 1)
         # at SIGTERM the server resumes its memory, so that queued requests can end

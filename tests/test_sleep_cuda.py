@@ -15,7 +15,7 @@ import torch
 
 from harness.server import Server, serve
 from tests.support import away
-from tests.support.away import bytes_of, release, take_back
+from tests.support.away import bytes_of, release, resume_memory
 from tests.support.load import (
     expect_whole,
     pause,
@@ -98,11 +98,11 @@ def test_requests_and_graphs_survive_a_memory_release(
     assert bytes_of(released, GRAPHS) > 0
     refused = server.post("/update_weights_from_disk", {"model_path": str(versions / "v1"), **LIVE})
     assert refused["status_code"] == 409, refused
-    take_back(server, WEIGHTS)
+    resume_memory(server, WEIGHTS)
     if how is not None:
         # hollow weights, written in place without a cache
         update(server, versions, 1, **how)
-    take_back(server, KV, GRAPHS)
+    resume_memory(server, KV, GRAPHS)
     assert in_use() - asleep > 0.9 * (kv + weights)
     log = server.log_text()
     resume(server)

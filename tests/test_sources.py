@@ -196,7 +196,9 @@ def on_the_hub(cache: Path, name: str, checkpoint: Path) -> None:
     (model / "refs" / "main").write_text(commit)
 
 
-def test_update_from_a_hub_name(checkpoints: Path, pool: ServerPool, tmp_path: Path) -> None:
+def test_update_from_a_hub_name_goes_live(
+    checkpoints: Path, pool: ServerPool, tmp_path: Path
+) -> None:
     pool.discard()
     on_the_hub(tmp_path / "hub", "someone/trained", checkpoints / "v1")
     env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "hub")}

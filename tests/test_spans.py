@@ -85,7 +85,7 @@ def mixed_load(server: Server) -> Load:
 
 @pytest.mark.guards_fix
 def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> None:
-    """With overlap, the last token before the pause belongs to the old weights."""
+    """The last token before the pause, under overlap, belongs to the old weights."""
     generations = start_running(server, 4, tokens=ENDLESS)
     for version in (1, 2):
         pause(server, "in_place")
@@ -99,7 +99,7 @@ def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> N
 
 
 @pytest.mark.guards_fix
-def test_spans_in_every_chunk(server: Server, checkpoints: Path) -> None:
+def test_every_chunk_has_exact_spans(server: Server, checkpoints: Path) -> None:
     generations = start_running(server, 4, tokens=ENDLESS)
     pause(server, "in_place")
     update(server, checkpoints, 1, flush_cache=False)

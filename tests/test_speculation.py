@@ -26,7 +26,7 @@ from tests.support.load import (
 )
 from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
-from tests.test_kv_versions import kv_runs, made_as_it_ran, runs
+from tests.test_kv_versions import kv_runs, kv_without_reuse, runs
 
 pytestmark = stands_in_for_kernels
 
@@ -68,7 +68,7 @@ def expect_kv(output: Output, kv: str) -> None:
     if kv == "recompute":
         assert kv_runs(output) == [("v3", 16 + len(output.tokens) - 1)]
     else:
-        assert kv_runs(output) == made_as_it_ran(output, 16)
+        assert kv_runs(output) == kv_without_reuse(output, 16)
 
 
 def test_kv_versions_of_a_reused_prefix(server: Server, checkpoints: Path) -> None:
@@ -79,7 +79,7 @@ def test_kv_versions_of_a_reused_prefix(server: Server, checkpoints: Path) -> No
     first.wait_for_tokens(first.count + 3 * DRAFT)
     first.abort()
     used = expect_aborted(first)
-    made = made_as_it_ran(used, 16)
+    made = kv_without_reuse(used, 16)
     assert kv_runs(used) == made
     update(server, checkpoints, 2, non_blocking=True, kv_cache="keep")
     (second,) = start(server, 1, tokens=1, input_ids=input_ids + used.tokens)

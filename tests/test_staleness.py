@@ -47,7 +47,7 @@ def test_request_past_max_version_lag_is_aborted(
 
 
 def test_aborting_commit_adds_no_token(server: Server, checkpoints: Path) -> None:
-    """With overlap, the next result still belongs to the old weights."""
+    """The next result under overlap still belongs to the old weights."""
     bound = start_running(server, 4, tokens=ENDLESS, sampling=limited(0))
     update(server, checkpoints, 1, non_blocking=True, kv_cache="fence")
     for generation in bound:

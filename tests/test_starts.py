@@ -98,7 +98,7 @@ def test_forked_process_has_no_plugin_loaded(log: Path) -> None:
     assert json.loads(said(log, run(log, "-c", TELL_PLUGINS)).lower()) == [False, 0]
 
 
-def test_exit_code_of_a_forked_process(log: Path) -> None:
+def test_forked_process_reports_its_exit_code(log: Path) -> None:
     assert run(log, "-c", "raise SystemExit(3)").wait(60) == 3
     killed = run(log, "-c", "import time; time.sleep(600)")
     assert killed.poll() is None

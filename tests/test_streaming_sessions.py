@@ -158,7 +158,7 @@ def test_fence_before_a_waiting_turn_recomputes_its_history(
 
 
 def test_fence_during_a_retracted_turn_recomputes_its_kv(server: Server, checkpoints: Path) -> None:
-    """Until then the session keeps the turn's KV."""
+    """The session keeps the turn's KV until the fence."""
     session = Session(server)
     session.turn(LENGTH)
     running = session.begin(tokens=300)

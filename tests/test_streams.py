@@ -43,7 +43,7 @@ def server(normal_loop_server: Server) -> Server:
     return normal_loop_server
 
 
-def until_commented(generation: Generation, line: str, *, times: int = 2) -> None:
+def until_comments(generation: Generation, line: str, *, times: int = 2) -> None:
     until(f"{times} comments of {line!r}", lambda: generation.comments.count(line) >= times)
 
 
@@ -54,10 +54,10 @@ def test_streams_get_comments_while_paused(server: Server) -> None:
     pause(server, "in_place")
     waiting = start(server, 1, tokens=8)
     for stream in (*running, *waiting):
-        until_commented(stream, ": paused mode=in_place")
+        until_comments(stream, ": paused mode=in_place")
     pause(server, "retract")
     for stream in (*running, *waiting):
-        until_commented(stream, ": paused mode=retract")
+        until_comments(stream, ": paused mode=retract")
     resume(server)
     for stream in (*running, *waiting):
         expect_whole(stream)
@@ -126,7 +126,7 @@ class TestOpenAIClient:
         text = next(stream).choices[0].text
         pause(server, "in_place")
         (witness,) = start(server, 1, tokens=1)
-        until_commented(witness, ": paused mode=in_place", times=4)
+        until_comments(witness, ": paused mode=in_place", times=4)
         resume(server)
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text.split() == ["t100"] * TOKENS
@@ -143,7 +143,7 @@ class TestOpenAIClient:
         call = Call.of(complete)
         until_waiting(server, 1)
         (witness,) = start(server, 1, tokens=1)
-        until_commented(witness, ": paused mode=retract", times=4)
+        until_comments(witness, ": paused mode=retract", times=4)
         assert not heard
         resume(server)
         call.answer()

@@ -139,7 +139,7 @@ def test_prefixes_of_older_weights_are_reused_only_with_keep(
     assert Generation(server, **request).output().meta["cached_tokens"] == 39
 
 
-def test_several_updates_under_one_request(server: Server, sender: Sender) -> None:
+def test_request_runs_through_several_updates(server: Server, sender: Sender) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     for version in (1, 2, 3):
         sent = {**LIVE, "weight_version": f"v{version}"}
@@ -200,7 +200,9 @@ def test_update_without_a_version_keeps_the_name(server: Server, sender: Sender)
 
 @pytest.mark.parametrize("source", ["disk", "tensor"])
 @pytest.mark.parametrize("mode", MODES)
-def test_update_while_paused(server: Server, sender: Sender, mode: str, source: str) -> None:
+def test_update_while_paused_goes_live(
+    server: Server, sender: Sender, mode: str, source: str
+) -> None:
     running = start_running(server, 2, tokens=TOKENS)
     pause(server, mode)
     succeed(sender.send(server, source, 1, **V1))
@@ -215,7 +217,7 @@ def test_update_while_paused(server: Server, sender: Sender, mode: str, source: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_upstream_session_while_paused(server: Server, mode: str) -> None:
+def test_upstream_session_while_paused_goes_live(server: Server, mode: str) -> None:
     """The session uses upstream's fields only."""
     running = start_running(server, 2, tokens=TOKENS)
     pause(server, mode)
@@ -665,7 +667,7 @@ def test_receipt_has_version_size_and_digest(server: Server, sender: Sender, sou
     assert digests(again) == [digest] != digests(other)
 
 
-def test_rollback_under_running_requests(server: Server, sender: Sender) -> None:
+def test_rollback_keeps_requests_running(server: Server, sender: Sender) -> None:
     first = succeed(sender.send(server, "disk", 1, **V1))
     second = succeed(sender.send(server, "disk", 2, **LIVE, weight_version="v2"))
     running = start_running(server, 2, tokens=ENDLESS)

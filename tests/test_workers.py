@@ -44,7 +44,7 @@ from tests.support.updates import (
     succeed,
     tensor_body,
 )
-from tests.support.workers import door, workers
+from tests.support.workers import via_worker, workers
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -60,30 +60,30 @@ FLAVOURS["granian_server"] = replace(
 
 
 @pytest.fixture
-def doors(workers_server: Server) -> Iterator[list[Server]]:
-    yield from doors_of(workers_server)
+def via_workers(workers_server: Server) -> Iterator[list[Server]]:
+    yield from via_workers_of(workers_server)
 
 
-def doors_of(server: Server) -> Iterator[list[Server]]:
+def via_workers_of(server: Server) -> Iterator[list[Server]]:
     """Yield the same server once for each worker, as a client reaching only that worker."""
     until("there are two workers", lambda: len(workers(server)) == 2)
     with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(door(server, worker)) for worker in workers(server)]
+        yield [stack.enter_context(via_worker(server, worker)) for worker in workers(server)]
 
 
 @pytest.fixture
-def granians_doors(pool: ServerPool) -> Iterator[list[Server]]:
-    yield from doors_of(pool.get(FLAVOURS["granian_server"]))
+def via_granian_workers(pool: ServerPool) -> Iterator[list[Server]]:
+    yield from via_workers_of(pool.get(FLAVOURS["granian_server"]))
     pool.restore()
 
 
-def start_on_both(doors: list[Server], tokens: int = ENDLESS) -> list[Generation]:
-    return [one for server in doors for one in start_running(server, 1, tokens=tokens)]
+def start_on_both(via_workers: list[Server], tokens: int = ENDLESS) -> list[Generation]:
+    return [one for server in via_workers for one in start_running(server, 1, tokens=tokens)]
 
 
-def says_everywhere(doors: list[Server], version: str) -> None:
+def expect_version_everywhere(via_workers: list[Server], version: str) -> None:
     """Check that each worker reports this version, in its status and in its answers."""
-    for server in doors:
+    for server in via_workers:
         assert server.get("/model_info")["weight_version"] == version
         assert server.get("/get_weight_version")["weight_version"] == version
         output = Generation(server, tokens=2, stream=False).output()
@@ -102,10 +102,10 @@ def is_ready(server: Server) -> bool:
     return bool(server.get("/ready")["status_code"] == 200)
 
 
-def test_both_workers_authenticate_and_refuse_alike(doors: list[Server]) -> None:
-    assert len(doors) == 2
-    assert serving(doors[0]) == serving(doors[1])
-    for server in doors:
+def test_both_workers_authenticate_and_refuse_alike(via_workers: list[Server]) -> None:
+    assert len(via_workers) == 2
+    assert serving(via_workers[0]) == serving(via_workers[1])
+    for server in via_workers:
         assert server.post("/flush_cache", headers={})["status_code"] == 401
         assert server.post("/pause_generation", {}, headers={})["status_code"] == 401
         assert server.post("/flush_cache")["status_code"] == 200
@@ -114,20 +114,20 @@ def test_both_workers_authenticate_and_refuse_alike(doors: list[Server]) -> None
         refuse(server.post("/load_lora_adapter", adapter), "--enable-lora")
 
 
-def test_vllm_routes_work_on_both_workers(doors: list[Server]) -> None:
+def test_vllm_routes_work_on_both_workers(via_workers: list[Server]) -> None:
     """The worker itself serves the generating routes."""
-    one, other = doors
+    one, other = via_workers
     assert one.post("/pause?mode=keep", {})["status"] == "paused"
     assert other.get("/is_paused")["is_paused"]
     assert other.post("/resume")["status"] == "resumed"
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 2, "temperature": 0}}
-    for server in doors:
+    for server in via_workers:
         assert server.post("/inference/v1/generate", body)["usage"]["completion_tokens"] == 2
 
 
-def test_abort_reaches_a_request_of_the_other_worker(doors: list[Server]) -> None:
+def test_abort_reaches_a_request_of_the_other_worker(via_workers: list[Server]) -> None:
     """An abort ends one request, or a whole group, by either route."""
-    one, other = doors
+    one, other = via_workers
     named = [Generation(other, tokens=ENDLESS, rid=name) for name in ("a", "a1", "a10")]
     group = Generation(other, tokens=ENDLESS, rid="group", n=3)
     more_tokens(named)
@@ -145,10 +145,10 @@ def test_abort_reaches_a_request_of_the_other_worker(doors: list[Server]) -> Non
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_request_id_in_use_at_the_other_worker_is_refused(
-    doors: list[Server], *, stream: bool
+    via_workers: list[Server], *, stream: bool
 ) -> None:
     """The first request and the detokenizer go on."""
-    one, other = doors
+    one, other = via_workers
     first = Generation(one, tokens=ENDLESS, rid="name")
     first.wait_for_tokens(3)
     second = Generation(other, tokens=ENDLESS, rid="name", stream=stream)
@@ -168,26 +168,28 @@ def test_request_id_in_use_at_the_other_worker_is_refused(
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_freezing_pause_holds_requests_of_both_workers(doors: list[Server], mode: str) -> None:
-    one, other = doors
-    running = start_on_both(doors)
+def test_freezing_pause_holds_requests_of_both_workers(
+    via_workers: list[Server], mode: str
+) -> None:
+    one, other = via_workers
+    running = start_on_both(via_workers)
     grant = pause(one, mode)
     assert sum(rank["running"] + rank["retracted"] for rank in grant["ranks"]) == 2
     settle(other, running)
-    for server in doors:
+    for server in via_workers:
         assert status(server)["mode"] == mode
         assert not is_ready(server)
     comment = f": paused mode={mode}"
     until("both streams say so", lambda: all(comment in each.comments for each in running))
     assert not resume(other, pause_id=grant["pause_id"])["paused"]
     more_tokens(running)
-    assert all(map(is_ready, doors))
+    assert all(map(is_ready, via_workers))
     expect_all_go_on(running)
 
 
-def test_aborting_pause_ends_requests_of_both_workers(doors: list[Server]) -> None:
-    one, other = doors
-    running = start_on_both(doors)
+def test_aborting_pause_ends_requests_of_both_workers(via_workers: list[Server]) -> None:
+    one, other = via_workers
+    running = start_on_both(via_workers)
     grant = pause(one, "abort")
     assert grant["ranks"][0]["aborted"] == 2
     for generation in running:
@@ -197,19 +199,19 @@ def test_aborting_pause_ends_requests_of_both_workers(doors: list[Server]) -> No
     expect_whole(late)
 
 
-def test_wait_pause_lets_requests_of_both_workers_end(doors: list[Server]) -> None:
-    one, other = doors
-    running = start_on_both(doors, tokens=60)
+def test_wait_pause_lets_requests_of_both_workers_end(via_workers: list[Server]) -> None:
+    one, other = via_workers
+    running = start_on_both(via_workers, tokens=60)
     pause(other, "wait")
     for generation in running:
         expect_whole(generation)
     resume(one)
 
 
-def test_expired_lease_makes_both_workers_ready(doors: list[Server]) -> None:
+def test_expired_lease_makes_both_workers_ready(via_workers: list[Server]) -> None:
     """No call tells the workers."""
-    one, other = doors
-    running = start_on_both(doors)
+    one, other = via_workers
+    running = start_on_both(via_workers)
     pause(one, "in_place", lease_s=0.2)
     until("both are ready", lambda: is_ready(one) and is_ready(other))
     more_tokens(running)
@@ -217,21 +219,23 @@ def test_expired_lease_makes_both_workers_ready(doors: list[Server]) -> None:
 
 
 @pytest.mark.parametrize("source", ["disk", "tensor", "distributed", "ipc"])
-def test_update_is_known_to_both_workers(doors: list[Server], sender: Sender, source: str) -> None:
-    one, other = doors
-    running = start_on_both(doors)
+def test_update_is_known_to_both_workers(
+    via_workers: list[Server], sender: Sender, source: str
+) -> None:
+    one, other = via_workers
+    running = start_on_both(via_workers)
     with sender.ready(one, source, 1) as send:
         receipt = succeed(send(**LIVE, weight_version="v1"))
     assert (receipt["base_version"], receipt["weight_version"]) == ("v0", "v1")
-    says_everywhere([other, one], "v1")
+    expect_version_everywhere([other, one], "v1")
     expect_to_run_on(other, running, [0, 1])
 
 
 def test_recompute_and_rollback_reach_requests_of_both_workers(
-    doors: list[Server], sender: Sender
+    via_workers: list[Server], sender: Sender
 ) -> None:
-    one, other = doors
-    running = start_on_both(doors)
+    one, other = via_workers
+    running = start_on_both(via_workers)
     recompute: dict[str, Any] = {
         "non_blocking": True,
         "kv_cache": "recompute",
@@ -240,7 +244,7 @@ def test_recompute_and_rollback_reach_requests_of_both_workers(
     assert succeed(sender.send(one, "disk", 2, **recompute))["retracted"] == 2
     more_tokens(running)
     succeed(other.post("/inflight/rollback", {"expected_version": "v2"}))
-    says_everywhere(doors, "v0")
+    expect_version_everywhere(via_workers, "v0")
     more_tokens(running)
     for generation in running:
         generation.abort()
@@ -248,14 +252,14 @@ def test_recompute_and_rollback_reach_requests_of_both_workers(
 
 
 def test_blocking_update_waits_for_requests_of_the_other_worker(
-    doors: list[Server], sender: Sender
+    via_workers: list[Server], sender: Sender
 ) -> None:
-    """In SGLang's own form such an update waits for its worker's requests only."""
-    one, other = doors
+    """SGLang's own blocking update waits for its worker's requests only."""
+    one, other = via_workers
     (running,) = start_running(other, 1, tokens=600)
     succeed(sender.send(one, "disk", 1, flush_cache=False, weight_version="v1"))
     assert versions_of(expect_whole(running)) == ["v0"]
-    says_everywhere(doors, "v1")
+    expect_version_everywhere(via_workers, "v1")
 
 
 def halves(version: int) -> list[dict[str, Any]]:
@@ -263,9 +267,9 @@ def halves(version: int) -> list[dict[str, Any]]:
     return [dict(items[: len(items) // 2]), dict(items[len(items) // 2 :])]
 
 
-def test_session_takes_pieces_through_both_workers(doors: list[Server]) -> None:
-    one, other = doors
-    running = start_on_both(doors)
+def test_session_takes_pieces_through_both_workers(via_workers: list[Server]) -> None:
+    one, other = via_workers
+    running = start_on_both(via_workers)
     session = succeed(one.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
     busy = {"model_path": "nowhere", "on_busy": "refuse", **LIVE}
     refuse(other.post("/update_weights_from_disk", busy), "another", status_code=409)
@@ -275,39 +279,41 @@ def test_session_takes_pieces_through_both_workers(doors: list[Server]) -> None:
     succeed(other.post("/seal_weight_update", {"session_id": session}))
     end = {"session_id": session, "weight_version": "v1", **LIVE}
     succeed(one.post("/end_weight_update", end))
-    says_everywhere(doors, "v1")
+    expect_version_everywhere(via_workers, "v1")
     expect_to_run_on(one, running, [0, 1])
 
 
-def test_memory_release_is_known_to_both_workers(doors: list[Server], checkpoints: Path) -> None:
+def test_memory_release_is_known_to_both_workers(
+    via_workers: list[Server], checkpoints: Path
+) -> None:
     """No worker is ready while weights are hollow."""
-    one, other = doors
-    running = start_on_both(doors)
+    one, other = via_workers
+    running = start_on_both(via_workers)
     pause(one, "retract")
     succeed(one.post("/release_memory_occupation", {"keep_weights": "discard"}))
-    assert all(status(server)["memory"]["weights"] == "lost" for server in doors)
+    assert all(status(server)["memory"]["weights"] == "lost" for server in via_workers)
     assert succeed(other.post("/resume_memory_occupation", {}))["hollow"] is not None
     update(other, checkpoints, 1, non_blocking=True)
-    assert not any(map(is_ready, doors))
+    assert not any(map(is_ready, via_workers))
     resume(one)
-    assert all(map(is_ready, doors))
-    says_everywhere(doors, "v1")
+    assert all(map(is_ready, via_workers))
+    expect_version_everywhere(via_workers, "v1")
     expect_to_run_on(other, running, [0, 1])
 
     succeed(one.post("/release_memory_occupation", {"tags": ["weights"]}))
     succeed(other.post("/resume_memory_occupation", {"tags": ["weights"]}))
-    assert not any(map(is_ready, doors))
+    assert not any(map(is_ready, via_workers))
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 2}}
-    for server in doors:
+    for server in via_workers:
         assert server.post("/generate", body)["status_code"] == 503
     update(other, checkpoints, 2, non_blocking=True)
-    assert all(map(is_ready, doors))
-    says_everywhere(doors, "v2")
+    assert all(map(is_ready, via_workers))
+    expect_version_everywhere(via_workers, "v2")
 
 
-def test_pause_is_released_when_the_caller_of_a_worker_leaves(doors: list[Server]) -> None:
+def test_pause_is_released_when_the_caller_of_a_worker_leaves(via_workers: list[Server]) -> None:
     """The worker tells the owner, which releases the pause."""
-    one, other = doors
+    one, other = via_workers
     (running,) = start_running(other, 1, tokens=ENDLESS)
     with pytest.raises(httpx.ReadTimeout):
         one.post("/pause_generation", {"mode": "wait"}, timeout=for_the_answer(0.5))
@@ -316,14 +322,14 @@ def test_pause_is_released_when_the_caller_of_a_worker_leaves(doors: list[Server
 
 
 def test_version_name_reaches_both_workers_after_its_caller_left(
-    workers_server: Server, doors: list[Server]
+    workers_server: Server, via_workers: list[Server]
 ) -> None:
     """The rank renames its weights later, when no caller waits for the answer."""
     (rank,) = schedulers(workers_server.process.pid)
     rank.suspend()
     try:
         with pytest.raises(httpx.TimeoutException):
-            doors[0].post(
+            via_workers[0].post(
                 "/update_weight_version", {"new_version": "named"}, timeout=for_the_answer(1)
             )
     finally:
@@ -331,16 +337,16 @@ def test_version_name_reaches_both_workers_after_its_caller_left(
     paths = ("/get_weight_version", "/model_info", "/inflight/status")
 
     def names() -> set[str]:
-        return {each.get(path)["weight_version"] for path in paths for each in doors}
+        return {each.get(path)["weight_version"] for path in paths for each in via_workers}
 
     until("it is the one name", lambda: names() == {"named"})
 
 
 def test_dead_worker_loses_its_calls_and_no_session(
-    workers_server: Server, doors: list[Server], checkpoints: Path, sender: Sender
+    workers_server: Server, via_workers: list[Server], checkpoints: Path, sender: Sender
 ) -> None:
     """The replacing worker knows the current state."""
-    one, other = doors
+    one, other = via_workers
     (running,) = start_running(other, 1, tokens=ENDLESS)
     succeed(sender.send(one, "disk", 1, weight_version="v1", **LIVE))
     # waits for the running request
@@ -355,7 +361,7 @@ def test_dead_worker_loses_its_calls_and_no_session(
     session = succeed(other.post("/begin_weight_update", {"non_blocking": True}))["session_id"]
     until("there are two again", lambda: len(workers(workers_server)) == 2)
     (new,) = (worker for worker in workers(workers_server) if worker != second)
-    with door(workers_server, new) as renewed:
+    with via_worker(workers_server, new) as renewed:
         assert renewed.get("/model_info")["weight_version"] == "v1"
         assert [rank["state"] for rank in staging(renewed)] == ["open"]
         body = tensor_body(marker.tensors(3), session_id=session, **LIVE)
@@ -363,14 +369,14 @@ def test_dead_worker_loses_its_calls_and_no_session(
         second.kill()
         end = {"session_id": session, "weight_version": "v3", **LIVE}
         succeed(renewed.post("/end_weight_update", end))
-        says_everywhere([renewed], "v3")
+        expect_version_everywhere([renewed], "v3")
     assert running.heard().endings == 0
 
 
 def test_worker_failing_to_apply_a_state_is_replaced(pool: ServerPool, sender: Sender) -> None:
     """Such a worker would report an old version for ever."""
     server = pool.get(FLAVOURS["faulty_workers_server"])
-    with contextlib.contextmanager(doors_of)(server) as (_, other):
+    with contextlib.contextmanager(via_workers_of)(server) as (_, other):
         (running,) = start_running(other, 1, tokens=ENDLESS)
         first, second = workers(server)
         injected = faults.Faults()
@@ -382,8 +388,8 @@ def test_worker_failing_to_apply_a_state_is_replaced(pool: ServerPool, sender: S
         finally:
             injected.clear()
         (new,) = (worker for worker in workers(server) if worker != second)
-        with door(server, new) as renewed:
-            says_everywhere([renewed, other], "v1")
+        with via_worker(server, new) as renewed:
+            expect_version_everywhere([renewed, other], "v1")
         expect_to_run_on(other, [running], [0, 1])
     assert "cannot follow" in server.log_text()
     pool.restore()
@@ -413,10 +419,10 @@ def test_workers_end_when_the_owner_dies(pool: ServerPool) -> None:
 
 
 def test_sigterm_to_a_worker_lets_its_requests_end(
-    workers_server: Server, doors: list[Server]
+    workers_server: Server, via_workers: list[Server]
 ) -> None:
     """A new worker replaces it, and the server survives later deaths of workers."""
-    one, other = doors
+    one, other = via_workers
     (running,) = start_running(other, 1, tokens=ENDLESS)
     (its_own,) = start_running(one, 1, tokens=1000)
     grant = pause(other, "in_place")
@@ -431,7 +437,7 @@ def test_sigterm_to_a_worker_lets_its_requests_end(
     until("it has gone", lambda: has_ended(first))
     until("there are two again", lambda: len(workers(workers_server)) == 2)
     (new,) = (worker for worker in workers(workers_server) if worker != second)
-    with door(workers_server, new) as renewed:
+    with via_worker(workers_server, new) as renewed:
         pause(renewed, "in_place")
         settle(renewed, [running])
         resume(other)
@@ -444,10 +450,10 @@ def test_sigterm_to_a_worker_lets_its_requests_end(
 
 
 def test_sigterm_to_the_server_ends_pauses_so_that_requests_end(
-    workers_server: Server, doors: list[Server], pool: ServerPool
+    workers_server: Server, via_workers: list[Server], pool: ServerPool
 ) -> None:
     """The worker whose requests end first does not end the server."""
-    one, other = doors
+    one, other = via_workers
     running = [*start_running(other, 1, tokens=1500), *start_running(one, 1, tokens=700)]
     pause(one, "in_place")
     settle(other, running)
@@ -465,10 +471,10 @@ def test_sigterm_to_the_server_answers_waiting_calls_of_all_workers(
     """One worker never had a request."""
     pool.discard()
     server = pool.get(FLAVOURS[flavour])
-    with contextlib.contextmanager(doors_of)(server) as doors:
+    with contextlib.contextmanager(via_workers_of)(server) as via_workers:
         calls = [
-            Call(door, "/init_weights_update_group", {**empty_rendezvous(), "group_name": name})
-            for door, name in zip(doors, ("one", "other"), strict=True)
+            Call(one, "/init_weights_update_group", {**empty_rendezvous(), "group_name": name})
+            for one, name in zip(via_workers, ("one", "other"), strict=True)
         ]
         until("the ranks wait for both", lambda: len(staging(server)[0]["groups"]) == 2)
         server.process.send_signal(signal.SIGTERM)
@@ -482,14 +488,16 @@ def test_sigterm_to_the_server_answers_waiting_calls_of_all_workers(
     pool.discard()
 
 
-def test_granian_workers_pause_and_update(granians_doors: list[Server], sender: Sender) -> None:
+def test_granian_workers_pause_and_update(
+    via_granian_workers: list[Server], sender: Sender
+) -> None:
     """Granian starts workers differently from uvicorn, and they share no socket."""
-    one, other = granians_doors
-    running = start_on_both(granians_doors, tokens=600)
+    one, other = via_granian_workers
+    running = start_on_both(via_granian_workers, tokens=600)
     pause(other, "in_place")
     settle(one, running)
     succeed(sender.send(one, "tensor", 1, weight_version="v1", **LIVE))
     resume(other)
     for generation in running:
         expect_whole(generation)
-    says_everywhere(granians_doors, "v1")
+    expect_version_everywhere(via_granian_workers, "v1")

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from harness.starting import ROOT
 from harness.trainer import Trainers
-from tests.matrix.columns import COLUMNS, Column, Refusal, Running, set_right, why_not_run
+from tests.matrix.columns import COLUMNS, Column, Refusal, Running, restore_servers, why_not_run
 from tests.matrix.configurations import CONFIGURATIONS, Configuration
 from tests.support.load import more_tokens
 from tests.support.pair import why_no_pair
@@ -104,7 +104,7 @@ def _run(
                         started = configuration.run(checkpoints / "v0", logs)
                         running = Running(*stack.enter_context(started), configuration, sender)
                     said = _try(running, do)
-                    set_right(running)
+                    restore_servers(running)
                 except Exception:
                     console.print(traceback.format_exc(), markup=False)
                     said = None

@@ -44,10 +44,10 @@ class Running:
         for stream in self.streams:
             stream.wait_for_tokens(3)
 
-    def goes_on(self) -> None:
+    def expect_more_tokens(self) -> None:
         more_tokens(self.streams)
 
-    def stands_still(self) -> None:
+    def expect_frozen(self) -> None:
         # the last server produces the tokens
         settle(self.servers[-1], self.streams)
 
@@ -90,9 +90,9 @@ def _pause(mode: str) -> Column:
     def run(the: Running) -> None:
         the.begin()
         the.ask("/pause_generation", mode=mode)
-        the.stands_still()
+        the.expect_frozen()
         the.ask("/continue_generation")
-        the.goes_on()
+        the.expect_more_tokens()
         the.end()
 
     return run
@@ -125,7 +125,7 @@ def _update(source: str, kv_cache: str) -> Column:
     def run(the: Running) -> None:
         the.begin()
         the.update(1, source, kv_cache=kv_cache)
-        the.goes_on()
+        the.expect_more_tokens()
         for output in the.end():
             assert versions_of(output)[-1] == "v1"
 
@@ -135,9 +135,9 @@ def _update(source: str, kv_cache: str) -> Column:
 def _rollback(the: Running) -> None:
     the.begin()
     the.update(1, kv_cache="keep")
-    the.goes_on()
+    the.expect_more_tokens()
     the.ask("/inflight/rollback", kv_cache="keep")
-    the.goes_on()
+    the.expect_more_tokens()
     for output in the.end():
         assert versions_of(output)[-2:] == ["v1", "v0"]
 
@@ -146,7 +146,7 @@ def _kv_versions(the: Running) -> None:
     """Check that answers have the KV's versions."""
     the.begin()
     the.update(1, kv_cache="keep")
-    the.goes_on()
+    the.expect_more_tokens()
     for output in the.end():
         if "kv_versions" not in output.meta:
             raise Refusal("answers have no `kv_versions`")
@@ -162,7 +162,7 @@ def _release(the: Running) -> None:
     the.ask("/release_memory_occupation", keep_weights="host")
     the.ask("/resume_memory_occupation")
     the.ask("/continue_generation")
-    the.goes_on()
+    the.expect_more_tokens()
     the.end()
 
 
@@ -190,7 +190,7 @@ def why_not_run(configuration: Configuration, column: str) -> str | None:
     return NOT_RUN if column == "ipc" and configuration.ranks > 1 else None
 
 
-def set_right(the: Running) -> None:
+def restore_servers(the: Running) -> None:
     """Restore the servers: no request, no pause, v0."""
     the.ask("/continue_generation")
     for server in the.servers:

@@ -14,14 +14,14 @@ from tests.support.load import (
     prompt,
     status,
 )
-from tests.support.pair import Pair, expect_labels, of_tokens
+from tests.support.pair import Pair, expect_labels, versions_by_tokens
 from tests.support.proxy import Proxy
 
 END = "/end_weight_update"
 
 
 @dataclass
-class Ways:
+class Proxies:
     """Proxies between a fleet and a pair. The fleet lists the decode server first."""
 
     prefill: Proxy
@@ -30,44 +30,46 @@ class Ways:
 
 
 @pytest.fixture
-def ways(pair: Pair) -> Iterator[Ways]:
+def proxies(pair: Pair) -> Iterator[Proxies]:
     with (
         Proxy(pair.prefill).serving() as prefill,
         Proxy(pair.decode).serving() as decode,
         Fleet([decode.url, prefill.url], timeout_s=20) as fleet,
     ):
-        yield Ways(prefill, decode, fleet)
+        yield Proxies(prefill, decode, fleet)
 
 
-def test_fleet_commits_the_prefill_server_first(pair: Pair, ways: Ways, checkpoints: Path) -> None:
-    roles = {url: said.role for url, said in ways.fleet.status().answers.items()}
-    assert roles == {ways.prefill.url: "prefill", ways.decode.url: "decode"}
+def test_fleet_commits_the_prefill_server_first(
+    pair: Pair, proxies: Proxies, checkpoints: Path
+) -> None:
+    roles = {url: said.role for url, said in proxies.fleet.status().answers.items()}
+    assert roles == {proxies.prefill.url: "prefill", proxies.decode.url: "decode"}
     served: list[str] = []
     # at the decode server's commit, the prefill server has committed
-    ways.decode.before(END, lambda: served.append(status(pair.prefill)["weight_version"]))
+    proxies.decode.before(END, lambda: served.append(status(pair.prefill)["weight_version"]))
     running = pair.generate(tokens=2000, input_ids=prompt(40))
     running.wait_for_tokens(3)
-    report = ways.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+    report = proxies.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
     assert [receipt["weight_version"] for receipt in report.answers.values()] == ["v1", "v1"]
     assert served == ["v1"]
     running.wait_for_tokens(running.count + 3)
     running.abort()
     expect_labels(running.output(), prompt_by=["v0"] * 40)
     output = pair.generate(tokens=8, input_ids=prompt(40)).output()
-    assert of_tokens(output) == ["v1"] * 8
+    assert versions_by_tokens(output) == ["v1"] * 8
     expect_labels(output, prompt_by=["v1"] * 40)
 
 
 def test_failed_seal_of_the_prefill_server_changes_no_server(
-    pair: Pair, ways: Ways, checkpoints: Path
+    pair: Pair, proxies: Proxies, checkpoints: Path
 ) -> None:
-    ways.prefill.before(
+    proxies.prefill.before(
         "/seal_weight_update", lambda: pair.prefill.post("/abort_weight_update", {})
     )
     with pytest.raises(FleetRefused):
-        ways.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+        proxies.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
     output = pair.generate(tokens=8, input_ids=prompt(40)).output()
-    assert of_tokens(output) == ["v0"] * 8
+    assert versions_by_tokens(output) == ["v0"] * 8
     assert status(pair.decode)["staging"]["state"] == "empty"
 
 
@@ -75,7 +77,7 @@ def test_failed_seal_of_the_prefill_server_changes_no_server(
 
 
 def test_prefill_server_dying_at_its_commit_leaves_the_decode_server_unchanged(
-    pair: Pair, ways: Ways, checkpoints: Path
+    pair: Pair, proxies: Proxies, checkpoints: Path
 ) -> None:
     running = pair.generate(tokens=400, input_ids=prompt(40))
     running.wait_for_tokens(3)
@@ -84,15 +86,15 @@ def test_prefill_server_dying_at_its_commit_leaves_the_decode_server_unchanged(
         pair.prefill.process.kill()
         pair.prefill.process.wait()
 
-    ways.prefill.before(END, die)
+    proxies.prefill.before(END, die)
     with pytest.raises(FleetSplit, match="was not asked to") as split:
-        ways.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
+        proxies.fleet.update_from_disk(str(checkpoints / "v1"), weight_version="v1")
     report = split.value.report
     assert (report.phase, report.answers) == ("commit", {})
-    assert report.uncertain == [ways.prefill.url]
-    assert isinstance(report.failures[ways.decode.url], Conflict)
+    assert report.uncertain == [proxies.prefill.url]
+    assert isinstance(report.failures[proxies.decode.url], Conflict)
     # the staged version is dropped, and running requests continue
     assert status(pair.decode)["staging"]["state"] == "empty"
     output = running.output()
-    assert of_tokens(output) == ["v0"] * 400
+    assert versions_by_tokens(output) == ["v0"] * 400
     expect_labels(output, prompt_by=["v0"] * 40)

@@ -16,7 +16,7 @@ from tests.support.load import (
     until,
 )
 from tests.support.metrics import read
-from tests.support.pair import Pair, expect_labels, live, of_tokens
+from tests.support.pair import Pair, expect_labels, live, versions_by_tokens
 
 
 def test_request_passes_through_both_servers(pair: Pair) -> None:
@@ -41,7 +41,7 @@ def test_prompt_and_first_token_have_the_prefill_servers_version(
             live(server, checkpoints, version)
     generation = pair.generate(tokens=20, input_ids=prompt(40))
     output = generation.output()
-    assert of_tokens(output) == [f"v{prefill}"] + [f"v{decode}"] * 19
+    assert versions_by_tokens(output) == [f"v{prefill}"] + [f"v{decode}"] * 19
     expect_labels(output, prompt_by=[f"v{prefill}"] * 40)
     prefilled = generation.prefill.output()
     assert labels_of(prefilled.meta["weight_versions"]) == [f"v{prefill}"]
@@ -59,7 +59,7 @@ def test_spans_of_updates_on_both_servers(pair: Pair, checkpoints: Path) -> None
     generation.abort()
     output = generation.output()
     expect_labels(output, prompt_by=["v0"] * 40)
-    assert set(of_tokens(output)) == {"v0", "v1", "v2"}
+    assert set(versions_by_tokens(output)) == {"v0", "v1", "v2"}
 
 
 def test_kv_versions_of_a_prompt_with_two_versions(pair: Pair, checkpoints: Path) -> None:
@@ -69,7 +69,7 @@ def test_kv_versions_of_a_prompt_with_two_versions(pair: Pair, checkpoints: Path
     for server in pair.servers:
         live(server, checkpoints, 1, kv="keep")
     output = pair.generate(tokens=8, input_ids=input_ids).output()
-    assert of_tokens(output) == ["v1"] * 8
+    assert versions_by_tokens(output) == ["v1"] * 8
     expect_labels(output, prompt_by=["v0"] * 64 + ["v1"] * 32)
 
 
@@ -79,7 +79,7 @@ def test_kv_versions_of_a_prefix_in_the_decode_servers_cache(pair: Pair, checkpo
     pair.generate(tokens=2, input_ids=input_ids[:64]).output()
     live(pair.prefill, checkpoints, 1, kv="fence")
     output = pair.generate(tokens=8, input_ids=input_ids).output()
-    assert of_tokens(output) == ["v1"] + ["v0"] * 7
+    assert versions_by_tokens(output) == ["v1"] + ["v0"] * 7
     own = 64 if serves_prefixes(pair.decode) else 0
     expect_labels(output, prompt_by=["v0"] * own + ["v1"] * (96 - own))
 

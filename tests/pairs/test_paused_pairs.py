@@ -156,7 +156,9 @@ def test_pause_and_update_of_both_servers_split_spans_at_the_exact_token(
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_aborting_pause_of_one_server(pair: Pair, checkpoints: Path, side: str) -> None:
+def test_aborting_pause_of_one_server_leaves_no_request(
+    pair: Pair, checkpoints: Path, side: str
+) -> None:
     running = run(pair, 2, tokens=400)
     long = pair.generate(tokens=20, input_ids=prompt(8 * CHUNK))
     until("it has begun", lambda: status(pair.prefill)["running"] or long.count)

@@ -36,7 +36,7 @@ def release(server: Server, *tags: str, **fields: Any) -> Any:
     return ask(server, "POST", "/release_memory_occupation", {"tags": list(tags), **fields})
 
 
-def take_back(server: Server, *tags: str) -> Any:
+def resume_memory(server: Server, *tags: str) -> Any:
     return ask(server, "POST", "/resume_memory_occupation", {"tags": list(tags)})
 
 

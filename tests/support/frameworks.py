@@ -44,8 +44,8 @@ class Framework:
     destroys_first: bool = False
 
     @property
-    def ends_what_waits(self) -> bool:
-        """Whether an update also aborts requests accepted during the pause."""
+    def aborts_waiting_requests(self) -> bool:
+        """True if an update also aborts requests accepted during the pause."""
         return bool(self.piece.get("abort_all_requests"))
 
     @property

@@ -32,7 +32,7 @@ class Nodes:
         for process in self._processes():
             process.send_signal(signal.SIGSTOP)
 
-    def let_second_go_on(self) -> None:
+    def continue_second(self) -> None:
         for process in self._processes():
             process.send_signal(signal.SIGCONT)
 

@@ -95,13 +95,13 @@ def live(server: Server, checkpoints: Path, version: int, kv: str = "fence") -> 
     update(server, checkpoints, version, non_blocking=True, kv_cache=kv)
 
 
-def of_tokens(output: Output) -> list[str]:
+def versions_by_tokens(output: Output) -> list[str]:
     """Return the version of each token, as shown by the token itself."""
     return [f"v{made - FIRST}" for made in output.tokens]
 
 
 def expect_labels(output: Output, *, prompt_by: list[str]) -> None:
     """Check the spans of the tokens and of the KV: the prompt's, and all tokens' but the last."""
-    assert labels_of(output.meta["weight_versions"]) == of_tokens(output)
+    assert labels_of(output.meta["weight_versions"]) == versions_by_tokens(output)
     # the forward for the next token computes a token's KV
-    assert labels_of(output.meta["kv_versions"]) == [*prompt_by, *of_tokens(output)[1:]]
+    assert labels_of(output.meta["kv_versions"]) == [*prompt_by, *versions_by_tokens(output)[1:]]

@@ -18,8 +18,8 @@ def freezes_in_place(t: Any) -> Iterator[None]:
     t.pause_generation(mode="in_place")
     yield
     assert request.req not in t.scheduler.waiting_queue
-    yield from _stands_still(request)
-    yield from _goes_on(t, request)
+    yield from _expect_frozen(request)
+    yield from _expect_end(t, request)
 
 
 def parks_in_the_waiting_queue(t: Any) -> Iterator[None]:
@@ -27,9 +27,9 @@ def parks_in_the_waiting_queue(t: Any) -> Iterator[None]:
     t.pause_generation(mode="retract")
     yield
     assert request.req in t.scheduler.waiting_queue
-    yield from _stands_still(request)
+    yield from _expect_frozen(request)
     assert request.req in t.scheduler.waiting_queue
-    yield from _goes_on(t, request)
+    yield from _expect_end(t, request)
 
 
 def _running(t: Any) -> Generator[None, None, Any]:
@@ -38,13 +38,13 @@ def _running(t: Any) -> Generator[None, None, Any]:
     return request
 
 
-def _stands_still(request: Any) -> Iterator[None]:
+def _expect_frozen(request: Any) -> Iterator[None]:
     tokens = list(request.req.output_ids)
     for _ in range(PASSES):
         yield
         assert list(request.req.output_ids) == tokens
 
 
-def _goes_on(t: Any, request: Any) -> Iterator[None]:
+def _expect_end(t: Any, request: Any) -> Iterator[None]:
     t.continue_generation(torch_empty_cache=True)
     yield from run_until_finished(request)

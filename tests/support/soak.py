@@ -150,7 +150,7 @@ class Soak:
             self.send_garbage: 4,
             self.let_a_lease_run_out: 2,
             self.abandon_a_session: 2,
-            self.abort_what_nobody_is_called: 2,
+            self.abort_an_unknown_name: 2,
             self.rename: 3,
             self.leave_a_call: 6,
             self.lose_a_piece: 2,
@@ -269,7 +269,7 @@ class Soak:
         self._given_up.add(stream)
         stream.abort()
 
-    def abort_what_nobody_is_called(self) -> None:
+    def abort_an_unknown_name(self) -> None:
         """Abort a prefix of all names, which is no request's name."""
         answer = self._server.post("/abort_request", {"rid": "soak"})
         assert answer["status_code"] == 200, answer

@@ -31,7 +31,7 @@ def _is_worker(process: psutil.Process) -> bool:
 
 
 @contextlib.contextmanager
-def door(server: Server, worker: psutil.Process) -> Iterator[Server]:
+def via_worker(server: Server, worker: psutil.Process) -> Iterator[Server]:
     """Yield the server with a URL whose connections all reach ``worker``."""
     relay = _Relay(server, worker)
     try:
