@@ -466,7 +466,11 @@ def test_named_piece_after_an_unnamed_one_drops_the_session(
     named = {"session_id": begin(server)["session_id"]}
     body = {"model_path": str(checkpoints / "v2"), **LIVE, "weight_version": "v2"}
     succeed(server.post("/update_weights_from_disk", body))
-    refuse(send_tensors(server, marker.tensors(1), **V1, **named), "did not name", status_code=409)
+    refuse(
+        send_tensors(server, marker.tensors(1), **V1, **named),
+        "without a session_id",
+        status_code=409,
+    )
     refuse(end(server, **named), "is not open", status_code=409)
     assert serving(server) == before
     says(server, 0)

@@ -484,7 +484,7 @@ def test_sigterm_to_the_server_answers_waiting_calls_of_all_workers(
             assert "the server was shut down" in answer["message"]
     until("it has gone", lambda: not server.is_alive())
     # the owner waits for no worker without a request
-    assert "have not heard" not in server.log_text()
+    assert "have not acked" not in server.log_text()
     pool.discard()
 
 

@@ -451,7 +451,7 @@ def test_patch_with_syntax_error_is_refused(house: House) -> None:
     name = house.patch(1, ('return "old"\n', "return (\n"))
     refusal = refused(house.series.apply)
     assert refusal.patch == name
-    assert "no Python" in str(refusal)
+    assert "not valid Python" in str(refusal)
 
 
 def test_patch_with_failing_decorator_is_refused(house: House) -> None:
