@@ -262,7 +262,7 @@ def _refused(problems: list[str]) -> list[str]:
 
 
 def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return why ``sglang serve`` refuses these flags, and why such a server cannot run with us."""
+    """Return why ``sglang serve`` refuses the flags, and why the server cannot run with us."""
     said = io.StringIO()
     try:
         from sglang.srt.server_args import prepare_server_args

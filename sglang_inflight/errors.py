@@ -1,4 +1,4 @@
-"""Errors, named for what a caller can do about them.
+"""Errors, named by the caller's remedy.
 
 All but ``BadSetting`` are answers to a caller, never faults of the server. Each class says
 whether something has changed:

@@ -22,7 +22,7 @@ _environment = threading.Lock()
 
 
 def name_error_handling() -> None:
-    """Set torch's error handling in the environment to its default, at a process' start.
+    """Set torch's error handling in the environment to torch's own choice. Call at process start.
 
     Adding or removing a variable moves others, while other threads' C++ may read them. Changing
     the value of an existing variable is one atomic store.
