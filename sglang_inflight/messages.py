@@ -288,6 +288,16 @@ class InflightCall(Protocol[A_co]):
     @property
     def answer(self) -> type[A_co]: ...
 
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a rank handles the call only with no forward in flight.
+
+        True if the call reads results in flight, or changes what later forwards are made with.
+        """
+
+    def drains_pipeline(self) -> bool:
+        """Return whether a pipeline handles the call only with no microbatch in flight."""
+
 
 class TimedCall(InflightCall[A_co], Protocol[A_co]):
     """A call with ``timeout_s`` seconds for each rank's work."""
@@ -296,8 +306,13 @@ class TimedCall(InflightCall[A_co], Protocol[A_co]):
 
 
 class Call(BaseReq, kw_only=True):
+    at_boundary = False
+
     # set on sending
     call_id: str = ""
+
+    def drains_pipeline(self) -> bool:
+        return self.at_boundary
 
 
 class UpdateCall(Call, kw_only=True):
@@ -312,6 +327,7 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
     """Take or renew a pause. A subclass, so that tools hooked on SGLang's request see it."""
 
     answer = Paused
+    at_boundary = True
 
     call_id: str = ""
     # None, allowed only with renews, keeps the mode
@@ -327,15 +343,22 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
     # only for "wait": time limit of running requests
     timeout_s: float | None = None
 
+    def drains_pipeline(self) -> bool:
+        return True
+
 
 class ContinueCall(ContinueGenerationReqInput, kw_only=True):
     """Release a pause. A subclass of SGLang's request, as ``PauseCall`` is."""
 
     answer = Resumed
+    at_boundary = True
 
     call_id: str = ""
     # None releases every pause
     pause_id: str | None = None
+
+    def drains_pipeline(self) -> bool:
+        return True
 
 
 class TimesOver(BaseReq, kw_only=True):
@@ -385,11 +408,16 @@ class MayRecomputeCall(Call, kw_only=True):
 
 class CommitCall(Call, kw_only=True):
     answer = Committed
+    at_boundary = True
 
     update_id: str
     weight_version: str | None
     kv_cache: KVPolicy
     torch_empty_cache: bool = False
+
+    def drains_pipeline(self) -> bool:
+        # to retract requests
+        return self.kv_cache == "recompute"
 
 
 class DropCall(Call, kw_only=True):
@@ -409,10 +437,15 @@ class RenameCall(Call, kw_only=True):
 
 class RollbackCall(Call, kw_only=True):
     answer = Committed
+    at_boundary = True
 
     weight_version: str | None
     expected_version: str | None = None
     kv_cache: KVPolicy
+
+    def drains_pipeline(self) -> bool:
+        # to retract requests
+        return self.kv_cache == "recompute"
 
 
 class PrepareReleaseCall(Call, kw_only=True):
@@ -423,6 +456,7 @@ class PrepareReleaseCall(Call, kw_only=True):
     """
 
     answer = Done
+    at_boundary = True
 
     tags: list[str]
     # None: the server's start decides
@@ -433,18 +467,21 @@ class ReleaseCall(Call, kw_only=True):
     """Phase two: release the memory. All ranks have voted for it."""
 
     answer = Moved
+    at_boundary = True
 
 
 class CancelReleaseCall(Call, kw_only=True):
     """Cancel a prepared release, because a rank voted against it."""
 
     answer = Done
+    at_boundary = True
 
 
 class PrepareResumeCall(Call, kw_only=True):
     """Phase one of a resume: check that the memory was released and that it fits."""
 
     answer = Done
+    at_boundary = True
 
     tags: list[str]
 
@@ -453,6 +490,7 @@ class ResumeCall(Call, kw_only=True):
     """Phase two of a resume. Generation continues once all memory is back."""
 
     answer = Moved
+    at_boundary = True
 
     tags: list[str]
     # while weights are hollow: hold requests back instead of aborting them
@@ -463,6 +501,7 @@ class FlushCall(Call, kw_only=True):
     """Drop every cached prefix."""
 
     answer = Done
+    at_boundary = True
 
     # retract running requests, because they hold KV; False refuses the call if any run
     retract: bool
@@ -485,10 +524,14 @@ class MoveRequestsCall(Call, kw_only=True):
     """Move one adapter's requests to another adapter at this step boundary."""
 
     answer = RequestsMoved
+    at_boundary = True
 
     from_id: str
     to_id: str
     kv_cache: AdapterKVPolicy
+
+    def drains_pipeline(self) -> bool:
+        return False
 
 
 class JoinGroupCall(Call, kw_only=True):

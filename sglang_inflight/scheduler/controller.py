@@ -92,22 +92,6 @@ if TYPE_CHECKING:
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}
 
 
-# These messages read results in flight, or change the state that later forwards use.
-_AT_A_BOUNDARY = (
-    PauseGenerationReqInput,
-    ContinueGenerationReqInput,
-    CommitCall,
-    RollbackCall,
-    FlushCall,
-    MoveRequestsCall,
-    PrepareReleaseCall,
-    ReleaseCall,
-    CancelReleaseCall,
-    PrepareResumeCall,
-    ResumeCall,
-)
-
-
 class Controller:
     """Owns pause, staging, commits and versions of one scheduler, and routes calls to them.
 
@@ -195,29 +179,18 @@ class Controller:
             GiveUpTransferCall: self.staging.give_up_transfer,
             StatusCall: self._describe,
         }
-        needs_stillness: dict[type, Callable[[Any], bool]] = {
-            PauseCall: _always,
-            ContinueCall: _always,
-            FlushCall: _always,
-            PrepareReleaseCall: _always,
-            ReleaseCall: _always,
-            CancelReleaseCall: _always,
-            PrepareResumeCall: _always,
-            ResumeCall: _always,
-            CommitCall: _retracts,
-            RollbackCall: _retracts,
-        }
-        dispatched: dict[type, Callable[[Any], None]] = {
-            call_type: self._contain(handler) for call_type, handler in handlers.items()
-        }
-        for call_type, needed in needs_stillness.items():
-            dispatched[call_type] = self._pipeline_drain.defer(dispatched[call_type], needed)
-        dispatched[TimesOver] = self._pipeline_drain.defer(self.pause.end_times)
+        defer = self._pipeline_drain.defer
+        dispatched: dict[type, Callable[[Any], None]] = {}
+        for call_type, handler in handlers.items():
+            contained = self._contain(handler)
+            is_deferred = call_type.at_boundary
+            dispatched[call_type] = defer(contained, _drains_pipeline) if is_deferred else contained
+        dispatched[TimesOver] = defer(self.pause.end_times)
         scheduler._request_dispatcher += TypeBasedDispatcher([*dispatched.items()])
         # a script on the socket may send SGLang's own pause messages: handle them as ours
         scheduler._request_dispatcher._mapping |= {
-            PauseGenerationReqInput: self._pipeline_drain.defer(self._take_upstream_pause),
-            ContinueGenerationReqInput: self._pipeline_drain.defer(self._take_upstream_continue),
+            PauseGenerationReqInput: defer(self._take_upstream_pause),
+            ContinueGenerationReqInput: defer(self._take_upstream_continue),
         }
         containment = Containment(scheduler, boundary, self.memory_release, self._answers)
         containment.surround(scheduler._request_dispatcher)
@@ -265,7 +238,9 @@ class Controller:
         are then in flight, and the later one may not be sampled yet. The loop is not at a
         boundary there, and checks no lease.
         """
-        return isinstance(request, _AT_A_BOUNDARY)
+        # a call of ours says so itself; SGLang's own pauses are ours, whoever sends them
+        is_sglangs = isinstance(request, PauseGenerationReqInput | ContinueGenerationReqInput)
+        return is_sglangs or bool(getattr(request, "at_boundary", False))
 
     def holds_the_turn(self) -> bool:
         """Return whether a pipeline's turn must launch nothing.
@@ -519,9 +494,5 @@ class Controller:
         return not held and not self._scheduler.running_batch.is_empty()
 
 
-def _always(call: object) -> bool:
-    return True
-
-
-def _retracts(call: CommitCall | RollbackCall) -> bool:
-    return call.kv_cache == "recompute"
+def _drains_pipeline(call: InflightCall[Any]) -> bool:
+    return call.drains_pipeline()

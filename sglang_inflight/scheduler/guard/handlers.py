@@ -29,7 +29,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.messages import CONTROL_CALL
+from sglang_inflight.messages import CALLS, CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.guard.background import BackgroundHandlers
@@ -71,6 +71,9 @@ class Containment:
 
     def surround(self, dispatcher: TypeBasedDispatcher) -> None:
         for request_type, handler in dispatcher._mapping.items():
+            # the controller answers for calls of ours
+            if request_type in CALLS:
+                continue
             contained = self._contain(handler)
             waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput
             # loops without pause states never send background answers
