@@ -11,7 +11,7 @@ Times are seconds, sizes are bytes.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from sglang.srt.managers import io_struct
@@ -282,18 +282,14 @@ A_co = TypeVar("A_co", bound=RankAnswer, covariant=True)
 class InflightCall(Protocol[A_co]):
     """Common members of all calls: an id, repeated in the answers, and the answers' type."""
 
+    # such a call reads results in flight, or changes what later forwards are made with
+    at_boundary: ClassVar[bool]
+
     call_id: str
     http_worker_ipc: str | None
 
     @property
     def answer(self) -> type[A_co]: ...
-
-    @property
-    def at_boundary(self) -> bool:
-        """Whether a rank handles the call only with no forward in flight.
-
-        True if the call reads results in flight, or changes what later forwards are made with.
-        """
 
     def drains_pipeline(self) -> bool:
         """Return whether a pipeline handles the call only with no microbatch in flight."""
@@ -306,7 +302,7 @@ class TimedCall(InflightCall[A_co], Protocol[A_co]):
 
 
 class Call(BaseReq, kw_only=True):
-    at_boundary = False
+    at_boundary: ClassVar[bool] = False
 
     # set on sending
     call_id: str = ""
@@ -327,7 +323,7 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
     """Take or renew a pause. A subclass, so that tools hooked on SGLang's request see it."""
 
     answer = Paused
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     call_id: str = ""
     # None, allowed only with renews, keeps the mode
@@ -351,7 +347,7 @@ class ContinueCall(ContinueGenerationReqInput, kw_only=True):
     """Release a pause. A subclass of SGLang's request, as ``PauseCall`` is."""
 
     answer = Resumed
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     call_id: str = ""
     # None releases every pause
@@ -408,7 +404,7 @@ class MayRecomputeCall(Call, kw_only=True):
 
 class CommitCall(Call, kw_only=True):
     answer = Committed
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     update_id: str
     weight_version: str | None
@@ -437,7 +433,7 @@ class RenameCall(Call, kw_only=True):
 
 class RollbackCall(Call, kw_only=True):
     answer = Committed
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     weight_version: str | None
     expected_version: str | None = None
@@ -456,7 +452,7 @@ class PrepareReleaseCall(Call, kw_only=True):
     """
 
     answer = Done
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     tags: list[str]
     # None: the server's start decides
@@ -467,21 +463,21 @@ class ReleaseCall(Call, kw_only=True):
     """Phase two: release the memory. All ranks have voted for it."""
 
     answer = Moved
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
 
 class CancelReleaseCall(Call, kw_only=True):
     """Cancel a prepared release, because a rank voted against it."""
 
     answer = Done
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
 
 class PrepareResumeCall(Call, kw_only=True):
     """Phase one of a resume: check that the memory was released and that it fits."""
 
     answer = Done
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     tags: list[str]
 
@@ -490,7 +486,7 @@ class ResumeCall(Call, kw_only=True):
     """Phase two of a resume. Generation continues once all memory is back."""
 
     answer = Moved
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     tags: list[str]
     # while weights are hollow: hold requests back instead of aborting them
@@ -501,7 +497,7 @@ class FlushCall(Call, kw_only=True):
     """Drop every cached prefix."""
 
     answer = Done
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     # retract running requests, because they hold KV; False refuses the call if any run
     retract: bool
@@ -524,7 +520,7 @@ class MoveRequestsCall(Call, kw_only=True):
     """Move one adapter's requests to another adapter at this step boundary."""
 
     answer = RequestsMoved
-    at_boundary = True
+    at_boundary: ClassVar[bool] = True
 
     from_id: str
     to_id: str

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import (
-    Rank,
     Ranks,
     nothing_heard,
     rank_of,
     sent_all_the_same,
 )
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
+from sglang_inflight.topology import Rank
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.communicator import FanOutCommunicator

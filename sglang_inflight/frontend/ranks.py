@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Protocol
 from sglang_inflight.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer, RankIsSilent
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.topology import Rank, all_ranks
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
-
-Rank = tuple[int, int, int]
 
 
 class Awaited(Protocol):
@@ -61,7 +59,7 @@ class Ranks:
         self._lifetime = lifetime
         # Read at construction: SGLang keeps the sizes in a process global, which the next
         # Engine of this process overwrites.
-        self.all = _all_ranks()
+        self.all = all_ranks()
         self._collectors: dict[str, _Collector] = {}
         # waits to end when a rank falls silent
         self._awaited: list[Awaited] = []
@@ -126,16 +124,16 @@ class Ranks:
 
         Calls are still sent to silent ranks: a returning rank carries them out.
         """
-        rank = said.dp_rank, said.pp_rank, said.tp_rank
+        rank = rank_of(said)
         if said.for_s is None:
             self._silent.pop(rank, None)
-            logger.warning("%s, on another node, is heard of again.", name_rank(*rank))
+            logger.warning("%s, on another node, is heard of again.", rank)
             return
         self._silent[rank] = said.for_s
         logger.error(
             "Nothing was heard of %s, on another node, for %g s: it is dead, stopped or cut off, "
             "and this server cannot go on without it.",
-            name_rank(*rank),
+            rank,
             said.for_s,
         )
         for awaited in self._awaited:
@@ -181,7 +179,7 @@ def require_success(answers: list[A | Failed]) -> list[A]:
 
 def say_which(failed: list[Failed]) -> str:
     """Return each failed rank's name and message."""
-    return "; ".join(f"{name_rank(a.dp_rank, a.pp_rank, a.tp_rank)}: {a.message}" for a in failed)
+    return "; ".join(f"{rank_of(a)}: {a.message}" for a in failed)
 
 
 def _as_answer_to(call: InflightCall[A], answer: RankAnswer) -> A | Failed:
@@ -191,23 +189,9 @@ def _as_answer_to(call: InflightCall[A], answer: RankAnswer) -> A | Failed:
 
 
 def _name(ranks: Iterable[Rank]) -> str:
-    return ", ".join(name_rank(*rank) for rank in ranks)
+    return ", ".join(str(rank) for rank in ranks)
 
 
 def rank_of(answer: RankAnswer) -> Rank:
     """Return the answer's sender."""
-    return answer.dp_rank, answer.pp_rank, answer.tp_rank
-
-
-def name_rank(dp_rank: int, pp_rank: int, tp_rank: int) -> str:
-    return f"rank dp{dp_rank} pp{pp_rank} tp{tp_rank}"
-
-
-def _all_ranks() -> frozenset[Rank]:
-    parallel = get_parallel()
-    stages, width = range(parallel.pp_size), range(parallel.tp_size)
-    if parallel.attn_dp_enabled:
-        width_of_group = parallel.tp_size // parallel.attn_dp_size
-        return frozenset((tp // width_of_group, pp, tp) for pp in stages for tp in width)
-    replicas = range(parallel.dp_size)
-    return frozenset((dp, pp, tp) for dp in replicas for pp in stages for tp in width)
+    return Rank(answer.dp_rank, answer.pp_rank, answer.tp_rank)

@@ -16,8 +16,7 @@ from sglang_inflight.messages import (
     RankAnswer,
 )
 from sglang_inflight.scheduler.nodes.reply_transport import ReplyTransport
-from sglang_inflight.scheduler.own_rank import own_rank
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.topology import is_first_of_replica, own_rank
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +30,7 @@ class AnswerChannel:
     """
 
     def __init__(self, way: ReplyTransport) -> None:
-        parallel = get_parallel()
-        within_replica = (parallel.pp_rank, parallel.attn_tp_rank, parallel.attn_cp_rank)
-        self._is_first = not any(within_replica)
+        self._is_first = is_first_of_replica()
         self._dp_rank, self._pp_rank, self._tp_rank = own_rank()
         self._way = way
 

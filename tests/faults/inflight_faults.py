@@ -111,7 +111,7 @@ def fail(phase: str, update: Any) -> bool:
 
 
 def wanted(phase: str) -> str | None:
-    from sglang_inflight.scheduler.update.sources.groups import own_index
+    from sglang_inflight.topology import own_index
 
     try:
         fault = json.loads(Path(os.environ["INFLIGHT_TEST_FAULT"]).read_text())

@@ -71,8 +71,9 @@ from sglang_inflight.scheduler.pause.machine import (
 )
 from sglang_inflight.settings import Settings
 from sglang_inflight.status import MEMORY, MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
+from sglang_inflight.topology import Rank
 
-FIRST = (0, 0, 0)
+FIRST = Rank(0, 0, 0)
 SETTINGS = Settings.from_environment()
 
 

@@ -49,6 +49,7 @@ from sglang_inflight.messages import (
     Voted,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.topology import Rank
 from tests.support.ticks import run, tick, until_idle
 
 SESSION = "s"
@@ -125,7 +126,7 @@ class Play:
         )
         manager = self.manager
         self.ranks = ManualRank()
-        served = Served(manager, (0, 0, 0))
+        served = Served(manager, Rank(0, 0, 0))
         self.ranks.heard_by = served.hear
         self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
         self.groups, idle = (

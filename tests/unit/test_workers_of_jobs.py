@@ -20,6 +20,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safet
 from sglang_inflight.scheduler.update.sources.tensors import _unpickle
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.worker import InlineWorker, Job, StagingWorker
+from sglang_inflight.topology import Rank
 from tests.support.device import Device
 
 CPU = torch.device("cpu")
@@ -43,9 +44,8 @@ def wire() -> Wire:
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch, wire: Wire) -> AnswerChannel:
-    alone = SimpleNamespace(pp_rank=0, attn_tp_rank=0, attn_cp_rank=0)
-    monkeypatch.setattr(answers, "get_parallel", lambda: alone)
-    monkeypatch.setattr(answers, "own_rank", lambda: (0, 0, 0))
+    monkeypatch.setattr(answers, "is_first_of_replica", lambda: True)
+    monkeypatch.setattr(answers, "own_rank", lambda: Rank(0, 0, 0))
     return AnswerChannel(wire)
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_inflight.frontend.caches import clear_preprocessed
-from sglang_inflight.frontend.ranks import Rank, rank_of
+from sglang_inflight.frontend.ranks import rank_of
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import CommitCall, Committed, Described, RankAnswer
+from sglang_inflight.topology import Rank
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

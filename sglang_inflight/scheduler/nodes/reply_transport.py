@@ -14,9 +14,9 @@ from sglang.srt.utils.network import get_zmq_socket, is_zmq_endpoint_ipv6
 from sglang_inflight.messages import BaseReq, Pulse
 from sglang_inflight.scheduler.collectives import as_first_rank_of_all_says
 from sglang_inflight.scheduler.nodes.relay import FRAME_BYTES, Relay
-from sglang_inflight.scheduler.own_rank import own_rank
 from sglang_inflight.scheduler.zmq_context import zmq_context
 from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.topology import own_rank
 
 # time between two pulses of a rank on another node
 PULSE_S = 1.0

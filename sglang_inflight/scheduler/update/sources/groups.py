@@ -26,8 +26,8 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
-from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.status import CONTROL_SYNC
+from sglang_inflight.topology import own_index
 
 logger = logging.getLogger(__name__)
 
@@ -524,12 +524,3 @@ class Groups:
         with self._lock:
             known: dict[str, Group | Rendezvous] = {**self._groups, **self._joining}
         return {name: each.describe() for name, each in known.items()}
-
-
-def own_index() -> int:
-    """Return this rank's index among all ranks of all replicas."""
-    parallel = get_parallel()
-    replica = 0 if parallel.attn_dp_enabled else parallel.dp_rank or 0
-    stage: int = replica * parallel.pp_size + parallel.pp_rank
-    index: int = stage * parallel.tp_size + parallel.tp_rank
-    return index

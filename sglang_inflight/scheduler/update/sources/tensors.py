@@ -19,13 +19,13 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
 from sglang_inflight.scheduler.sglang_types.serialized_tensor import SerializedTensor
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.groups import own_index
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.topology import count_replicas, own_index, own_replica
 
 # Torch asks a manager process for shared memory. On busy cores it may not answer within a second:
 # then torch gives up and has opened nothing, so another try is safe.
@@ -118,10 +118,10 @@ def _own_payload(payloads: list[Payload]) -> Payload:
     """
     parallel = get_parallel()
     ranks, stages = parallel.tp_size, parallel.pp_size
-    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
+    replicas = count_replicas()
     taken = {ranks: (parallel.tp_rank, "one for each tensor-parallel rank")}
     if replicas > 1:
-        own = (parallel.dp_rank or 0) * ranks + parallel.tp_rank
+        own = own_replica() * ranks + parallel.tp_rank
         taken[ranks * replicas] = own, "one for each tensor-parallel rank of each replica"
     if stages > 1:
         taken[ranks * stages * replicas] = own_index(), "one for each rank of each stage"
