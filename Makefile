@@ -24,7 +24,7 @@ test: $(READY)
 test-pairs: $(PAIRS)
 	$(BIN)/python -m pytest tests/pairs
 
-# The README's table of what works where: every cell is run.
+# The table of what works where (docs/matrix.md): every cell is run.
 matrix: $(PAIRS)
 	$(BIN)/python -m tests.matrix
 

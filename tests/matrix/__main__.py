@@ -1,4 +1,6 @@
-"""``python -m tests.matrix``: run every cell, and write the table into the README.
+"""``python -m tests.matrix``: run every cell, and write the table into ``docs/matrix.md``.
+
+The README gets the rows of ``IN_README``.
 
 A cell is a check mark, or the letter of a refusal below the table: the server refused, and its
 requests continued. Any other result is a failure: the command exits with 1 and writes nothing.
@@ -7,11 +9,12 @@ requests continued. Any other result is a failure: the command exits with 1 and 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import string
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import typer
@@ -25,7 +28,14 @@ from tests.support.load import more_tokens
 from tests.support.pair import why_no_pair
 from tests.support.updates import Sender
 
-README = ROOT / "README.md"
+README, MATRIX = ROOT / "README.md", ROOT / "docs" / "matrix.md"
+IN_README = (
+    "one rank",
+    "`SGLANG_INFLIGHT_STAGING=off`",
+    "`--pp-size 2 --tp-size 2`",
+    "`--dp-size 2 --tokenizer-worker-num 2`",
+    "`--disaggregation-mode prefill` and `decode`, both asked",
+)
 BEGIN, END = "<!-- make matrix -->\n", "<!-- end -->\n"
 DONE = "✓"
 
@@ -33,24 +43,32 @@ console = Console(stderr=True)
 
 
 class Table:
-    """Cells by row, and the sentences behind their letters."""
+    """Cells by row. A cell is ``DONE``, or the sentence of a refusal."""
 
-    def __init__(self) -> None:
-        self._rows: dict[str, list[str]] = {}
-        self._sentences: dict[str, str] = {}
+    def __init__(self, rows: dict[str, list[str]] | None = None) -> None:
+        self._rows = rows or {}
 
     def add(self, row: str, cell: str) -> None:
-        """Add a cell: ``DONE`` or a sentence."""
-        if cell != DONE:
-            letters = string.ascii_lowercase
-            cell = self._sentences.setdefault(cell, letters[len(self._sentences)])
         self._rows.setdefault(row, []).append(cell)
 
+    def only(self, names: Iterable[str]) -> Table:
+        return Table({name: self._rows[name] for name in names})
+
+    def write_into(self, document: Path) -> None:
+        before, rest = document.read_text().split(BEGIN)
+        _, after = rest.split(END)
+        document.write_text(f"{before}{BEGIN}{self}{END}{after}")
+
     def __str__(self) -> str:
+        """Letters stand for sentences, which follow the table."""
+        letters: dict[str, str] = {}
+        for cell in itertools.chain.from_iterable(self._rows.values()):
+            if cell != DONE and cell not in letters:
+                letters[cell] = string.ascii_lowercase[len(letters)]
         lines = [["", *COLUMNS], ["---"] * (1 + len(COLUMNS))]
-        lines += [[row, *cells] for row, cells in self._rows.items()]
+        lines += [[row, *(letters.get(c, c) for c in cells)] for row, cells in self._rows.items()]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-        notes = "".join(f"- {letter}: {said}\n" for said, letter in self._sentences.items())
+        notes = "".join(f"- {letter}: {said}\n" for said, letter in letters.items())
         return f"{table}\n{notes}"
 
 
@@ -85,9 +103,8 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
     if failed:
         sys.exit(f"{failed} cells failed")
     if write and not only:
-        before, rest = README.read_text().split(BEGIN)
-        _, after = rest.split(END)
-        README.write_text(f"{before}{BEGIN}{table}{END}{after}")
+        table.write_into(MATRIX)
+        table.only(IN_README).write_into(README)
 
 
 def _run(

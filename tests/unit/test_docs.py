@@ -14,6 +14,7 @@ from harness.starting import ROOT
 from sglang_inflight.errors import ERRORS, InflightError
 from sglang_inflight.frontend.http import routes
 from sglang_inflight.settings import PREFIX, Settings
+from tests.matrix.__main__ import IN_README
 from tests.matrix.columns import COLUMNS
 from tests.matrix.configurations import CONFIGURATIONS
 
@@ -66,9 +67,18 @@ def test_api_document_names_every_call() -> None:
     assert not {name for name in wanted if name not in text}
 
 
-def test_matrix_table_matches_make_matrix() -> None:
-    lines = [line.split(" | ") for line in (ROOT / "README.md").read_text().splitlines()]
-    table = {cells[0].removeprefix("| "): cells[1:] for cells in lines if len(cells) > len(COLUMNS)}
+def test_the_matrix_has_other_rows_than_the_command() -> None:
+    table = table_of(ROOT / "docs" / "matrix.md")
     names = [each.name for each in CONFIGURATIONS]
     assert list(table) == ["", "---", *names], "run make matrix"
     assert table[""] == [*list(COLUMNS)[:-1], f"{list(COLUMNS)[-1]} |"]
+    readme = table_of(ROOT / "README.md")
+    assert list(readme) == ["", "---", *IN_README]
+    assert {name: len(cells) for name, cells in readme.items() if name} == dict.fromkeys(
+        ["---", *IN_README], len(COLUMNS)
+    )
+
+
+def table_of(document: Path) -> dict[str, list[str]]:
+    lines = [line.split(" | ") for line in document.read_text().splitlines()]
+    return {cells[0].removeprefix("| "): cells[1:] for cells in lines if len(cells) > len(COLUMNS)}
