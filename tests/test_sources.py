@@ -106,9 +106,9 @@ def test_stalled_mount_fails_its_update_at_the_timeout(
 
 
 def test_stopped_sender_fails_its_update_at_the_timeout(server: Server, sender: Sender) -> None:
-    running = start_running(server, 2, tokens=ENDLESS)
-    before = serving(server)
     with stopped_sender() as payload:
+        running = start_running(server, 2, tokens=ENDLESS)
+        before = serving(server)
         body = {**V1, "serialized_named_tensors": [payload], "timeout_s": SHORT_S}
         refuse(server.post(TENSOR, body), "time ran out")
         assert serving(server) == before

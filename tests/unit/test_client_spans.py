@@ -53,7 +53,7 @@ def test_spans_are_read_from_meta_info() -> None:
     assert read_spans(meta) == [Span("v1", 0, 2, 4)]
     assert read_spans(meta, "kv_versions") == [Span("v0", 0, 9, 3)]
     assert read_spans({}) == []
-    with pytest.raises(WrongAnswer, match="no span"):
+    with pytest.raises(WrongAnswer, match="malformed span"):
         read_spans({"weight_versions": [{"version": "v1"}]})
 
 
