@@ -144,12 +144,12 @@ def why_not(
     other_loop = resolved.disaggregation_mode != "null" or resolved.enable_pdmux
     if Settings.from_environment().require_update and (resolved.pp_size > 1 or other_loop):
         return NO_FIRST_UPDATE
-    if _hears_in_different_steps(resolved):
+    if _ranks_receive_in_different_steps(resolved):
         return NO_LOCAL_BROADCAST
     return None
 
 
-def _hears_in_different_steps(resolved: ServerArgs) -> bool:
+def _ranks_receive_in_different_steps(resolved: ServerArgs) -> bool:
     """Return whether ``scheduler/control_sync.py`` cannot work: not all ranks meet each step."""
     if not resolved.enable_dp_attention_local_control_broadcast:
         return False

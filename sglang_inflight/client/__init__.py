@@ -10,6 +10,7 @@ reads each token's version from an answer.
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.client import Client
+from sglang_inflight.client.failures import NoAnswer, WrongAnswer
 from sglang_inflight.client.fleet import Fleet
 from sglang_inflight.client.progress import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
@@ -22,7 +23,6 @@ from sglang_inflight.client.spans import (
     read_spans,
     version_per_token,
 )
-from sglang_inflight.client.unheard import NoAnswer, WrongAnswer
 from sglang_inflight.grants import Grant, MemoryMoved, Release
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.status import Status

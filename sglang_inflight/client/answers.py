@@ -10,7 +10,7 @@ import httpx
 import msgspec
 
 from sglang_inflight.answer import Answer
-from sglang_inflight.client.unheard import WrongAnswer
+from sglang_inflight.client.failures import WrongAnswer
 from sglang_inflight.errors import (
     ERRORS,
     Conflict,
@@ -41,7 +41,7 @@ MOST_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Heard:
+class Reply:
     """A response with its body, read up to ``MOST_BYTES``.
 
     The body is decoded as UTF-8 whatever its charset header says: a proxy's page may say anything.
@@ -56,32 +56,32 @@ class Heard:
         return self.content[:_SHOWN].decode(errors="replace")
 
 
-async def hear(response: httpx.Response) -> Heard:
+async def read_reply(response: httpx.Response) -> Reply:
     """Read at most ``MOST_BYTES`` of the body, because a broken peer may never end it."""
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
         if len(content) > MOST_BYTES:
-            return Heard(response, bytes(content[:MOST_BYTES]), is_whole=False)
-    return Heard(response, bytes(content), is_whole=True)
+            return Reply(response, bytes(content[:MOST_BYTES]), is_whole=False)
+    return Reply(response, bytes(content), is_whole=True)
 
 
-def read_json(heard: Heard) -> Json:
+def read_json(reply: Reply) -> Json:
     """Return the body. Raises the error named in the response, or ``WrongAnswer`` if it is no JSON.
 
     Raises ``httpx.HTTPStatusError`` for a server error without an error of ours.
     """
-    response = heard.response
-    body = _decode(heard)
-    error = _find_error(heard, body)
+    response = reply.response
+    body = _decode(reply)
+    error = _find_error(reply, body)
     if error is not None:
         error.add_note(f"{response.request.method} {response.url}")
         raise error
     response.raise_for_status()
     if body is None:
-        kind = "no JSON object" if heard.is_whole else f"more than {MOST_BYTES} bytes"
+        kind = "no JSON object" if reply.is_whole else f"more than {MOST_BYTES} bytes"
         raise WrongAnswer(
-            f"{response.url} answered {response.status_code} with {kind}: {heard.shown!r}"
+            f"{response.url} answered {response.status_code} with {kind}: {reply.shown!r}"
         )
     return body
 
@@ -99,28 +99,28 @@ def read_answer(url: str, body: Json, shape: type[A]) -> A:
         raise WrongAnswer(f"{url} answered with no {shape.__name__}: {error}") from error
 
 
-def says_inactive(heard: Heard) -> str | None:
+def says_inactive(reply: Reply) -> str | None:
     """Return why ``/inflight/status`` says that the server takes no calls of ours, or None."""
-    if heard.response.status_code == 404:
+    if reply.response.status_code == 404:
         return (
-            f"{heard.response.url} is not there: the server runs without SGLang Inflight, and "
+            f"{reply.response.url} is not there: the server runs without SGLang Inflight, and "
             "would ignore its fields. Install sglang-inflight beside the server's SGLang, and add "
             "it to SGLANG_PLUGINS if that is set"
         )
-    body = _decode(heard) or {}
+    body = _decode(reply) or {}
     return str(body.get("message")) if body.get("active") is False else None
 
 
-def _decode(heard: Heard) -> Json | None:
+def _decode(reply: Reply) -> Json | None:
     try:
-        body = json.loads(heard.content)
+        body = json.loads(reply.content)
     except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 
 
-def _find_error(heard: Heard, body: Json | None) -> InflightError | None:
-    response = heard.response
+def _find_error(reply: Reply, body: Json | None) -> InflightError | None:
+    response = reply.response
     if response.is_success:
         return None
     inner = body.get("error") if body is not None else None
@@ -130,14 +130,14 @@ def _find_error(heard: Heard, body: Json | None) -> InflightError | None:
         kind = _BY_STATUS.get(response.status_code)
     if kind is None and response.is_client_error:
         kind = Refused
-    return kind(_find_sentence(heard, body, inner)) if kind is not None else None
+    return kind(_find_sentence(reply, body, inner)) if kind is not None else None
 
 
-def _find_sentence(heard: Heard, body: Json | None, inner: object) -> str:
+def _find_sentence(reply: Reply, body: Json | None, inner: object) -> str:
     said = (body or {}).get("message")
     if said is None and isinstance(inner, dict):
         said = inner.get("message")
     elif said is None:
         # SGLang's answer to a wrong key: "error" is a text
         said = inner
-    return str(said or heard.shown or heard.response.reason_phrase)
+    return str(said or reply.shown or reply.response.reason_phrase)

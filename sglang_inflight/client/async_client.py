@@ -15,17 +15,17 @@ import httpx
 
 from sglang_inflight.client.answers import (
     A,
-    Heard,
     Json,
-    hear,
+    Reply,
     read_answer,
     read_json,
+    read_reply,
     says_inactive,
 )
+from sglang_inflight.client.failures import NoAnswer
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session
-from sglang_inflight.client.unheard import NoAnswer
 from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.grants import Grant, MemoryMoved, Release
 from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
@@ -455,12 +455,12 @@ class AsyncClient:
             return
         self._take_note(heard)
 
-    def _take_note(self, status: Heard) -> None:
+    def _take_note(self, status: Reply) -> None:
         if (why := says_inactive(status)) is not None:
             raise NotOffered(why)
         self._runs_with_us = self._runs_with_us or status.response.is_success
 
-    async def _send(self, method: str, path: str, body: Json | None, attempts: int) -> Heard:
+    async def _send(self, method: str, path: str, body: Json | None, attempts: int) -> Reply:
         for _ in range(attempts - 1):
             try:
                 return await self._send_once(method, path, body)
@@ -472,6 +472,6 @@ class AsyncClient:
                 await asyncio.sleep(0.1)
         return await self._send_once(method, path, body)
 
-    async def _send_once(self, method: str, path: str, body: Json | None) -> Heard:
+    async def _send_once(self, method: str, path: str, body: Json | None) -> Reply:
         async with self._http.stream(method, path, json=body) as response:
-            return await hear(response)
+            return await read_reply(response)

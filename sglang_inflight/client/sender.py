@@ -173,7 +173,7 @@ class Sender(Generic[Receipt_co]):
         # only joined servers: elsewhere a group of this name is another trainer's
         calls = [self._start(server.leave_group, self._group_name) for server in joined]
         try:
-            _hear(calls, REASON_S)
+            _await_calls(calls, REASON_S)
         finally:
             group.leave()
 
@@ -195,7 +195,7 @@ class Sender(Generic[Receipt_co]):
         try:
             wait([formed, *joins], return_when=FIRST_EXCEPTION)
             if formed.done() and formed.exception() is not None:
-                _hear(joins, REASON_S)
+                _await_calls(joins, REASON_S)
             _raise_refusals(joins)
             formed.result()
         except RuntimeError as error:
@@ -216,7 +216,7 @@ class Sender(Generic[Receipt_co]):
             self._await_broadcast(self._group.broadcast(bucket.flat), answer)
             answer.result()
         except RuntimeError as error:
-            _hear([answer], REASON_S)
+            _await_calls([answer], REASON_S)
             _raise_refusals([answer])
             raise GroupFailed(
                 f"a broadcast in group {self._group_name!r} failed: {error}"
@@ -245,7 +245,7 @@ class Sender(Generic[Receipt_co]):
         return self._client.portal.start_task_soon(functools.partial(call, *args, **fields))
 
 
-def _hear(calls: Sequence[Future[Any]], patience_s: float) -> None:
+def _await_calls(calls: Sequence[Future[Any]], patience_s: float) -> None:
     """Wait ``patience_s`` seconds for all calls, then cancel the late ones."""
     _, late = wait(calls, timeout=patience_s)
     for call in late:

@@ -18,9 +18,9 @@ from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import (
     Ranks,
-    nothing_heard,
     rank_of,
-    sent_all_the_same,
+    silence_error,
+    unknown_outcome,
 )
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 from sglang_inflight.topology import Rank
@@ -53,7 +53,7 @@ class _Awaited:
         """Fail the wait if a ``silent`` rank is not done; SGLang's answers name no rank."""
         lost = silent - self.done
         if lost and not self.complete.done():
-            self.complete.set_exception(sent_all_the_same(nothing_heard(lost, for_s)))
+            self.complete.set_exception(unknown_outcome(silence_error(lost, for_s)))
 
 
 class ControlCalls:
@@ -94,7 +94,7 @@ class ControlCalls:
             finally:
                 del self._awaited[request.rid]
 
-    def hear(self, answer: Request) -> None:
+    def take_answer(self, answer: Request) -> None:
         """Take in an answer in SGLang's form."""
         awaited = self._awaited.get(answer.rid or "")
         if awaited is None:
@@ -103,7 +103,7 @@ class ControlCalls:
         awaited.answers.append(answer)
         awaited.end_if_whole()
 
-    def hear_rank(self, answer: RankAnswer) -> None:
+    def take_rank_answer(self, answer: RankAnswer) -> None:
         """Take in a rank's completion, or its failure. One failure fails the call."""
         awaited = self._awaited.get(answer.call_id)
         if awaited is None:

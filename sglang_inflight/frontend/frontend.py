@@ -92,8 +92,8 @@ class Frontend:
         )
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
-                *((answer, self._hear) for answer in ANSWERS),
-                (RankIsSilent, self.ranks.hear_silence),
+                *((answer, self._take_answer) for answer in ANSWERS),
+                (RankIsSilent, self.ranks.take_silence),
                 (GenerationContinues, self._generation_continues),
             ]
         )
@@ -111,7 +111,7 @@ class Frontend:
                 "calls: call the server over HTTP"
             )
 
-    def _hear(self, answer: RankAnswer) -> None:
+    def _take_answer(self, answer: RankAnswer) -> None:
         """Take in a rank's answer to a call of ours or of SGLang's; the call's id tells which."""
         match answer:
             case Committed(hollow=hollow) | Moved(hollow=hollow):
@@ -120,10 +120,10 @@ class Frontend:
                 self.is_hollow = memory.hollow is not None
         if self.worker is None:
             # a worker takes this state from the owner, whose messages have another order
-            self._served.hear(answer)
-            self.pauses.hear(answer)
-        self.ranks.hear(answer)
-        self._control_calls.hear_rank(answer)
+            self._served.take_answer(answer)
+            self.pauses.take_answer(answer)
+        self.ranks.take_answer(answer)
+        self._control_calls.take_rank_answer(answer)
 
     def _generation_continues(self, _: GenerationContinues) -> None:
         """Refresh the cached pause state: a lease has expired on the ranks."""

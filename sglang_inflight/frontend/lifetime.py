@@ -49,7 +49,7 @@ class Lifetime:
             await asyncio.wait({task, end}, return_when=asyncio.FIRST_COMPLETED)
             # At shutdown SGLang cancels futures that ``work`` may wait for: not an answer.
             if end.done() and not _has_succeeded(task):
-                task.add_done_callback(_hear)
+                task.add_done_callback(_retrieve_error)
                 raise OutcomeUnknown(f"{self._why_over} before this call had its answer")
             return task.result()
         except asyncio.CancelledError:
@@ -82,7 +82,7 @@ def _has_succeeded(task: asyncio.Future[T]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is None
 
 
-def _hear(finished: asyncio.Future[T]) -> None:
+def _retrieve_error(finished: asyncio.Future[T]) -> None:
     """Retrieve the exception: asyncio logs exceptions never retrieved."""
     if not finished.cancelled():
         finished.exception()

@@ -93,7 +93,7 @@ class Memory:
                 vote = PrepareReleaseCall(tags=tags, keep_weights=body.keep_weights)
                 await self._ranks.call(vote, MOVE_TIMEOUT_S)
             except BaseException:
-                await asyncio.shield(self._stay())
+                await asyncio.shield(self._cancel_release())
                 raise
             message = f"Memory is released: {', '.join(tags)}."
             return await self._carry_through(ReleaseCall(), message, alone)
@@ -155,7 +155,7 @@ class Memory:
             ),
         )
 
-    async def _stay(self) -> None:
+    async def _cancel_release(self) -> None:
         try:
             await self._ranks.ask(CancelReleaseCall(), STAY_TIMEOUT_S)
             await self._pauses.ask_status()

@@ -142,7 +142,7 @@ class Pauses:
         silent.
         """
         if self.sglangs.is_the_servers:
-            return await self.sglangs.let_go(body)
+            return await self.sglangs.release(body)
         call = ContinueCall(pause_id=body.pause_id, torch_empty_cache=body.torch_empty_cache)
         answers = await self._ranks.carry_out(call, GRANT_TIMEOUT_S)
         paused = any(answer.paused for answer in answers)
@@ -185,7 +185,7 @@ class Pauses:
                     raise
 
     @contextlib.asynccontextmanager
-    async def let_go_on_failure(self, pause_id: str) -> AsyncIterator[None]:
+    async def release_on_failure(self, pause_id: str) -> AsyncIterator[None]:
         """Release the pause if the block raises or is cancelled, as by a caller's disconnect."""
         try:
             yield
@@ -244,7 +244,7 @@ class Pauses:
         """Return every rank's status."""
         return await self._ranks.call(StatusCall(), GRANT_TIMEOUT_S)
 
-    def hear(self, answer: RankAnswer) -> None:
+    def take_answer(self, answer: RankAnswer) -> None:
         """Update ``is_pause`` from a rank's answer, also from a late one.
 
         A draining update's pause is left out: SGLang's readers do not treat an update as a pause.

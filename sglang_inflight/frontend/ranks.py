@@ -41,7 +41,7 @@ class _Collector:
     def give_up(self, silent: frozenset[Rank], for_s: float) -> None:
         lost = silent & self.missing()
         if lost and not self.complete.done():
-            self.complete.set_exception(nothing_heard(lost, for_s))
+            self.complete.set_exception(silence_error(lost, for_s))
 
     def missing(self) -> frozenset[Rank]:
         return self._expected - self.answers.keys()
@@ -107,19 +107,19 @@ class Ranks:
         try:
             return await self.ask(call, timeout_s)
         except RankSilent as silence:
-            raise sent_all_the_same(silence) from silence
+            raise unknown_outcome(silence) from silence
 
     @property
     def count(self) -> int:
         """Number of ranks of all replicas: a weight-update group's world size less the trainer."""
         return len(self.all)
 
-    def hear(self, answer: RankAnswer) -> None:
+    def take_answer(self, answer: RankAnswer) -> None:
         collector = self._collectors.get(answer.call_id)
         if collector is not None:
             collector.add(answer)
 
-    def hear_silence(self, said: RankIsSilent) -> None:
+    def take_silence(self, said: RankIsSilent) -> None:
         """End every wait for a rank whose node is dead, stopped or cut off.
 
         Calls are still sent to silent ranks: a returning rank carries them out.
@@ -154,12 +154,12 @@ class Ranks:
             awaited.give_up(frozenset(self._silent), min(self._silent.values()))
 
 
-def nothing_heard(lost: Iterable[Rank], for_s: float) -> RankSilent:
+def silence_error(lost: Iterable[Rank], for_s: float) -> RankSilent:
     ranks = _name(sorted(lost))
     return RankSilent(f"nothing was heard of {ranks}, on another node, for {for_s:g} s")
 
 
-def sent_all_the_same(silence: RankSilent) -> OutcomeUnknown:
+def unknown_outcome(silence: RankSilent) -> OutcomeUnknown:
     return OutcomeUnknown(
         f"the call was sent to all ranks, but {silence}. A silent rank is dead, or carries the "
         "call out later"

@@ -61,18 +61,18 @@ class SGLangsPause:
             await self._tokenizer_manager.pause_generation(CallOriginal(call))
         except BaseException:
             if not was_held:
-                await asyncio.shield(self._let_go(torch_empty_cache=False))
+                await asyncio.shield(self._release(torch_empty_cache=False))
             raise
         return NamelessGrant(weight_version=self._tokenizer_manager.config_value("weight_version"))
 
-    async def let_go(self, body: ContinueBody) -> Release:
+    async def release(self, body: ContinueBody) -> Release:
         """Release the pause. Raises ``Conflict`` for a ``pause_id``: SGLang's pause has no id."""
         if body.pause_id is not None:
             raise Conflict(f"pause {body.pause_id!r} is not held: {why_no_pause()}")
-        await self._let_go(torch_empty_cache=body.torch_empty_cache)
+        await self._release(torch_empty_cache=body.torch_empty_cache)
         return Release(message="Generation continued successfully.", paused=False)
 
-    async def _let_go(self, *, torch_empty_cache: bool) -> None:
+    async def _release(self, *, torch_empty_cache: bool) -> None:
         call = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
         await self._tokenizer_manager.continue_generation(CallOriginal(call))
 

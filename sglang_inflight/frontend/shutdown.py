@@ -26,7 +26,7 @@ def end_pauses(_: None, handler: PatchedSignalHandler, *args: Any) -> None:
     """
     tokenizer_manager = handler.tokenizer_manager
     if tokenizer_manager.inflight.worker is None:
-        let_go(tokenizer_manager)
+        release_all(tokenizer_manager)
 
 
 async def exit_after_forwarded_calls(
@@ -61,14 +61,14 @@ def end_schedulers(
     frontend.lifetime.end("the server was shut down (SIGTERM), and its ranks ended")
 
 
-def let_go(tokenizer_manager: PatchedTokenizerManager) -> None:
+def release_all(tokenizer_manager: PatchedTokenizerManager) -> None:
     if tokenizer_manager.is_pause:
         logger.warning("SIGTERM: releasing all pauses, so that running requests can finish.")
     frontend = tokenizer_manager.inflight
-    frontend.in_background(_let_go(frontend))
+    frontend.in_background(_release_all(frontend))
 
 
-async def _let_go(frontend: Frontend) -> None:
+async def _release_all(frontend: Frontend) -> None:
     """Resume memory and release pauses, so that requests can end: with 503 on hollow weights."""
     try:
         if released := await frontend.memory.released():
@@ -76,4 +76,4 @@ async def _let_go(frontend: Frontend) -> None:
     except InflightError as error:
         logger.warning("%s", error)
     await frontend.pauses.resume(ContinueBody(torch_empty_cache=False))
-    await frontend.updates.let_go("the server is shutting down (SIGTERM)")
+    await frontend.updates.drop_all("the server is shutting down (SIGTERM)")

@@ -304,7 +304,7 @@ async def send_control_call(communicator: PatchedCommunicator, obj: Any) -> list
 
 def take_control_answer(communicator: PatchedCommunicator, recv_obj: Any) -> None:
     """Replace ``FanOutCommunicator.handle_recv``."""
-    communicator.inflight.hear(recv_obj)
+    communicator.inflight.take_answer(recv_obj)
 
 
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"

@@ -233,14 +233,14 @@ class TransparentCalls(Calls):
         if window is None or body.pause_id is not None:
             return await super().resume(body)
         try:
-            return await self._hear_end(window, body)
+            return await self._await_end(window, body)
         except InflightError:
             # delivered: the next continue_generation may be another client's
             if self._ended is window:
                 self._ended = None
             raise
 
-    async def _hear_end(self, window: Window, body: ContinueBody) -> WindowRelease:
+    async def _await_end(self, window: Window, body: ContinueBody) -> WindowRelease:
         if window.ending is None:
             self._window, self._ended = None, window
             window.end_grace()

@@ -92,7 +92,7 @@ class Boundary:
             scheduler.forward_stream.synchronize()
             scheduler.device_module.current_stream().synchronize()
 
-    def stand_still(self) -> None:
+    def prepare_to_hold(self) -> None:
         """Drain, and tell SGLang's watchdog to expect no step.
 
         The watchdog ends a server whose current batch makes no step, unless there is no batch.

@@ -100,7 +100,7 @@ class ControlSync:
     def _with(self, row: torch.Tensor, count: int) -> torch.Tensor:
         return torch.cat([row, row.new_tensor([count])]) if self.is_needed else row
 
-    def hear(self, exchanged: MLPSyncBatchInfo) -> None:
+    def take_counts(self, exchanged: MLPSyncBatchInfo) -> None:
         """Read the counts off ``exchanged``, with a row per attention DP group's first rank."""
         if self.is_needed:
             self._heard_by_all = int(exchanged.tp0_info_cpu[:, -1].min())

@@ -165,10 +165,10 @@ class Controller:
             CommitCall: self._commit,
             RenameCall: self._rename,
             RollbackCall: self._roll_back,
-            PrepareReleaseCall: self.memory_release.may_release,
+            PrepareReleaseCall: self.memory_release.prepare_release,
             ReleaseCall: self.memory_release.release,
-            CancelReleaseCall: self.memory_release.stay,
-            PrepareResumeCall: self.memory_release.may_resume,
+            CancelReleaseCall: self.memory_release.cancel_release,
+            PrepareResumeCall: self.memory_release.prepare_resume,
             ResumeCall: self.memory_release.resume,
             FlushCall: self._flush,
             ForgetEmbeddingsCall: self._forget_embeddings,
@@ -207,7 +207,7 @@ class Controller:
         why_not = self.live.why_not_served
         self._commit_answers.give_due(wait=self.is_frozen or why_not is not None)
         if why_not is None or self.is_frozen:
-            self._weights_let_go()
+            self._end_weights_hold()
         # requests wait while a pause is held, or while an update is open; otherwise end them
         elif self.staging.state is StagingState.EMPTY:
             self._refuse_to_generate(why_not)
@@ -221,7 +221,7 @@ class Controller:
         self.pause.sleep()
         return True
 
-    def _weights_let_go(self) -> None:
+    def _end_weights_hold(self) -> None:
         """Extend request timeouts by the time for which the weights held the loop.
 
         Called when the weights can be served again, or when a pause takes over the holding: the

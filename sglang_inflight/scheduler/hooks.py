@@ -176,8 +176,8 @@ def tell_of_no_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tens
     return CONTROL_SYNC.count_for_absent_rank(row)
 
 
-def hear_of_calls(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: Any) -> None:
-    CONTROL_SYNC.hear(exchanged)
+def take_counts(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: Any) -> None:
+    CONTROL_SYNC.take_counts(exchanged)
 
 
 def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler) -> None:
@@ -390,7 +390,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SCHEDULER}.process_input_requests", take_in_step, HookType.AROUND),
     (f"{_EXCHANGE}._get_local_tensor", tell_of_calls, HookType.AFTER),
     (f"{_EXCHANGE}._get_fallback_tensor", tell_of_no_calls, HookType.AFTER),
-    (f"{_EXCHANGE}.all_gather", hear_of_calls, HookType.AFTER),
+    (f"{_EXCHANGE}.all_gather", take_counts, HookType.AFTER),
     (f"{_SCHEDULER}.on_idle", stay_idle_while_held, HookType.AROUND),
     (f"{_SCHEDULER}._collect_inflight_batches", count_those_held, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),

@@ -236,7 +236,7 @@ class Manager:
         self.gracefully_exit = False
         self.is_pause = False
         self.model_path = "at the start"
-        self.hear: Callable[[RankAnswer], None]
+        self.take_answer: Callable[[RankAnswer], None]
         self.sent: list[Any] = []
         self._config = {"weight_version": rank.version, "load_format": "auto"}
         self._rank = rank
@@ -264,7 +264,7 @@ class Manager:
             self.event_loop.call_soon(self._arrive, call, ticks - 1)
             return
         for answer in self._rank.take(call):
-            self.hear(answer)
+            self.take_answer(answer)
 
 
 class FrontEnd:
@@ -299,15 +299,15 @@ class FrontEnd:
             if transparent
             else Calls(manager, self.pauses, self.updates, self.memory)
         )
-        manager.hear = self._hear
+        manager.take_answer = self._take_answer
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
         self.manager.asyncio_tasks.add(asyncio.ensure_future(doing))
 
-    def _hear(self, answer: RankAnswer) -> None:
-        self.served.hear(answer)
-        self.pauses.hear(answer)
-        self.ranks.hear(answer)
+    def _take_answer(self, answer: RankAnswer) -> None:
+        self.served.take_answer(answer)
+        self.pauses.take_answer(answer)
+        self.ranks.take_answer(answer)
 
     async def ask(self, call: Awaitable[Any]) -> Any:
         """Await the call like a route: it fails once the ranks are shut down."""
@@ -328,4 +328,4 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     disagg = SimpleNamespace(disaggregation_mode="null")
     for module in ("pauses", "updates.drain", "updates.two_phase"):
         monkeypatch.setattr(f"{front}.{module}.get_disagg", lambda: disagg)
-    monkeypatch.setattr(f"{front}.ranks._all_ranks", lambda: frozenset({FIRST}))
+    monkeypatch.setattr(f"{front}.ranks.all_ranks", lambda: frozenset({FIRST}))

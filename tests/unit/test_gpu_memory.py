@@ -192,7 +192,7 @@ def test_kept_memory_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in opened] == [b"\1", b"\2", b"\3", b"\3"]
     assert all(is_open() is None for _, is_open in opened)
     there._open_again(handle(4), keep=True)
-    there.let_go()
+    there.stop_reading()
     assert opened[-1][1]() is None
 
 
@@ -270,6 +270,6 @@ def test_gpu_memory_of_another_process_is_copied_and_freed(
     trainer.send("write")
     assert trainer.recv() == "written"
     assert all(torch.equal(copies[name], tensor) for name, tensor in NAMED.items())
-    there.let_go()
+    there.stop_reading()
     trainer.send("free")
     assert trainer.recv() == 0

@@ -52,7 +52,7 @@ class Scheduler:
     def drain(self) -> None:
         pass
 
-    def stand_still(self) -> None:
+    def prepare_to_hold(self) -> None:
         self.drain()
 
     def retract(self) -> int:

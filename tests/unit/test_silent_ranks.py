@@ -68,12 +68,12 @@ def test_call_to_a_silent_rank_is_answered(call: str, when: str) -> None:
     async def play() -> None:
         end = FrontEnd()
         if when == "before it comes":
-            end.ranks.hear_silence(SILENT)
+            end.ranks.take_silence(SILENT)
         calling = asyncio.ensure_future(make(end))
         # a rank carries the call out when it is heard again
         await end.sent.get()
         if when == "while it waits":
-            end.ranks.hear_silence(SILENT)
+            end.ranks.take_silence(SILENT)
         async with asyncio.timeout(PATIENCE_S):
             with pytest.raises(error, match=SECOND):
                 await calling
@@ -89,15 +89,15 @@ def test_answered_or_returned_rank_is_not_silent(when: str) -> None:
     async def play() -> None:
         end = FrontEnd()
         if when == "it is heard of again":
-            end.ranks.hear_silence(SILENT)
-            end.ranks.hear_silence(HEARD)
+            end.ranks.take_silence(SILENT)
+            end.ranks.take_silence(HEARD)
         calling = asyncio.ensure_future(end.flush())
         rid = (await end.sent.get()).rid
-        end.control_calls.hear_rank(Done(call_id=rid, tp_rank=1))
+        end.control_calls.take_rank_answer(Done(call_id=rid, tp_rank=1))
         if when == "it had answered":
-            end.ranks.hear_silence(SILENT)
+            end.ranks.take_silence(SILENT)
         answer = FlushCacheReqOutput(rid=rid, success=True)
-        end.control_calls.hear(answer)
+        end.control_calls.take_answer(answer)
         assert await calling == [answer]
 
     asyncio.run(play())

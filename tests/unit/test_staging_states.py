@@ -81,7 +81,7 @@ class NoModel:
         update.sealed = Sealed("new", PreparedSwap(swap_for(torch.device("cpu")), (pair,)), ())
         return Voted(staged_s=0.0)
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """Release nothing."""
 
 

@@ -127,7 +127,7 @@ class Play:
         manager = self.manager
         self.ranks = ManualRank()
         served = Served(manager, Rank(0, 0, 0))
-        self.ranks.heard_by = served.hear
+        self.ranks.heard_by = served.take_answer
         self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
         self.groups, idle = (
             Groups(self.ranks, SETTINGS),

@@ -96,13 +96,13 @@ def test_sys_exit_in_staging_thread_is_answered(thread: StagingWorker, wire: Wir
 
 
 def test_sys_exit_in_inline_loader_is_answered(channel: AnswerChannel, wire: Wire) -> None:
-    stood_still = []
-    worker = InlineWorker(channel, CPU, stand_still=lambda: stood_still.append(True))
+    prepared = []
+    worker = InlineWorker(channel, CPU, prepare_to_hold=lambda: prepared.append(True))
     worker.submit(call("bad"), lambda: sys.exit("no such weights"))
     failed = wire.came.get_nowait()
     assert isinstance(failed, Failed)
     assert (failed.call_id, "no such weights" in failed.message) == ("bad", True)
-    assert stood_still == [True]
+    assert prepared == [True]
 
 
 def test_unsendable_answer_is_logged(
@@ -136,5 +136,7 @@ def test_inline_job_is_answered_after_device_work(
         wire.came.put(message)
 
     monkeypatch.setattr(channel, "_way", SimpleNamespace(send=send))
-    InlineWorker(channel, torch.device("cuda"), stand_still=lambda: None).submit(call("one"), job)
+    InlineWorker(channel, torch.device("cuda"), prepare_to_hold=lambda: None).submit(
+        call("one"), job
+    )
     assert wire.came.get_nowait().call_id == "one"

@@ -33,7 +33,7 @@ class Served:
         """Note that ``call``, sent next, commits ``update``."""
         self._sent.append((call, update))
 
-    def hear(self, answer: RankAnswer) -> None:
+    def take_answer(self, answer: RankAnswer) -> None:
         """Take a rank's answer, also to a call no longer waited for."""
         if rank_of(answer) != self._first:
             return

@@ -228,7 +228,7 @@ class Updates:
             self._require_uncommitted(session)
             await self._two_phase.drop(session, "it was aborted by a caller")
 
-    async def let_go(self, why: str) -> None:
+    async def drop_all(self, why: str) -> None:
         """Drop the session if it holds requests back: no request could end before it."""
         session = self._session
         if session is not None and session.in_place:

@@ -36,7 +36,7 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.shutdown import let_go
+from sglang_inflight.frontend.shutdown import release_all
 from sglang_inflight.frontend.workers import aborting, reloading
 from sglang_inflight.frontend.workers.adapter_refcounts import OwnersRegistry
 from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
@@ -159,7 +159,7 @@ class Owner:
         calls = socket.socket(socket.AF_UNIX)
         calls.bind(str(self.owner_endpoint.calls))
         calls.listen(128)
-        config = uvicorn.Config(AnswersWhenHeard(app, broadcast), lifespan="off", log_config=None)
+        config = uvicorn.Config(AnswersWhenAcked(app, broadcast), lifespan="off", log_config=None)
         # no access log here: the called worker logs each call
         logging.getLogger("uvicorn.access").addFilter(lambda _: False)
         async with await asyncio.start_unix_server(
@@ -186,7 +186,7 @@ class Owner:
         if manager.gracefully_exit:
             return
         manager.gracefully_exit = True
-        let_go(manager)
+        release_all(manager)
         broadcast.end_when_drained()
 
 
@@ -194,7 +194,7 @@ def _rows(adapters: Mapping[str, LoRARef]) -> tuple[Adapter, ...]:
     return tuple(msgspec.convert(ref, Adapter, from_attributes=True) for ref in adapters.values())
 
 
-class AnswersWhenHeard:
+class AnswersWhenAcked:
     """ASGI middleware that holds an answer back until every worker has acked the state."""
 
     def __init__(self, app: FastAPI, broadcast: StateBroadcast) -> None:
@@ -202,12 +202,12 @@ class AnswersWhenHeard:
         self._broadcast = broadcast
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_when_heard(message: Message) -> None:
+        async def send_when_acked(message: Message) -> None:
             if message["type"] == "http.response.start":
                 await self._broadcast.wait_acked()
             await send(message)
 
-        await self._app(scope, receive, send_when_heard)
+        await self._app(scope, receive, send_when_acked)
 
 
 def _mount_flush(app: FastAPI, manager: PatchedTokenizerManager) -> None:

@@ -101,14 +101,14 @@ class Worker:
         itself, after its answers.
         """
         try:
-            await self._hear(connection)
+            await self._receive(connection)
             logger.error("The process that owns the server's state has ended.")
         except Exception:
             logger.exception("This tokenizer worker cannot follow the owner of the server's state.")
         if not self._tokenizer_manager.gracefully_exit:
             os._exit(1)
 
-    async def _hear(self, connection: socket.socket) -> None:
+    async def _receive(self, connection: socket.socket) -> None:
         reader, self._writer = await asyncio.open_unix_connection(
             sock=connection, limit=LONGEST_LINE
         )

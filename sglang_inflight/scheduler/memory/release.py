@@ -131,7 +131,7 @@ class MemoryRelease:
 
     # ---- a release -------------------------------------------------------------------
 
-    def may_release(self, call: PrepareReleaseCall) -> None:
+    def prepare_release(self, call: PrepareReleaseCall) -> None:
         """Vote. After this all ranks of a replica are frozen, or none is."""
         events = self._events_of(call)
         after = move(self._memory, events)
@@ -194,7 +194,7 @@ class MemoryRelease:
         if self._memory[WEIGHTS] is Where.LOST:
             self._live.digest = None
 
-    def stay(self, call: CancelReleaseCall) -> None:
+    def cancel_release(self, call: CancelReleaseCall) -> None:
         """Cancel the release. Succeed also where this rank refused it."""
         if self._prepared is not None:
             self._take_prepared().given_up = True
@@ -282,7 +282,7 @@ class MemoryRelease:
 
     # ---- resume ----------------------------------------------------------------------
 
-    def may_resume(self, call: PrepareResumeCall) -> None:
+    def prepare_resume(self, call: PrepareResumeCall) -> None:
         if self._after_return(call.tags) is None:
             held = [tag for tag in call.tags if tag not in released(self._memory)]
             raise Conflict(f"memory was not released: {_list(held)}")

@@ -190,12 +190,12 @@ def open_door(context: zmq.Context[Any], address: Address) -> Door:
     listening.maxmsgsize = FRAME_BYTES + _CURVE_ADDS
     listening.handshake_ivl = int(1000 * HANDSHAKE_S)
     listening.ipv6 = address.is_ipv6
-    ends = _hear_ends(context, listening)
+    ends = _watch_ends(context, listening)
     port = listening.bind_to_random_port(f"tcp://{address.bound}")
     return Door(listening, ends, Whereabouts(f"tcp://{address.told}:{port}", key))
 
 
-def _hear_ends(context: zmq.Context[Any], listening: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+def _watch_ends(context: zmq.Context[Any], listening: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """Return a socket that receives a message for each ended connection.
 
     libzmq has an event for a failed handshake, but none for a frame that is too large.

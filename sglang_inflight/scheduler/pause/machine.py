@@ -336,14 +336,14 @@ def _continue(pauses: HeldPauses, call: ContinueCall) -> Transition:
         return Transition(HeldPauses(), moves, (*refusals, Released(call)))
     if pauses.find(call.pause_id) is None:
         return Transition(pauses, sayings=(_refuse_unheld(call, call.pause_id),))
-    left = _let_go(pauses, call.pause_id, torch_empty_cache=call.torch_empty_cache)
+    left = _release(pauses, call.pause_id, torch_empty_cache=call.torch_empty_cache)
     return left._replace(sayings=(*left.sayings, Released(call)))
 
 
 def _end_lease(pauses: HeldPauses, pause_id: str) -> Transition:
     if pauses.find(pause_id) is None:
         return Transition(pauses)
-    left = _let_go(pauses, pause_id, torch_empty_cache=False)
+    left = _release(pauses, pause_id, torch_empty_cache=False)
     said: tuple[Reply, ...] = (*left.sayings, LeaseExpired(pause_id))
     if not left.pauses.holders:
         said = (*said, SayThatGenerationContinues())
@@ -390,10 +390,10 @@ def _memory_released(pauses: HeldPauses, why: str) -> Transition:
 def _memory_resumed(pauses: HeldPauses) -> Transition:
     if pauses.memory is None:
         return Transition(pauses)
-    return _let_go(pauses, MEMORY, torch_empty_cache=False)
+    return _release(pauses, MEMORY, torch_empty_cache=False)
 
 
-def _let_go(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> Transition:
+def _release(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> Transition:
     """Release the pause of ``pause_id``, and refuse its call if it still waits."""
     before = pauses
     pauses, refusals = _withdraw(

@@ -324,7 +324,7 @@ class Pause:
         )
 
     def _freeze(self) -> None:
-        self._boundary.stand_still()
+        self._boundary.prepare_to_hold()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
         self._may_run = self._ending = set()
         if self._frozen_at is None:

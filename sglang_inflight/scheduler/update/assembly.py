@@ -69,7 +69,7 @@ def make_staging(
     worker: InlineWorker | StagingWorker
     # in place nothing decodes during an update, so nothing is paced
     if in_place := mode is StagingMode.OFF:
-        worker = InlineWorker(answers, device, boundary.stand_still)
+        worker = InlineWorker(answers, device, boundary.prepare_to_hold)
         rate_limit = RateLimit(0, is_busy)
         for model in models:
             model.on_write = functools.partial(live.write_in_place, [model.role])

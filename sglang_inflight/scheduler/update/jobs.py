@@ -187,7 +187,7 @@ class Jobs:
 
         ``base_digest`` is the live weights' digest, or None if unknown.
         """
-        self.let_go()
+        self.stop_reading()
         update.check()
         started = time.perf_counter()
         was_loaded = update.tensors > 0
@@ -224,9 +224,9 @@ class Jobs:
         update.sealed = Sealed(digest, swap, checkpoints, missing)
         return Voted(staged_s=time.perf_counter() - started)
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """Release the sender's memory; the update receives nothing more."""
-        self._gpu_memory.let_go()
+        self._gpu_memory.stop_reading()
 
     def forget_shadows(self) -> None:
         """Free the shadows. Called on the scheduler's thread, while there is no job."""

@@ -149,7 +149,7 @@ class Staging:
             # its writes in place belong to no version: the next update marks the weights anew
             self._live.is_marked = False
         # answered after the running job, when the sender's memory is released
-        self._worker.submit(call, _done_after(self._jobs.let_go))
+        self._worker.submit(call, _done_after(self._jobs.stop_reading))
 
     def may_have_written_by_handles(self, update_id: str) -> bool:
         """Return whether a client of this open update may have written the weights over RDMA.

@@ -41,15 +41,15 @@ class InlineWorker:
     stream: Any = None
 
     def __init__(
-        self, answers: AnswerChannel, device: torch.device, stand_still: Callable[[], None]
+        self, answers: AnswerChannel, device: torch.device, prepare_to_hold: Callable[[], None]
     ) -> None:
         self._answers = answers
         self._device = device
-        self._stand_still = stand_still
+        self._prepare_to_hold = prepare_to_hold
 
     def submit(self, call: InflightCall[A], job: Job[A]) -> None:
         # no forward may read weights while the job writes them
-        self._stand_still()
+        self._prepare_to_hold()
         try:
             with torch.no_grad():
                 answer = job()

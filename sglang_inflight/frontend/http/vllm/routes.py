@@ -140,7 +140,7 @@ class _Routes:
         mode = choose_pause_mode(query.mode, clears_cache=query.clear_cache)
         answer = await self._pauses.pause(PauseBody(mode=mode))
         if query.clear_cache:
-            async with self._pauses.let_go_on_failure(answer.pause_id):
+            async with self._pauses.release_on_failure(answer.pause_id):
                 await self._caches.flush(retract=True)
         return {**answer, "status": "paused"}
 
@@ -271,7 +271,7 @@ class _Routes:
         if query.level == 0:
             return {**answer, "status": "sleeping", "level": 0}
         # released memory holds a pause of its own, so this one may be released on a failure
-        async with self._pauses.let_go_on_failure(answer.pause_id):
+        async with self._pauses.release_on_failure(answer.pause_id):
             moved = await self._memory.release(
                 ReleaseMemoryBody(
                     tags=[tag for tag in SLEEP_TAGS if tag not in released],
@@ -298,7 +298,7 @@ class _Routes:
             }
         # requests wait for the hollow weights, and continue when an update has filled them
         if moved is not None and moved.hollow is not None:
-            await self._let_go_of_pauses()
+            await self._release_pauses()
             return {"status": "awake", "message": moved.message, "paused": True, "tags": tags}
         return {
             **await self._pauses.resume(ContinueBody()),
@@ -311,7 +311,7 @@ class _Routes:
             return None
         return await self._memory.resume(ResumeMemoryBody(tags=tags), until_filled=True)
 
-    async def _let_go_of_pauses(self) -> None:
+    async def _release_pauses(self) -> None:
         for holder in (await self._pauses.ask_status())[0].pause.holders:
             if holder.pause_id != MEMORY:
                 with contextlib.suppress(Conflict):

@@ -45,7 +45,7 @@ class GPUMemory:
         # the buffer of many calls
         self._kept: tuple[SharedMemory, torch.Tensor] | None = None
 
-    def let_go(self) -> None:
+    def stop_reading(self) -> None:
         """Close the buffer: no call of the update will need it again."""
         self._kept = None
 
