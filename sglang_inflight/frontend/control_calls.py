@@ -67,10 +67,10 @@ class ControlCalls:
 
     def adopt(self, tokenizer_manager: TokenizerManager) -> None:
         """Route every communicator of the manager through this object."""
-        from sglang.srt.managers import communicator
+        from sglang.srt.managers.communicator import FanOutCommunicator as Communicator
 
         for value in vars(tokenizer_manager).values():
-            if isinstance(value, communicator.FanOutCommunicator):
+            if isinstance(value, Communicator):
                 value.inflight = self
 
     async def call(self, communicator: FanOutCommunicator, request: Request) -> list[Any]:
