@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import msgspec
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.status import MemoryStatus, PauseStatus, Role, StagingStatus, WeightsStatus
-from sglang_inflight.status import PauseMode as PauseMode
+from sglang_inflight.answers import MemoryStatus, PauseStatus, Role, StagingStatus, WeightsStatus
+from sglang_inflight.answers import PauseMode as PauseMode
 
 if TYPE_CHECKING:
 

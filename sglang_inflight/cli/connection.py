@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.client import Client
 from sglang_inflight.errors import Conflict, InflightError, Refused
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from sglang_inflight.answers import CONTROL_SYNC, RankStatus
 from sglang_inflight.cli.connection import (
     LOCAL,
     ApiKey,
@@ -19,7 +20,6 @@ from sglang_inflight.cli.connection import (
 )
 from sglang_inflight.cli.tables import print_table, start_table
 from sglang_inflight.client import Client, Status
-from sglang_inflight.status import CONTROL_SYNC, RankStatus
 
 if TYPE_CHECKING:
     from rich.table import Table

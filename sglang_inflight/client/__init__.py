@@ -7,6 +7,7 @@ many         ``Fleet``    ``AsyncFleet``
 reads each token's version from an answer.
 """
 
+from sglang_inflight.answers import Begun, Grant, MemoryMoved, Receipt, Release, StagedSoFar, Status
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.client import Client
@@ -23,9 +24,6 @@ from sglang_inflight.client.spans import (
     read_spans,
     version_per_token,
 )
-from sglang_inflight.grants import Grant, MemoryMoved, Release
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
-from sglang_inflight.status import Status
 
 __all__ = [
     "AsyncClient",

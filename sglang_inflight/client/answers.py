@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.client.failures import WrongAnswer
 from sglang_inflight.errors import (
     ERRORS,

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import anyio
 import httpx
 
+from sglang_inflight.answers import Begun, Grant, MemoryMoved, Receipt, Release, StagedSoFar, Status
 from sglang_inflight.client.answers import (
     A,
     Json,
@@ -27,9 +28,6 @@ from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session
 from sglang_inflight.errors import InflightError, NotOffered
-from sglang_inflight.grants import Grant, MemoryMoved, Release
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
-from sglang_inflight.status import Status
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.client.report import Report
 from sglang_inflight.errors import InflightError
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.errors import Conflict, HalfDone, Refused
 
 Phase = Literal["status", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable
 
+from sglang_inflight.answers import Begun, Deferred, Receipt, StagedSoFar
 from sglang_inflight.errors import InflightError
-from sglang_inflight.grants import Deferred
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 
 SuccessAndMessage = tuple[bool, str]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight.answers import Status
 from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.frontend.caches import Caches
@@ -38,7 +39,6 @@ from sglang_inflight.messages import (
     RankIsSilent,
 )
 from sglang_inflight.settings import Settings
-from sglang_inflight.status import Status
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

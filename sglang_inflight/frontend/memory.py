@@ -17,13 +17,13 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
+from sglang_inflight.answers import GONE, MemoryMoved, RankMemory
 from sglang_inflight.errors import HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
 from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
-from sglang_inflight.grants import MemoryMoved, RankMemory
 from sglang_inflight.messages import (
     CancelReleaseCall,
     Failed,
@@ -33,7 +33,6 @@ from sglang_inflight.messages import (
     ReleaseCall,
     ResumeCall,
 )
-from sglang_inflight.status import GONE
 from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:

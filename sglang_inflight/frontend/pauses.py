@@ -11,6 +11,7 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from sglang_inflight.answers import MEMORY, Grant, RankGrant, Release
 from sglang_inflight.errors import Conflict, RankSilent, Refused
 from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.deadline import Deadline
@@ -18,7 +19,6 @@ from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, rank_of
 from sglang_inflight.frontend.sglangs_pause import SGLangsPause
 from sglang_inflight.frontend.shared_call import SharedCall
-from sglang_inflight.grants import Grant, RankGrant, Release
 from sglang_inflight.messages import (
     ContinueCall,
     Described,
@@ -30,7 +30,6 @@ from sglang_inflight.messages import (
     StatusCall,
 )
 from sglang_inflight.sglang_types.runtime_context import get_disagg
-from sglang_inflight.status import MEMORY
 from sglang_inflight.topology import Rank
 from sglang_inflight.unsupported import why_no_pause, why_not_sent_for_again
 

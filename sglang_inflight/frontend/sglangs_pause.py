@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
+from sglang_inflight.answers import NamelessGrant, Release
 from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
-from sglang_inflight.grants import NamelessGrant, Release
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:

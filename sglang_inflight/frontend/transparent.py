@@ -37,6 +37,18 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
 
+from sglang_inflight.answers import (
+    Begun,
+    Deferred,
+    Grant,
+    MemoryMoved,
+    NamelessGrant,
+    Receipt,
+    Release,
+    StagedSoFar,
+    WindowGrant,
+    WindowRelease,
+)
 from sglang_inflight.errors import Conflict, Dropped, InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -58,17 +70,7 @@ from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.tiers import why_cache_cannot_be_flushed
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.grants import (
-    Deferred,
-    Grant,
-    MemoryMoved,
-    NamelessGrant,
-    Release,
-    WindowGrant,
-    WindowRelease,
-)
 from sglang_inflight.messages import KVPolicy, PauseMode
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:

@@ -80,13 +80,13 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types.runtime_context import get_model
 
 if TYPE_CHECKING:
+    from sglang_inflight.answers import Role
     from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
     from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
     from sglang_inflight.sglang_types.requests import AbortRequest, ContinueRequest, PauseRequest
     from sglang_inflight.sglang_types.server_args import PortArgs
-    from sglang_inflight.status import Role
 
 # by SGLang's mode of disaggregation
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}

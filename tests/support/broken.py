@@ -10,10 +10,18 @@ from typing import Any
 
 import msgspec
 
-from sglang_inflight.answer import Answer
-from sglang_inflight.grants import Grant, Release
-from sglang_inflight.receipt import Begun, RankReceipt, Receipt, StagedSoFar
-from sglang_inflight.status import RankStatus, StagingStatus, Status
+from sglang_inflight.answers import (
+    Answer,
+    Begun,
+    Grant,
+    RankReceipt,
+    RankStatus,
+    Receipt,
+    Release,
+    StagedSoFar,
+    StagingStatus,
+    Status,
+)
 
 _RECEIPT = Receipt(
     message="ok",

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from sglang_inflight.answers import MEMORY, MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.memory import Memory
@@ -70,7 +71,6 @@ from sglang_inflight.scheduler.pause.machine import (
     transition,
 )
 from sglang_inflight.settings import Settings
-from sglang_inflight.status import MEMORY, MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 from sglang_inflight.topology import Rank
 
 FIRST = Rank(0, 0, 0)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from fastapi import Request
 
+from sglang_inflight.answers import MEMORY, Begun, Grant
 from sglang_inflight.errors import Conflict, Dropped, InflightError
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -36,10 +37,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.http.endpoints import while_connected, with_body
 from sglang_inflight.frontend.http.routes import _Routes
-from sglang_inflight.grants import Grant
 from sglang_inflight.messages import ReleaseCall
-from sglang_inflight.receipt import Begun
-from sglang_inflight.status import MEMORY
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle

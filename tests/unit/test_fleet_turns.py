@@ -14,12 +14,20 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import (
+    Answer,
+    Begun,
+    Grant,
+    RankStatus,
+    Receipt,
+    Release,
+    Role,
+    StagedSoFar,
+    StagingStatus,
+    Status,
+)
 from sglang_inflight.client import AsyncFleet, Fleet, FleetRefused, FleetSplit
 from sglang_inflight.errors import Conflict
-from sglang_inflight.grants import Grant, Release
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
-from sglang_inflight.status import RankStatus, Role, StagingStatus, Status
 
 BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
 PAUSE, RESUME, ROLL_BACK = "/pause_generation", "/continue_generation", "/inflight/rollback"

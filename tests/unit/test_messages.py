@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import (
+    Answer,
+    Holder,
+    MemoryStatus,
+    PauseStatus,
+    StagingStatus,
+    WeightsStatus,
+)
 from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
-from sglang_inflight.status import Holder, MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 
 DESCRIBED = Described(
     call_id="c",

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from sglang_inflight.answers import MEMORY
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.scheduler.pause import machine
 from sglang_inflight.scheduler.pause.machine import (
@@ -44,7 +45,6 @@ from sglang_inflight.scheduler.pause.machine import (
     WaitOver,
     transition,
 )
-from sglang_inflight.status import MEMORY
 
 RUNNING, DRAINING, FROZEN = PauseState
 LEASE_S, TIMEOUT_S = 30.0, 60.0

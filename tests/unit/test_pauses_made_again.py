@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from sglang_inflight.answers import Grant
 from sglang_inflight.frontend.bodies import PauseBody
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.grants import Grant
 from sglang_inflight.messages import (
     A,
     ContinueCall,

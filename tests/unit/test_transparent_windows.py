@@ -12,6 +12,7 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from sglang_inflight.answers import Release
 from sglang_inflight.errors import Dropped, InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -31,7 +32,6 @@ from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
 from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.frontend.transparent import TransparentCalls
-from sglang_inflight.grants import Release
 from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,

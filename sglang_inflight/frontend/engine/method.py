@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import Body
 from sglang_inflight.frontend.engine.arguments import Arguments, Given

@@ -16,6 +16,20 @@ import torch
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
+from sglang_inflight.answers import (
+    Begun,
+    Deferred,
+    Grant,
+    MemoryMoved,
+    NamelessGrant,
+    Receipt,
+    Release,
+    StagedSoFar,
+    Status,
+    WindowGrant,
+    WindowRelease,
+    describe_inactive,
+)
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.as_sglang_answers import SuccessAndMessage, as_sglang_answers
 from sglang_inflight.frontend.bodies import (
@@ -40,19 +54,8 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method, manager_of
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
-from sglang_inflight.grants import (
-    Deferred,
-    Grant,
-    MemoryMoved,
-    NamelessGrant,
-    Release,
-    WindowGrant,
-    WindowRelease,
-)
 from sglang_inflight.messages import FLATTENED_BUCKET
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.sglang_types.runtime_context import get_parallel
-from sglang_inflight.status import Status, describe_inactive
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine

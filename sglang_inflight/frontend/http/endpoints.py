@@ -14,7 +14,7 @@ from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_inflight.answer import Answer
+from sglang_inflight.answers import Answer
 from sglang_inflight.errors import Dropped, InflightError
 from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
 from sglang_inflight.frontend.calls import Arrival

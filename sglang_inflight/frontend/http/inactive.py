@@ -14,6 +14,7 @@ from starlette._utils import get_route_path
 from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
 
+from sglang_inflight.answers import Inactive
 from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import (
     BeginBody,
@@ -30,7 +31,6 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
-from sglang_inflight.status import Inactive
 
 # routes of ours, missing in SGLang
 ROUTES = (

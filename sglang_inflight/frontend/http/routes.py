@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
+from sglang_inflight.answers import Begun, Grant
 from sglang_inflight.errors import InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -50,8 +51,6 @@ from sglang_inflight.frontend.http.endpoints import (
 from sglang_inflight.frontend.http.fails_on_shutdown import fails_on_shutdown
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
-from sglang_inflight.grants import Grant
-from sglang_inflight.receipt import Begun
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

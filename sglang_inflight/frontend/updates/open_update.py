@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from sglang_inflight.answers import Receipt
 from sglang_inflight.errors import Conflict, Dropped
 from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.shared_call import SharedCall
@@ -22,7 +23,6 @@ from sglang_inflight.messages import (
     Staged,
     Voted,
 )
-from sglang_inflight.receipt import Receipt
 
 
 @dataclass

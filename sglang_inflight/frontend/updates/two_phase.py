@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from sglang_inflight.answers import Receipt
 from sglang_inflight.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.bodies import OnBusy
 from sglang_inflight.frontend.deadline import Deadline
@@ -40,7 +41,6 @@ from sglang_inflight.messages import (
     RollbackCall,
     TensorSource,
 )
-from sglang_inflight.receipt import Receipt
 from sglang_inflight.sglang_types.runtime_context import get_disagg
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang_inflight.answers import Begun, Receipt, StagedSoFar
 from sglang_inflight.errors import Conflict, Dropped, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -33,7 +34,6 @@ from sglang_inflight.frontend.updates.phase import Event, Phase
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import RenameCall, RollbackCall
-from sglang_inflight.receipt import Begun, Receipt, StagedSoFar
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:

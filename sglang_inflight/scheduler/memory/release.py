@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_inflight.answers import MemoryStatus
 from sglang_inflight.errors import BadSetting, Conflict, Dropped, HalfDone
 from sglang_inflight.messages import (
     CancelReleaseCall,
@@ -54,7 +55,6 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.staging_state import StagingState
 from sglang_inflight.sglang_types.runtime_context import get_exec, get_model, get_parallel
-from sglang_inflight.status import MemoryStatus
 from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:

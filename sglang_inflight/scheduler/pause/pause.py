@@ -19,6 +19,7 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
 )
 
+from sglang_inflight.answers import Holder, PauseStatus
 from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     ContinueCall,
@@ -60,7 +61,6 @@ from sglang_inflight.scheduler.pause.machine import (
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 from sglang_inflight.scheduler.pause.transfers import Transfers
 from sglang_inflight.sglang_types.runtime_context import get_parallel
-from sglang_inflight.status import Holder, PauseStatus
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req

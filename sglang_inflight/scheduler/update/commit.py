@@ -21,6 +21,7 @@ import time
 
 from sglang.srt.configs.load_config import LoadConfig
 
+from sglang_inflight.answers import WeightsStatus
 from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
@@ -33,7 +34,6 @@ from sglang_inflight.scheduler.update.update import Sealed
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
-from sglang_inflight.status import WeightsStatus
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from sglang_inflight.answers import StagingStatus
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
     A,
@@ -38,7 +39,6 @@ from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging_state import StagingState, Step, states_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
-from sglang_inflight.status import StagingStatus
 
 # why updates are written in place although the model could be staged
 AS_SET = "SGLANG_INFLIGHT_STAGING=off, or no memory for a second copy of the weights"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
+from sglang_inflight.answers import CONTROL_SYNC
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import (
     DistributedSource,
@@ -26,7 +27,6 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
-from sglang_inflight.status import CONTROL_SYNC
 from sglang_inflight.topology import own_index
 
 logger = logging.getLogger(__name__)

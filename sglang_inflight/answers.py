@@ -1,0 +1,322 @@
+"""Answers of all calls. Imports no SGLang, because trainers read answers too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer with fields as attributes and as keys, like a JSON object.
+
+    An answer is no ``dict``. ``as_json`` converts it, nested answers included.
+    """
+
+    def as_json(self) -> dict[str, Any]:
+        content: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return content
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.__struct_fields__:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__struct_fields__)
+
+    def __len__(self) -> int:
+        return len(self.__struct_fields__)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.__struct_fields__
+
+    def keys(self) -> tuple[str, ...]:
+        return self.__struct_fields__
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return getattr(self, name) if name in self else default
+
+
+# registered, not inherited: Mapping and Struct have different metaclasses
+Mapping.register(Answer)
+
+
+# ---- status ---------------------------------------------------------------------------
+
+PauseMode = Literal["abort", "in_place", "retract", "wait"]
+# prefill or decode server of a pair; "both" without disaggregation
+Role = Literal["prefill", "decode", "both"]
+
+# pause_id of the pause held while memory is released
+MEMORY = "memory"
+
+
+class Holder(Answer, frozen=True, kw_only=True):
+    """One held pause."""
+
+    pause_id: str
+    mode: PauseMode
+    # None: no lease
+    lease_left_s: float | None
+
+
+class PauseStatus(Answer, frozen=True, kw_only=True):
+    # "running", "draining" or "frozen"
+    state: str
+    paused: bool
+    # mode of the latest held pause
+    mode: PauseMode | None
+    holders: tuple[Holder, ...]
+    # counts of requests
+    running: int
+    waiting: int
+
+
+class WeightsStatus(Answer, frozen=True, kw_only=True):
+    """The served weights."""
+
+    weight_version: str
+    # commits and rollbacks so far
+    epoch: int
+    # None before the first commit, and while weights are lost or hollow
+    digest: str | None
+    # target of a rollback
+    previous_version: str | None
+
+
+# state of an intact group in ``StagingStatus.groups``
+CONTROL_SYNC = "in step"
+
+
+class StagingStatus(Answer, frozen=True, kw_only=True):
+    """The open update, and whether the next one can be taken."""
+
+    # "device", "host" or "off"
+    mode: str
+    # "empty", "open" or "sealed"
+    state: str
+    update_id: str | None
+    tensors: int
+    bytes: int
+    can_roll_back: bool
+    # why the live weights are partially written
+    dirty: str | None
+    # why the server takes no updates
+    refusal: str | None
+    # trainers' groups: name -> state
+    groups: dict[str, str]
+
+
+# states of released memory in ``MemoryStatus``
+GONE = ("away", "lost")
+
+
+class MemoryStatus(Answer, frozen=True, kw_only=True):
+    """State of each kind of memory.
+
+    "present"; "away": released, and restored by a resume; "lost": released without a copy;
+    "hollow": resumed, with contents still to be sent.
+    """
+
+    weights: str = "present"
+    kv_cache: str = "present"
+    cuda_graph: str = "present"
+    # why no request is served: updates must bring all weights first
+    hollow: str | None = None
+
+
+class State(PauseStatus, frozen=True, kw_only=True):
+    """The status of pauses, weights, staging and memory.
+
+    A struct has one parent, so the fields of ``WeightsStatus`` are repeated here.
+    """
+
+    weight_version: str
+    epoch: int
+    digest: str | None
+    previous_version: str | None
+    staging: StagingStatus
+    # the default covers servers without a memory saver
+    memory: MemoryStatus = MemoryStatus()
+
+
+class RankStatus(State, frozen=True, kw_only=True):
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+
+
+class Status(State, frozen=True, kw_only=True):
+    """The first rank's state, and every rank's. ``paused`` is true if any rank is paused."""
+
+    # an inactive server answers ``Inactive`` instead
+    active: bool = True
+    role: Role = "both"
+    ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
+
+
+class Inactive(Answer, frozen=True, kw_only=True):
+    """Status of a server running without SGLang Inflight, with the reason."""
+
+    active: bool = False
+    message: str
+
+
+def describe_inactive(why: str) -> dict[str, Any]:
+    return Inactive(message=why).as_json()
+
+
+# ---- updates --------------------------------------------------------------------------
+
+
+class RankReceipt(Answer, frozen=True, kw_only=True):
+    """One rank's commit. Equal weights have equal digests, whatever their source."""
+
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    success: bool = True
+    message: str = ""
+    digest: str
+
+
+class Receipt(Answer, frozen=True, kw_only=True):
+    """Proof of the served weights, rank by rank."""
+
+    success: bool = True
+    message: str
+    weight_version: str
+    base_version: str
+    # commits and rollbacks so far
+    epoch: int
+    # the slowest rank's time, summed over the calls of a session
+    staged_s: float
+    # longest time that the commit held a rank's loop
+    stall_ms: float
+    bytes: int
+    tensors: int
+    # requests sent back to the queue
+    retracted: int
+    ranks: tuple[RankReceipt, ...]
+
+
+class StagedSoFar(Answer, frozen=True, kw_only=True):
+    """A session's staged tensors, not served yet. ``weight_version`` is the served version."""
+
+    success: bool = True
+    message: str
+    weight_version: str
+    staged_s: float
+    bytes: int
+    tensors: int
+
+
+class Begun(Answer, frozen=True, kw_only=True):
+    """A session was opened, or its lease was renewed."""
+
+    success: bool = True
+    message: str
+    session_id: str
+
+
+# ---- pauses and memory ----------------------------------------------------------------
+
+
+class RankGrant(Answer, frozen=True, kw_only=True):
+    """Counts of one rank's requests at the pause."""
+
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    running: int
+    waiting: int
+    retracted: int
+    aborted: int
+
+
+class Grant(Answer, frozen=True, kw_only=True):
+    """Every rank is paused. ``pause_id`` renews and releases the pause."""
+
+    status: str = "ok"
+    message: str = "Generation paused successfully."
+    paused: bool = True
+    mode: PauseMode | None
+    pause_id: str
+    weight_version: str
+    ranks: tuple[RankGrant, ...]
+
+
+class NamelessGrant(Answer, frozen=True, kw_only=True):
+    """SGLang's own pause has ended all requests (``frontend/sglangs_pause.py``)."""
+
+    status: str = "ok"
+    message: str = "Generation paused successfully."
+    paused: bool = True
+    mode: PauseMode = "abort"
+    weight_version: str
+
+
+class Release(Answer, frozen=True, kw_only=True):
+    """One pause or all were released. ``paused`` is true if another one is still held."""
+
+    status: str = "ok"
+    message: str
+    paused: bool
+
+
+class RankMemory(Answer, frozen=True, kw_only=True):
+    """Memory released or resumed by one rank."""
+
+    dp_rank: int
+    tp_rank: int
+    pp_rank: int
+    # by kind of memory; "shadow" is the second copy of the weights
+    bytes: dict[str, int]
+    seconds: float
+
+
+class MemoryMoved(Answer, frozen=True, kw_only=True):
+    """Every rank released or resumed memory.
+
+    ``paused`` is true if generation is paused afterwards. ``hollow`` says why weights must be sent
+    first.
+    """
+
+    status: str = "ok"
+    success: bool = True
+    message: str
+    paused: bool
+    hollow: str | None = None
+    ranks: tuple[RankMemory, ...] = ()
+
+
+class WindowGrant(Answer, frozen=True, kw_only=True):
+    """Transparent mode: generation goes on, and weights sent from here on go live in flight.
+
+    ``paused`` is true if generation had to pause all the same (``frontend/transparent.py``).
+    """
+
+    status: str = "ok"
+    message: str
+    paused: bool
+    mode: PauseMode
+    transparent: bool = True
+    weight_version: str
+
+
+class WindowRelease(Answer, frozen=True, kw_only=True):
+    """The end of a transparent pause. ``receipt`` is None if no weights were sent."""
+
+    status: str = "ok"
+    message: str
+    paused: bool
+    receipt: Receipt | None
+
+
+class Deferred(Answer, frozen=True, kw_only=True):
+    """Transparent mode recorded the call. ``continue_generation`` performs it."""
+
+    success: bool = True
+    message: str
