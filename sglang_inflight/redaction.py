@@ -11,7 +11,7 @@ import msgspec
 from sglang.srt.plugins.hook_registry import HookType
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.engine import Engine
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import Engine
     from sglang_inflight.sglang_types.server_args import ServerArgs
 
 # SGLang's own text for its watermark's keys

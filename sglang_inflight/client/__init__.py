@@ -8,11 +8,10 @@ reads each token's version from an answer.
 """
 
 from sglang_inflight.answers import Begun, Grant, MemoryMoved, Receipt, Release, StagedSoFar, Status
+from sglang_inflight.client.answers import NoAnswer, WrongAnswer
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
-from sglang_inflight.client.client import Client
-from sglang_inflight.client.failures import NoAnswer, WrongAnswer
-from sglang_inflight.client.fleet import Fleet
+from sglang_inflight.client.blocking import Client, Fleet
 from sglang_inflight.client.progress import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
 from sglang_inflight.client.sender import GroupFailed, Sender

@@ -10,7 +10,6 @@ import httpx
 import msgspec
 
 from sglang_inflight.answers import Answer
-from sglang_inflight.client.failures import WrongAnswer
 from sglang_inflight.errors import (
     ERRORS,
     Conflict,
@@ -20,6 +19,15 @@ from sglang_inflight.errors import (
     Refused,
     TooLarge,
 )
+
+
+class NoAnswer(OutcomeUnknown):
+    """The server did not answer within the call's time limit."""
+
+
+class WrongAnswer(OutcomeUnknown):
+    """The response is no answer of ours: the server or a proxy is broken."""
+
 
 Json = dict[str, Any]
 

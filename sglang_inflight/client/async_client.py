@@ -17,13 +17,13 @@ from sglang_inflight.answers import Begun, Grant, MemoryMoved, Receipt, Release,
 from sglang_inflight.client.answers import (
     A,
     Json,
+    NoAnswer,
     Reply,
     read_answer,
     read_json,
     read_reply,
     says_inactive,
 )
-from sglang_inflight.client.failures import NoAnswer
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session

@@ -1,17 +1,20 @@
-"""Blocking versions of async clients, for threads without an event loop."""
+"""Blocking clients of one server and of a fleet, for threads without an event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, BlockingPortalProvider
+
+from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
+from sglang_inflight.client.async_fleet import AsyncFleet
 
 
 class Closable(Protocol):
@@ -138,3 +141,48 @@ class _Block(AbstractContextManager[T]):
             raise
         # passed, not raised: a KeyboardInterrupt raised in a task would end the loop
         return await self._block.__aexit__(*how)
+
+
+class Client(Blocking[AsyncClient]):
+    """``AsyncClient`` without an event loop. Callbacks run in another thread."""
+
+    def __init__(
+        self, url: str, *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Create a client. ``api_key`` is the server's ``--admin-api-key``, or its ``--api-key``.
+
+        ``timeout_s`` is the time limit of an answer (see ``AsyncClient``).
+        """
+        super().__init__(AsyncClient(url, api_key=api_key, timeout_s=timeout_s))
+
+    status = waiting(AsyncClient.status)
+    loads = waiting(AsyncClient.loads)
+    pause = waiting(AsyncClient.pause)
+    resume = waiting(AsyncClient.resume)
+    paused = waiting_block(AsyncClient.paused)
+    update = waiting(AsyncClient.update)
+    update_from_disk = waiting(AsyncClient.update_from_disk)
+    session = waiting_block(AsyncClient.session)
+    release_memory = waiting(AsyncClient.release_memory)
+    resume_memory = waiting(AsyncClient.resume_memory)
+    roll_back = waiting(AsyncClient.roll_back)
+
+
+class Fleet(Blocking[AsyncFleet]):
+    """``AsyncFleet`` without an event loop. Callbacks run in another thread."""
+
+    def __init__(
+        self, urls: Iterable[str], *, api_key: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        """Create a fleet. Raises ``ValueError`` for no URL, or for the same URL twice.
+
+        ``timeout_s`` is the time limit of an answer (see ``AsyncClient``).
+        """
+        super().__init__(AsyncFleet(urls, api_key=api_key, timeout_s=timeout_s))
+
+    status = waiting(AsyncFleet.status)
+    paused = waiting_block(AsyncFleet.paused)
+    update = waiting(AsyncFleet.update)
+    update_from_disk = waiting(AsyncFleet.update_from_disk)
+    session = waiting_block(AsyncFleet.session)
+    roll_back = waiting(AsyncFleet.roll_back)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
-from sglang_inflight.client.failures import WrongAnswer
+from sglang_inflight.client.answers import WrongAnswer
 
 Of = Literal["weight_versions", "kv_versions", "adapter_versions"]
 

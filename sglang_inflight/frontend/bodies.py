@@ -29,7 +29,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.frontend.as_sglang_reads import as_sglang_reads
+from sglang_inflight.frontend.as_sglang import as_sglang_reads
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,

@@ -26,8 +26,10 @@ from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 from sglang_inflight.topology import Rank
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.communicator import FanOutCommunicator
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
+        FanOutCommunicator,
+        TokenizerManager,
+    )
     from sglang_inflight.sglang_types.requests import Request
 
 logger = logging.getLogger(__name__)

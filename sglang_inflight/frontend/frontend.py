@@ -11,6 +11,7 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_inflight.answers import Status
 from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.frontend.aborts import Aborts
+from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
@@ -22,7 +23,6 @@ from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.status import write_status
-from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups

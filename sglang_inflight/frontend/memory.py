@@ -19,10 +19,10 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.answers import GONE, MemoryMoved, RankMemory
 from sglang_inflight.errors import HalfDone, RankSilent, Refused
+from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
-from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.messages import (
     CancelReleaseCall,

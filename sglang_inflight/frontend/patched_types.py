@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from sglang_inflight.frontend.sglang_types.communicator import FanOutCommunicator
-from sglang_inflight.frontend.sglang_types.engine import Engine
-from sglang_inflight.frontend.sglang_types.openai_serving import OpenAIServing
-from sglang_inflight.frontend.sglang_types.tokenizer_manager import SignalHandler, TokenizerManager
+from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
+    Engine,
+    FanOutCommunicator,
+    OpenAIServing,
+    SignalHandler,
+    TokenizerManager,
+)
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.control_calls import ControlCalls

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING
 
 from sglang_inflight.answers import MEMORY, Grant, RankGrant, Release
 from sglang_inflight.errors import Conflict, RankSilent, Refused
+from sglang_inflight.frontend.aio import Deadline, SharedCall
 from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
-from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, rank_of
 from sglang_inflight.frontend.sglangs_pause import SGLangsPause
-from sglang_inflight.frontend.shared_call import SharedCall
 from sglang_inflight.messages import (
     ContinueCall,
     Described,

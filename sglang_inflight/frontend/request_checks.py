@@ -22,6 +22,7 @@ from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight.inactive import why_inactive
+from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.sglang_types.runtime_context import get_memory, get_schedule
 
 if TYPE_CHECKING:
@@ -29,7 +30,23 @@ if TYPE_CHECKING:
         ModelConfig,
         TokenizerManager,
     )
-    from sglang_inflight.sglang_types.sampling_params import SamplingParams
+    from sglang_inflight.sglang_types.requests import SamplingParams
+
+
+def check_max_version_lag(params: SamplingParams, *args: Any) -> None:
+    """Raise ``ValueError`` (a 400 over HTTP) for a value that is no whole number, 0 or more.
+
+    Raise also if this server runs without us: no scheduler would enforce the limit.
+    """
+    custom = params.custom_params
+    most = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
+    if most is not None and (why := why_inactive()) is not None:
+        raise ValueError(f"custom_params.{MAX_VERSION_LAG}: {why}")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 0):
+        raise ValueError(
+            f"custom_params.{MAX_VERSION_LAG} must be a whole number, 0 or more; got {most!r}"
+        )
+
 
 # outputs of one prompt; the front end allocates some KB for each at once
 MOST_SAMPLES = 16384

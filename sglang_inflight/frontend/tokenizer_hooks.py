@@ -23,7 +23,7 @@ from sglang_inflight.frontend.abort_hooks import (
     name_groups,
     refuse_without_embedding,
 )
-from sglang_inflight.frontend.as_sglang_answers import as_sglang_answers
+from sglang_inflight.frontend.as_sglang import as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     BeginBody,
     ContinueBody,
@@ -61,6 +61,7 @@ from sglang_inflight.frontend.lora.unloading import (
 )
 from sglang_inflight.frontend.openai_requests import handle_request, parse_model_parameter
 from sglang_inflight.frontend.request_checks import (
+    check_max_version_lag,
     check_samples,
     check_sampling,
     create_tokenized,
@@ -68,7 +69,6 @@ from sglang_inflight.frontend.request_checks import (
 from sglang_inflight.frontend.sglangs_pause import CallOriginal
 from sglang_inflight.frontend.shutdown import end_pauses, end_schedulers, exit_after_forwarded_calls
 from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
-from sglang_inflight.frontend.version_lag import check_max_version_lag
 from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS

@@ -50,6 +50,7 @@ from sglang_inflight.answers import (
     WindowRelease,
 )
 from sglang_inflight.errors import Conflict, Dropped, InflightError, Refused
+from sglang_inflight.frontend.aio import SharedCall, keep
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -65,10 +66,8 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.calls import Arrival, Calls
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.shared_call import SharedCall
-from sglang_inflight.frontend.tasks import keep
-from sglang_inflight.frontend.tiers import why_cache_cannot_be_flushed
 from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.kv_policy import why_cache_cannot_be_flushed
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import KVPolicy, PauseMode
 from sglang_inflight.settings import Settings

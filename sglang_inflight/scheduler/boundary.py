@@ -24,8 +24,7 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.pools import PrefixCache
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
     from sglang_inflight.sglang_types.requests import AbortRequest
 

@@ -32,7 +32,7 @@ from sglang_inflight.scheduler.collectives import smallest
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.dp_attn import MLPSyncBatchInfo
+    from sglang_inflight.scheduler.sglang_types.scheduler import MLPSyncBatchInfo
 
 # Besides our calls: SGLang's pause messages, because we handle them; and its weight checks,
 # because they are collectives and may overwrite weights

@@ -61,13 +61,12 @@ from sglang_inflight.scheduler.names import NAMES
 from sglang_inflight.scheduler.nodes.reply_transport import find_reply_transport
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain
-from sglang_inflight.scheduler.pause.skipped_turns import SkippedTurns
+from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain, SkippedTurns
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.staging_state import StagingState
+from sglang_inflight.scheduler.update.staging import StagingState
 from sglang_inflight.scheduler.update.throttle.rate import switch_often
 from sglang_inflight.scheduler.versions.embeddings import forget_embeddings
 from sglang_inflight.scheduler.versions.handover import Handover
@@ -82,8 +81,7 @@ from sglang_inflight.sglang_types.runtime_context import get_model
 if TYPE_CHECKING:
     from sglang_inflight.answers import Role
     from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
     from sglang_inflight.sglang_types.requests import AbortRequest, ContinueRequest, PauseRequest
     from sglang_inflight.sglang_types.server_args import PortArgs

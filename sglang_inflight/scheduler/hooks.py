@@ -54,13 +54,14 @@ if TYPE_CHECKING:
         PatchedTransferEngine,
         PatchedTransferQueue,
     )
-    from sglang_inflight.scheduler.sglang_types.dp_attn import MLPSyncBatchInfo
-    from sglang_inflight.scheduler.sglang_types.ipc_channels import SenderWrapper
-    from sglang_inflight.scheduler.sglang_types.lora import LoRAUpdateOutput
+    from sglang_inflight.scheduler.sglang_types.model_runner import LoRAUpdateOutput
     from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
-    from sglang_inflight.scheduler.sglang_types.queues import DecodeRequest
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.scheduler import (
+        DecodeRequest,
+        MLPSyncBatchInfo,
+        SenderWrapper,
+    )
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
     from sglang_inflight.sglang_types.requests import (
         AbortRequest,

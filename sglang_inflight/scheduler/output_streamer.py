@@ -9,8 +9,8 @@ from sglang_inflight.scheduler.versions.request_record import record_of
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.controller import Controller
-    from sglang_inflight.scheduler.sglang_types.output_streamer import SchedulerOutputStreamer
     from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.scheduler import SchedulerOutputStreamer
 
 
 def extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from sglang_inflight.scheduler.sglang_types.ipc_channels import SenderWrapper
-from sglang_inflight.scheduler.sglang_types.output_streamer import SchedulerOutputStreamer
 from sglang_inflight.scheduler.sglang_types.pools import (
     L2TransferEngine,
     ReqToTokenPool,
     StreamingSession,
     UnifiedRadixCache,
 )
-from sglang_inflight.scheduler.sglang_types.queues import DecodePreallocQueue, DecodeTransferQueue
-from sglang_inflight.scheduler.sglang_types.result_processor import SchedulerBatchResultProcessor
+from sglang_inflight.scheduler.sglang_types.scheduler import (
+    DecodePreallocQueue,
+    DecodeTransferQueue,
+    SchedulerBatchResultProcessor,
+    SchedulerOutputStreamer,
+    SenderWrapper,
+)
 from sglang_inflight.scheduler.update.reservation import ReservingScheduler
 
 if TYPE_CHECKING:

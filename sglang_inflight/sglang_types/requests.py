@@ -1,10 +1,42 @@
-"""SGLang's messages read by us, from ``sglang.srt.managers.io_struct``."""
+"""SGLang's messages, from ``sglang.srt.managers.io_struct``, and their dispatch to handlers."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, TypeVar
 
 from sglang_inflight.sglang_types.describes import describes
+
+D = TypeVar("D")
+
+
+@describes("sglang.utils.TypeBasedDispatcher")
+class TypeBasedDispatcher(Protocol):
+    """``_mro_cache`` caches the handlers of types missing in ``_mapping``, found by a base."""
+
+    _mapping: dict[type, Callable[[Any], Any]]
+    _mro_cache: dict[type, Any]
+
+    def __iadd__(self: D, other: Any) -> D: ...
+
+
+@describes("sglang.srt.sampling.sampling_params.SamplingParams")
+class SamplingParams(Protocol):
+    # SGLang passes unknown parameters here; a dict, unless a client sent another type
+    custom_params: Any
+    stop_token_ids: set[int] | None
+    min_new_tokens: int
+    top_k: int
+    repetition_penalty: float
+    logit_bias: dict[str, float] | None
+
+
+@describes("sglang.srt.utils.weight_versions.WeightVersionSpan")
+class WeightVersionSpan(Protocol):
+    version: str
+    start: int
+    end: int
+
 
 _IO = "sglang.srt.managers.io_struct"
 

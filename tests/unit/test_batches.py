@@ -25,11 +25,11 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources import batches
 from sglang_inflight.scheduler.update.sources.batches import (
+    Weights,
     in_parts,
     one_batch,
     with_whole_modules,
 )
-from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Update
 from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine

@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_inflight.errors import Conflict
-from sglang_inflight.frontend.deadline import Deadline
+from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 
 PATIENCE_S = 5.0

@@ -15,7 +15,7 @@ from sglang.srt.utils.patch_torch import _rebuild_cuda_tensor_modified
 from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.sources.gpu_handles import (
+from sglang_inflight.scheduler.update.sources.gpu_memory import (
     GPUHandle,
     HandleOfEach,
     read_handles,

@@ -16,8 +16,8 @@ from torch.multiprocessing import reductions
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GPUMemorySource
 from sglang_inflight.scheduler.update.sources import gpu_sharing
-from sglang_inflight.scheduler.update.sources.gpu_handles import GPUHandle
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
+    GPUHandle,
     GPUMemory,
     cut,
     own_handle,

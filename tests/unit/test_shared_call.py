@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from sglang_inflight.frontend.shared_call import SharedCall
+from sglang_inflight.frontend.aio import SharedCall
 
 
 class Work:

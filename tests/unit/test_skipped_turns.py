@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_inflight.scheduler import hooks
-from sglang_inflight.scheduler.pause.skipped_turns import SkippedTurns
+from sglang_inflight.scheduler.pause.pipeline_drain import SkippedTurns
 
 
 class Req:

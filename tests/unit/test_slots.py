@@ -45,7 +45,7 @@ from sglang.srt.mem_cache.unified_memory_pool import (
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.scheduler import host_tier
-from sglang_inflight.scheduler.versions.slots import count_slots
+from sglang_inflight.scheduler.versions.kv_versions import count_slots
 
 # SLOTS is no whole number of pages. A pool of other layers has FEW slots.
 SLOTS, FEW, PAGE = 75, 32, 16

@@ -22,11 +22,10 @@ from sglang_inflight.messages import (
     TensorSource,
     Voted,
 )
-from sglang_inflight.scheduler.update import staging_state
+from sglang_inflight.scheduler.update import staging
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.staging import Staging
-from sglang_inflight.scheduler.update.staging_state import MOVES, StagingState, Step
+from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingState, Step
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
@@ -133,8 +132,8 @@ class OneRank:
 
 
 def test_docstrings_table_matches_moves() -> None:
-    assert staging_state.__doc__ is not None
-    rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+)$", staging_state.__doc__, re.MULTILINE)
+    assert staging.__doc__ is not None
+    rows = re.findall(r"^    (\w+) +(\w+) +(\w+) +(\w+)$", staging.__doc__, re.MULTILINE)
     assert rows[0] == ("step", "EMPTY", "OPEN", "SEALED")
     table = {
         (Step(row), state): StagingState[cell]

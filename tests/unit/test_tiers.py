@@ -1,4 +1,4 @@
-"""Prefix cache tiers, and the KV policies possible with each."""
+"""Prefix cache kv_policy, and the KV policies possible with each."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_inflight.errors import InflightError, Refused
-from sglang_inflight.frontend import tiers
 from sglang_inflight.frontend.bodies import BeginBody, EndBody, IPCBody, TensorBody
-from sglang_inflight.frontend.updates import two_phase
+from sglang_inflight.frontend.updates import kv_policy, two_phase
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.messages import CommitCall
 from tests.support.ticks import run
@@ -27,8 +26,8 @@ TWO = {**ONE, "enable_hierarchical_cache": True}
 
 def start(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int = 1) -> None:
     """Set the memory settings of a server."""
-    monkeypatch.setattr(tiers, "get_memory", lambda: SimpleNamespace(**memory))
-    monkeypatch.setattr(tiers, "get_parallel", lambda: SimpleNamespace(pp_size=pp_size))
+    monkeypatch.setattr(kv_policy, "get_memory", lambda: SimpleNamespace(**memory))
+    monkeypatch.setattr(kv_policy, "get_parallel", lambda: SimpleNamespace(pp_size=pp_size))
     alone = SimpleNamespace(disaggregation_mode="null")
     monkeypatch.setattr(two_phase, "get_disagg", lambda: alone)
 
@@ -38,7 +37,7 @@ def test_device_and_host_tiers_can_be_fenced(
     monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]
 ) -> None:
     start(monkeypatch, memory)
-    assert tiers.why_cache_cannot_be_flushed() is None
+    assert kv_policy.why_cache_cannot_be_flushed() is None
     require_supported("fence", retracts=False)
 
 

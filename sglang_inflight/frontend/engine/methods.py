@@ -31,7 +31,7 @@ from sglang_inflight.answers import (
     describe_inactive,
 )
 from sglang_inflight.errors import InflightError
-from sglang_inflight.frontend.as_sglang_answers import SuccessAndMessage, as_sglang_answers
+from sglang_inflight.frontend.as_sglang import SuccessAndMessage, as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -59,7 +59,7 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine
-    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
 
 Outcome = Receipt | StagedSoFar | Begun | Deferred | SuccessAndMessage | tuple[bool, str, int]
 

@@ -14,7 +14,7 @@ from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import Body, decode
 from sglang_inflight.frontend.http.endpoints import Endpoint, describe_refusal
-from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
 
 logger = logging.getLogger(__name__)
 

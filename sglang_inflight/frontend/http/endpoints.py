@@ -1,17 +1,18 @@
-"""Wrap the handlers of our routes: decoding, auth, disconnects, errors as answers."""
+"""Wrap the handlers of our routes: decoding, auth, disconnects, shutdown, errors as answers."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
+from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_inflight.answers import Answer
@@ -19,6 +20,7 @@ from sglang_inflight.errors import Dropped, InflightError
 from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
 from sglang_inflight.frontend.calls import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
+from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 logger = logging.getLogger(__name__)
@@ -155,3 +157,18 @@ def describe_refusal(error: InflightError) -> dict[str, Any]:
     """Return the error as JSON: the message for SGLang's, and for OpenAI's and vLLM's clients."""
     inner = {"message": str(error), "type": type(error).__name__, "code": error.status}
     return {"success": False, "status": "error", "message": str(error), "error": inner}
+
+
+def fails_on_shutdown(lifetime: Lifetime) -> type[APIRoute]:
+    """Return a route class; calls still waiting at the end of ``lifetime`` get its error."""
+
+    class AttendedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            answer = super().get_route_handler()
+
+            async def attend(request: Request) -> Response:
+                return await lifetime.unless_shut_down(answer(request))
+
+            return attend
+
+    return AttendedRoute

@@ -41,6 +41,7 @@ from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.adapters import with_adapter
 from sglang_inflight.frontend.http.endpoints import (
     Content,
+    fails_on_shutdown,
     guarded,
     no_piece,
     refusal,
@@ -48,7 +49,6 @@ from sglang_inflight.frontend.http.endpoints import (
     with_body,
     with_payloads,
 )
-from sglang_inflight.frontend.http.fails_on_shutdown import fails_on_shutdown
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 

@@ -31,11 +31,11 @@ from sglang_inflight.errors import (
     RankFailed,
     Refused,
 )
+from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
 from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.tasks import carry_through
 from sglang_inflight.messages import (
     AdapterKVPolicy,
     LoadAdapterFromTensors,
@@ -46,8 +46,10 @@ from sglang_inflight.sglang_types.runtime_context import get_lora, get_memory, g
 from sglang_inflight.unsupported import why_no_retraction
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
+        AdapterAnswer,
+        TokenizerManager,
+    )
     from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 logger = logging.getLogger(__name__)

@@ -1,18 +1,78 @@
-"""SGLang's ``TokenizerManager``, the front end's main object, on one event loop."""
+"""SGLang's ``TokenizerManager`` and the objects that hold it: ``Engine``, OpenAI handlers.
+
+All of them live on one event loop, the front end's.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_inflight.frontend.sglang_types.lora_registry import LoRARef, LoRARegistry, RWLock
 from sglang_inflight.sglang_types.describes import describes
-from sglang_inflight.sglang_types.dispatcher import TypeBasedDispatcher
-from sglang_inflight.sglang_types.requests import Request
+from sglang_inflight.sglang_types.requests import Request, TypeBasedDispatcher
+from sglang_inflight.sglang_types.server_args import ServerArgs
 
 if TYPE_CHECKING:
     import torch
+
+
+@describes("sglang.srt.managers.communicator.FanOutCommunicator")
+class FanOutCommunicator(Protocol):
+    """Sender of one kind of call. ``_fan_out`` is the number of answering replicas."""
+
+    _fan_out: int
+    _queueing_lock: asyncio.Lock
+    _send: Callable[[Any], None]
+
+
+@describes("sglang.srt.utils.aio_rwlock.RWLock")
+class RWLock(Protocol):
+    _cond: asyncio.Condition
+
+    async def acquire_writer(self) -> None: ...
+    async def release_writer(self) -> None: ...
+    @property
+    def writer_lock(self) -> AbstractAsyncContextManager[None]: ...
+
+
+@describes("sglang.srt.utils.common.ConcurrentCounter")
+class ConcurrentCounter(Protocol):
+    def value(self) -> int: ...
+    async def increment(self, n: int = 1, notify_all: bool = True) -> None: ...
+    async def decrement(self, n: int = 1, notify_all: bool = True) -> None: ...
+    async def wait_for_zero(self) -> None: ...
+
+
+@describes("sglang.srt.lora.lora_registry.LoRARef")
+class LoRARef(Protocol):
+    lora_id: str
+    lora_name: str | None
+    lora_path: str | None
+
+
+@describes("sglang.srt.managers.io_struct.LoRAUpdateOutput")
+class AdapterAnswer(Protocol):
+    """Answer to loading and unloading an adapter."""
+
+    success: bool
+    error_message: str | None
+    loaded_adapters: dict[str, Any] | None
+
+
+@describes("sglang.srt.lora.lora_registry.LoRARegistry")
+class LoRARegistry(Protocol):
+    # adapter's id -> counter of requests
+    _counters: dict[str, ConcurrentCounter]
+    # name -> adapter, the most recently used last
+    _registry: OrderedDict[str, Any]
+    _registry_lock: RWLock
+
+    async def lru_lora_name(self, exclude_pinned: bool = False) -> str | None: ...
+    async def unregister(self, lora_name: str) -> str: ...
+    def get_all_adapters(self) -> dict[str, LoRARef]: ...
 
 
 @describes("sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor")
@@ -100,3 +160,23 @@ class TokenizerManager(Protocol):
 @describes("sglang.srt.managers.tokenizer_manager.SignalHandler")
 class SignalHandler(Protocol):
     tokenizer_manager: TokenizerManager
+
+
+@describes("sglang.srt.entrypoints.engine.Engine")
+class Engine(Protocol):
+    loop: asyncio.AbstractEventLoop
+    server_args: ServerArgs
+
+    def _serialize_tensors_per_rank(self, tensors: Any, load_format: str | None) -> list[bytes]: ...
+
+    # None on every node but the first
+    @property
+    def tokenizer_manager(self) -> TokenizerManager | None: ...
+
+
+@describes("sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase")
+class OpenAIServing(Protocol):
+    tokenizer_manager: TokenizerManager
+
+    def _parse_model_parameter(self, model: str) -> tuple[str, str | None]: ...
+    async def handle_request(self, request: Any, raw_request: Any) -> Any: ...

@@ -12,15 +12,14 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from sglang_inflight.errors import Conflict, Refused
-from sglang_inflight.frontend.deadline import Deadline
+from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.sglang_types.runtime_context import get_disagg, get_serving
 from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.lora_registry import RWLock
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import RWLock, TokenizerManager
 
 # poll period for a pause, while an update waits for running requests
 LOOK_S = 0.05

@@ -1,4 +1,4 @@
-"""Check this server's support of a policy for the KV of older weights."""
+"""Check what this server can do about KV of older weights, in each tier of its cache."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ import functools
 import logging
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.frontend.tiers import why_cache_cannot_be_flushed
 from sglang_inflight.messages import KVPolicy
+from sglang_inflight.sglang_types.runtime_context import get_memory, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
+
+
+def why_cache_cannot_be_flushed() -> str | None:
+    """Return why later requests may reuse prefixes of older weights, or None if they cannot.
+
+    In a hierarchical cache the host tier shares the device tier's tree and keys, so fence and
+    flush reach both. A storage backend has keys of its own. Storage backends may be attached and
+    detached while the server runs.
+    """
+    memory = get_memory()
+    if memory.enable_lmcache or memory.enable_flexkv:
+        return "LMCache and FlexKV keep prefixes of older weights"
+    if not memory.enable_hierarchical_cache:
+        return None
+    if (store := memory.hicache_storage_backend) is not None:
+        return f"--hicache-storage-backend {store} keeps prefixes of older weights"
+    if get_parallel().pp_size > 1:
+        return "--enable-hierarchical-cache is untested with --pp-size above 1"
+    return None
+
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 
 from sglang_inflight.answers import Receipt
 from sglang_inflight.errors import Conflict, Dropped
-from sglang_inflight.frontend.deadline import Deadline
-from sglang_inflight.frontend.shared_call import SharedCall
+from sglang_inflight.frontend.aio import Deadline, SharedCall
 from sglang_inflight.frontend.updates.phase import Event, Phase, follow
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import (

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang_inflight.answers import Receipt
 from sglang_inflight.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
+from sglang_inflight.frontend.aio import Deadline, carry_through, keep
 from sglang_inflight.frontend.bodies import OnBusy
-from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
-from sglang_inflight.frontend.tasks import carry_through, keep
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.answers import Begun, Receipt, StagedSoFar
 from sglang_inflight.errors import Conflict, Dropped, Refused
+from sglang_inflight.frontend.aio import Deadline, keep
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -24,8 +25,6 @@ from sglang_inflight.frontend.bodies import (
     SealBody,
     UpdateBody,
 )
-from sglang_inflight.frontend.deadline import Deadline
-from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.kv_policy import require_supported

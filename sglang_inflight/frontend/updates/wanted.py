@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from dataclasses import dataclass
 
+from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.bodies import (
     BeginBody,
     DistributedBody,
@@ -14,7 +15,6 @@ from sglang_inflight.frontend.bodies import (
     UpdateBody,
     choose_kv_policy,
 )
-from sglang_inflight.frontend.deadline import Deadline
 from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
 from sglang_inflight.messages import KVPolicy, Selector, Source
 

@@ -48,7 +48,7 @@ from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.lora_registry import LoRARef, LoRARegistry
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import LoRARef, LoRARegistry
     from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
 
 logger = logging.getLogger(__name__)

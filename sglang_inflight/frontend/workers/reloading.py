@@ -16,7 +16,7 @@ from sglang_inflight.frontend.workers.forward import owners_client
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
     from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 # only on the owner's socket

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
     from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 

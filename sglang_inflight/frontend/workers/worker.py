@@ -8,11 +8,11 @@ import os
 import socket
 from typing import TYPE_CHECKING
 
+from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.sglangs_pause import let_requests_in
-from sglang_inflight.frontend.tasks import keep
 from sglang_inflight.frontend.workers import aborting
 from sglang_inflight.frontend.workers.adapter_refcounts import WorkersRegistry, as_sglangs
 from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
@@ -34,8 +34,10 @@ from sglang_inflight.frontend.workers.protocol import (
 from sglang_inflight.frontend.workers.reloading import reload
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.lora_registry import AdapterAnswer
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
+        AdapterAnswer,
+        TokenizerManager,
+    )
     from sglang_inflight.sglang_types.requests import LoadAdapterRequest
 
 logger = logging.getLogger(__name__)

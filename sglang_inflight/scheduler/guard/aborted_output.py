@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.output_streamer import SchedulerOutputStreamer
     from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang_inflight.scheduler.sglang_types.scheduler import SchedulerOutputStreamer
     from sglang_inflight.sglang_types.requests import AbortRequest
 
 _MESSAGE = "Abort in waiting queue"

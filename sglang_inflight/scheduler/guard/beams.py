@@ -14,7 +14,7 @@ from sglang.srt.beam_search.batch_tail import strip_beam_tail
 from sglang.srt.beam_search.beam_group import BeamGroup
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.beams import BeamGroup as BeamGroupFields
+    from sglang_inflight.scheduler.sglang_types.req import BeamGroup as BeamGroupFields
     from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.scheduler.sglang_types.scheduler import BeamCoordinator, Scheduler
 

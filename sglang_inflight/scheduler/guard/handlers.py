@@ -40,8 +40,12 @@ from sglang_inflight.unsupported import why_no_pause
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.dispatcher import TypeBasedDispatcher
-    from sglang_inflight.sglang_types.requests import BatchRequest, OpenSessionRequest, Request
+    from sglang_inflight.sglang_types.requests import (
+        BatchRequest,
+        OpenSessionRequest,
+        Request,
+        TypeBasedDispatcher,
+    )
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.penalizers import (
+    from sglang_inflight.scheduler.sglang_types.req import (
         FrequencyPenalizer,
         MinNewTokensPenalizer,
         Penalizer,

@@ -17,10 +17,8 @@ from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabPara
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.forward_batch import ForwardBatch
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.req import ForwardBatch, Req, ScheduleBatch
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 
 Embed = Callable[[torch.Tensor], torch.Tensor]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from sglang_inflight.scheduler.sglang_types.sampling_batch_info import SamplingBatchInfo
+    from sglang_inflight.scheduler.sglang_types.req import SamplingBatchInfo
 
 
 def unmask_rows_without_tokens(

@@ -27,7 +27,7 @@ from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.version_label import AdapterLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.lora import LoRAManager, LoRAUpdateOutput
+    from sglang_inflight.scheduler.sglang_types.model_runner import LoRAManager, LoRAUpdateOutput
     from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
     from sglang_inflight.sglang_types.requests import LoadAdapterRequest, UnloadAdapterRequest

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from sglang_inflight.scheduler.sglang_types.lora import LoRAAdapter, LoRAManager, LoRAMemoryPool
+from sglang_inflight.scheduler.sglang_types.model_runner import (
+    LoRAAdapter,
+    LoRAManager,
+    LoRAMemoryPool,
+)
 
 Tensors = dict[str, torch.Tensor]
 

@@ -52,8 +52,7 @@ from sglang_inflight.scheduler.memory.regions import MemoryRegions, bytes_in_use
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.staging import Staging
-from sglang_inflight.scheduler.update.staging_state import StagingState
+from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.sglang_types.runtime_context import get_exec, get_model, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
 

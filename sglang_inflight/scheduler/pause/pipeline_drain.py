@@ -8,6 +8,12 @@ another message. The waiting calls are handled then, in the order of their arriv
 wait behind them.
 
 Without a pipeline a call is handled at once: a step boundary has no microbatches in flight.
+
+``SkippedTurns`` counts held turns that are still owed. A microbatch's prefilled requests stay in
+``last_mbs`` until its next turn moves them into its running batch. SGLang looks for them nowhere
+else, because that turn normally follows at once. A held turn breaks this: requests may then be in
+``last_mbs`` and in no other list. That lasts until each microbatch has had its turn, even when the
+others have had theirs again.
 """
 
 from __future__ import annotations
@@ -18,6 +24,22 @@ from typing import TypeVar
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.sglang_types.runtime_context import get_parallel
+
+
+class SkippedTurns:
+    """The number of owed turns. Only the scheduler's thread touches it."""
+
+    def __init__(self) -> None:
+        self._owed = 0
+
+    def begin(self, *, held: bool, microbatches: int) -> None:
+        """Count a turn. A ``held`` turn launches nothing, and makes every microbatch owed one."""
+        self._owed = microbatches if held else max(0, self._owed - 1)
+
+    @property
+    def pending(self) -> bool:
+        return self._owed > 0
+
 
 C = TypeVar("C")
 

@@ -1,13 +1,26 @@
-"""A request in a scheduler."""
+"""SGLang's requests, their batches and sampling parameters, and the input of a forward."""
 
 from __future__ import annotations
 
 from collections.abc import MutableSequence, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from sglang_inflight.scheduler.sglang_types.beams import BeamGroup
 from sglang_inflight.sglang_types.describes import describes
-from sglang_inflight.sglang_types.sampling_params import SamplingParams
+from sglang_inflight.sglang_types.requests import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+@describes("sglang.srt.beam_search.beam_group.BeamGroup")
+class BeamGroup(Protocol):
+    beam_width: int
+    length_penalty: float
+    max_new_tokens: int
+    num_return: int
+    stop_token_ids: torch.Tensor
+    # the group's request
+    leader: Any
 
 
 @describes("sglang.srt.managers.schedule_batch.ReqKvInfo")
@@ -112,3 +125,101 @@ class Req(Protocol):
     def finished(self) -> bool: ...
     def set_finish_with_abort(self, error_msg: str) -> None: ...
     def update_finish_state(self) -> None: ...
+
+
+@describes("sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo")
+class SamplingBatchInfo(Protocol):
+    # None in a step without a grammar
+    grammar_mask: Any
+
+
+_LIBRARY = "sglang.srt.sampling.penaltylib"
+
+
+@describes(f"{_LIBRARY}.orchestrator.BatchedPenalizerOrchestrator")
+class Orchestrator(Protocol):
+    device: str
+
+    # SGLang returns None for a freed batch, but penalizers do not outlive their batch
+    @property
+    def batch(self) -> ScheduleBatch: ...
+    def reqs(self) -> list[Req]: ...
+
+
+@describes(f"{_LIBRARY}.orchestrator._BatchedPenalizer")
+class Penalizer(Protocol):
+    """Tensors have a row for each request of the batch."""
+
+    @property
+    def orchestrator(self) -> Orchestrator: ...
+
+
+@describes(f"{_LIBRARY}.frequency_penalty.BatchedFrequencyPenalizer")
+class FrequencyPenalizer(Penalizer, Protocol):
+    # shapes (requests, 1) and (requests, vocabulary)
+    frequency_penalties: torch.Tensor
+    cumulated_frequency_penalties: torch.Tensor
+
+
+@describes(f"{_LIBRARY}.presence_penalty.BatchedPresencePenalizer")
+class PresencePenalizer(Penalizer, Protocol):
+    presence_penalties: torch.Tensor
+    cumulated_presence_penalties: torch.Tensor
+
+
+@describes(f"{_LIBRARY}.repetition_penalty.BatchedRepetitionPenalizer")
+class RepetitionPenalizer(Penalizer, Protocol):
+    repetition_penalties: torch.Tensor
+    cumulated_repetition_penalties: torch.Tensor
+
+
+@describes(f"{_LIBRARY}.min_new_tokens.BatchedMinNewTokensPenalizer")
+class MinNewTokensPenalizer(Penalizer, Protocol):
+    # (requests, 1)
+    len_output_tokens: torch.Tensor
+
+
+@describes("sglang.srt.speculative.spec_info.SpeculativeAlgorithm")
+class SpeculativeAlgorithm(Protocol):
+    def is_none(self) -> bool: ...
+
+
+@describes("sglang.srt.model_executor.forward_batch_info.ForwardMode")
+class ForwardMode(Protocol):
+    def is_extend(self) -> bool: ...
+
+
+@describes("sglang.srt.managers.schedule_batch.ScheduleBatch")
+class ScheduleBatch(Protocol):
+    reqs: list[Req]
+    # only in a prefill: numbers of cached and of computed tokens, per request
+    prefix_lens: list[int]
+    extend_lens: list[int]
+    # None if the forward writes no KV
+    out_cache_loc: torch.Tensor | None
+    forward_mode: ForwardMode
+    spec_algorithm: SpeculativeAlgorithm
+    enable_overlap: bool
+    # only on a prefill server: true once the chunk's KV is cached and may be sent
+    prefill_chunk_processed: bool
+    # true: add no request before another has ended
+    batch_is_full: bool
+
+    def is_empty(self) -> bool: ...
+    def filter_batch(self) -> None:
+        """Remove ended requests."""
+
+
+@describes("sglang.srt.managers.scheduler_pp_mixin.PPBatchMetadata")
+class PPBatchMetadata(Protocol):
+    """``fwd_batch`` is a snapshot of the microbatch at its launch, if it may have changed."""
+
+    fwd_batch: ScheduleBatch | None
+
+
+@describes("sglang.srt.model_executor.forward_batch_info.ForwardBatch")
+class ForwardBatch(Protocol):
+    # (tokens), perhaps with padding
+    input_ids: torch.Tensor
+    # (tokens with an embedding in their request, hidden size); None without such tokens
+    input_embeds: torch.Tensor | None

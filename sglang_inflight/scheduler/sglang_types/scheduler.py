@@ -1,40 +1,142 @@
-"""The scheduler. All its work is on one thread, its loop's."""
+"""SGLang's scheduler, with its sockets and queues. All its work is on one thread, its loop's."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
 
-from sglang_inflight.scheduler.sglang_types.ipc_channels import SchedulerIpcChannels
-from sglang_inflight.scheduler.sglang_types.load import (
-    SchedulerLoadInquirer,
-    SchedulerLoadPublisher,
-)
-from sglang_inflight.scheduler.sglang_types.lora import LoRANameTable
+import torch
+
 from sglang_inflight.scheduler.sglang_types.model_runner import (
     DraftWorker,
+    LoRANameTable,
     SchedulerWeightUpdaterManager,
     TpModelWorker,
 )
-from sglang_inflight.scheduler.sglang_types.output_streamer import SchedulerOutputStreamer
 from sglang_inflight.scheduler.sglang_types.pools import ReqToTokenPool, TokenToKVPoolAllocator
-from sglang_inflight.scheduler.sglang_types.queues import (
-    DecodePreallocQueue,
-    DecodeTransferQueue,
-    GrammarManager,
-    HiSparseCoordinator,
-    MetadataBuffers,
-    PrefillBootstrapQueue,
-)
-from sglang_inflight.scheduler.sglang_types.req import Req
-from sglang_inflight.scheduler.sglang_types.schedule_batch import (
+from sglang_inflight.scheduler.sglang_types.req import (
+    KVConnection,
     PPBatchMetadata,
+    Req,
     ScheduleBatch,
     SpeculativeAlgorithm,
 )
 from sglang_inflight.sglang_types.describes import describes
-from sglang_inflight.sglang_types.dispatcher import TypeBasedDispatcher
-from sglang_inflight.sglang_types.requests import Request
+from sglang_inflight.sglang_types.requests import Request, TypeBasedDispatcher
+
+if TYPE_CHECKING:
+    import torch
+
+
+@describes("sglang.srt.managers.scheduler_components.output_sender.SenderWrapper")
+class SenderWrapper(Protocol):
+    # a zmq.Socket; None on all ranks but a replica's first
+    socket: Any | None
+
+    def send_output(self, output: Any, recv_obj: object | None = None) -> None: ...
+
+
+@describes("sglang.srt.managers.scheduler_components.ipc_channels.SchedulerIpcChannels")
+class SchedulerIpcChannels(Protocol):
+    # a zmq.Socket, or the scripted runtime's substitute
+    recv_from_tokenizer: Any
+    recv_from_rpc: Any | None
+    send_to_tokenizer: SenderWrapper
+
+
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
+
+
+@describes(f"{_COMPONENTS}.load_inquirer.SchedulerLoadInquirer")
+class SchedulerLoadInquirer(Protocol):
+    def get_loads(self) -> Any: ...
+
+
+@describes(f"{_COMPONENTS}.load_publisher.SchedulerLoadPublisher")
+class SchedulerLoadPublisher(Protocol):
+    def publish_load_stat(
+        self, load_provider: Callable[[], Any], force: bool = False, snapshot: Any | None = None
+    ) -> None: ...
+
+
+@describes("sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer")
+class SchedulerOutputStreamer(Protocol):
+    has_additional_customized_info: bool
+    # false for an embedding model
+    is_generation: bool
+
+    def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]: ...
+    def stream_output(self, reqs: list[Req], return_logprob: bool) -> None: ...
+
+
+@describes(
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor"
+)
+class SchedulerBatchResultProcessor(Protocol):
+    req_to_token_pool: ReqToTokenPool
+
+
+@describes("sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo")
+class MLPSyncBatchInfo(Protocol):
+    # on the host, (attention DP groups, numbers per group)
+    tp0_info_cpu: torch.Tensor
+
+
+@describes("sglang.srt.constrained.grammar_manager.GrammarManager")
+class GrammarManager(Protocol):
+    grammar_queue: list[Req]
+
+
+@describes("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue")
+class PrefillBootstrapQueue(Protocol):
+    queue: list[Req]
+
+
+@describes("sglang.srt.disaggregation.decode.DecodeRequest")
+class DecodeRequest(Protocol):
+    req: Req
+    # index of the row of ``MetadataBuffers`` sent with the KV
+    metadata_buffer_index: int
+    kv_receiver: KVConnection | None
+
+
+@describes("sglang.srt.disaggregation.decode.DecodePreallocQueue")
+class DecodePreallocQueue(Protocol):
+    queue: list[DecodeRequest]
+    retracted_queue: list[Req]
+    # requests retracted by a pause: their prompts are prefilled again when generation continues
+    held_rebootstrap_reqs: list[Req]
+
+
+@describes("sglang.srt.disaggregation.decode.DecodeTransferQueue")
+class DecodeTransferQueue(Protocol):
+    queue: list[DecodeRequest]
+    # host-side group of the ranks that take over the same requests in the same step
+    gloo_group: Any
+
+    def has_pending_deferred_releases(self) -> bool: ...
+
+
+@describes("sglang.srt.disaggregation.utils.MetadataBuffers")
+class MetadataBuffers(Protocol):
+    """A row for each request between two servers. SGLang sends all 16 numbers of a row."""
+
+    output_ids: torch.Tensor
+    cached_tokens: torch.Tensor
+
+
+@describes("sglang.srt.managers.hisparse_coordinator.HiSparseAct")
+class HiSparseAct(Protocol):
+    req: Req
+
+
+@describes("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator")
+class HiSparseCoordinator(Protocol):
+    # requests whose KV is being backed up after their prefill
+    ack_staging_queue: list[HiSparseAct]
+
+    def request_finished(self, req: Req) -> None: ...
 
 
 @describes("sglang.srt.beam_search.coordinator.BeamCoordinator")

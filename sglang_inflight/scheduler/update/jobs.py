@@ -36,6 +36,7 @@ from sglang_inflight.scheduler.update.shorten import list_names
 from sglang_inflight.scheduler.update.sources.batches import (
     MOST_BYTES,
     Batches,
+    Weights,
     in_parts,
     one_batch,
     with_whole_modules,
@@ -46,7 +47,6 @@ from sglang_inflight.scheduler.update.sources.disk import read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
-from sglang_inflight.scheduler.update.sources.weights import Weights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Sealed, Update

@@ -3,10 +3,24 @@
 A rank votes by answering the ``SealCall``. The front end commits if every rank of every replica
 voted in time, and drops the update otherwise. No rank waits for another rank, neither in its loop
 nor in its staging thread. A dead or hanging rank fails the update and nothing else.
+
+The shadow's states allow these steps:
+
+    step      EMPTY    OPEN      SEALED
+    open      OPEN     refused   refused
+    stage     refused  OPEN      refused
+    seal      refused  OPEN      refused
+    voted     refused  SEALED    refused
+    commit    refused  refused   EMPTY
+    drop      EMPTY    EMPTY     EMPTY
+
+EMPTY: the previous version, or nothing of use. OPEN: an update as far as it is filled. SEALED: a
+complete and checked update with this rank's vote.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,9 +50,43 @@ from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
-from sglang_inflight.scheduler.update.staging_state import StagingState, Step, states_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
+
+
+class StagingState(enum.Enum):
+    EMPTY = "empty"
+    OPEN = "open"
+    SEALED = "sealed"
+
+
+class Step(enum.Enum):
+    OPEN = "open"
+    STAGE = "stage"
+    SEAL = "seal"
+    # by the staging thread, at the end of the seal's job
+    VOTED = "voted"
+    COMMIT = "commit"
+    DROP = "drop"
+
+
+# a step not listed here is refused
+MOVES: dict[tuple[Step, StagingState], StagingState] = {
+    (Step.OPEN, StagingState.EMPTY): StagingState.OPEN,
+    (Step.STAGE, StagingState.OPEN): StagingState.OPEN,
+    (Step.SEAL, StagingState.OPEN): StagingState.OPEN,
+    (Step.VOTED, StagingState.OPEN): StagingState.SEALED,
+    (Step.COMMIT, StagingState.SEALED): StagingState.EMPTY,
+    (Step.DROP, StagingState.EMPTY): StagingState.EMPTY,
+    (Step.DROP, StagingState.OPEN): StagingState.EMPTY,
+    (Step.DROP, StagingState.SEALED): StagingState.EMPTY,
+}
+
+
+def states_for(step: Step) -> list[StagingState]:
+    """Return the states that allow ``step``."""
+    return [state for known, state in MOVES if known is step]
+
 
 # why updates are written in place although the model could be staged
 AS_SET = "SGLANG_INFLIGHT_STAGING=off, or no memory for a second copy of the weights"
@@ -47,7 +95,7 @@ AS_SET = "SGLANG_INFLIGHT_STAGING=off, or no memory for a second copy of the wei
 class Staging:
     """The open update of one rank. Only the scheduler's thread touches this object.
 
-    ``staging_state.py`` lists the calls allowed in each state. An allowed call becomes a job for
+    The table above lists the calls allowed in each state. An allowed call becomes a job for
     the staging thread. A drop sets a mark, and the running job looks at the mark.
 
     In the mode ``off`` there is no shadow: jobs run at once and write the live weights. From the

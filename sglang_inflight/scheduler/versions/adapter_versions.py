@@ -22,7 +22,7 @@ from sglang_inflight.version_label import AdapterLabel, add_adapter
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.sglang_types.weight_versions import WeightVersionSpan
+    from sglang_inflight.sglang_types.requests import WeightVersionSpan
 
 # a version's packed label begins with a number, and never like this
 _MARK = "adapter "

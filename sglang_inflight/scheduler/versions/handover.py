@@ -39,9 +39,12 @@ from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.queues import DecodeRequest, MetadataBuffers
     from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.scheduler.sglang_types.scheduler import (
+        DecodeRequest,
+        MetadataBuffers,
+        Scheduler,
+    )
 
 PREFILL = "prefill"
 UNKNOWN = "unknown"

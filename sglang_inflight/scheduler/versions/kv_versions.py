@@ -24,25 +24,49 @@ the slots and of a request's row. So a read sees all earlier records. The host w
 and so for the stream's own wait: until the last launched forward has read the data that the
 scheduler may write next. For most forwards in CUDA graphs SGLang knows that moment. For others,
 such as a prefill, the stream waits for the forward's end.
+
+An allocator's ``size`` may be smaller: the size of the smaller one of two pools, or the part of
+shared memory left by other pools.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
+from sglang.srt.mem_cache.allocator.page_interleave import PageInterleavePoolAllocator
+from sglang.srt.mem_cache.allocator.unified_hybrid_swa import UnifiedSWAAllocatorBase
+from sglang.srt.mem_cache.allocator.unified_mamba import UnifiedMambaTokenToKVPoolAllocator
 from sglang.srt.utils import is_pin_memory_available
 
 from sglang_inflight.scheduler.host_tier import count_host_slots
 from sglang_inflight.scheduler.versions.request_record import Spans, record_of
-from sglang_inflight.scheduler.versions.slots import count_slots
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.pools import (
+        ShardedPoolAllocator,
+        TokenToKVPoolAllocator,
+        VirtualPoolAllocator,
+    )
+    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+
+
+def count_slots(allocator: TokenToKVPoolAllocator) -> int:
+    """Return a bound above each slot id in requests and batches.
+
+    Ids begin after the first page: the first page takes the writes of padding.
+    """
+    slots, first = allocator.size_full, allocator.page_size
+    if isinstance(allocator, UnifiedSWAAllocatorBase | UnifiedMambaTokenToKVPoolAllocator):
+        # virtual ids: memory is assigned when an id is handed out
+        slots = max(slots, cast("VirtualPoolAllocator", allocator).draft_virtual_id_space)
+    if isinstance(allocator, PageInterleavePoolAllocator):
+        # the first page of each rank
+        first *= cast("ShardedPoolAllocator", allocator).shard_size
+    return slots + first
 
 
 # the labels of a request's KV from its first position on, each with a number of positions

@@ -25,8 +25,7 @@ from sglang_inflight.sglang_types.runtime_context import get_context, get_servin
 from sglang_inflight.version_label import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.schedule_batch import ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
 
 # The epoch of the results processed now. Global like SGLang's version name: functions that write
 # spans have no other access to it.

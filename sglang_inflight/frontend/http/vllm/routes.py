@@ -28,12 +28,12 @@ from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     Endpoint,
+    fails_on_shutdown,
     guarded,
     while_connected,
     with_body,
     with_query,
 )
-from sglang_inflight.frontend.http.fails_on_shutdown import fails_on_shutdown
 from sglang_inflight.frontend.http.vllm.adapters import LoadBody, VLLMAdapters
 from sglang_inflight.frontend.http.vllm.bodies import (
     AbortBody,

@@ -19,8 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.throttle.copies import copy_in_pieces
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.throttle.rate import RateLimit, copy_in_pieces
 
 _COPY = torch.ops.aten.copy_.default
 

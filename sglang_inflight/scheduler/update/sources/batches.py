@@ -13,7 +13,9 @@ from contextlib import closing
 
 import torch
 
-from sglang_inflight.scheduler.update.sources.weights import Weights
+# Names and tensors, on the staging thread. A tensor may be the caller's memory.
+Weights = Generator[tuple[str, torch.Tensor], None, None]
+
 
 # A source's tensors in batches. A request for the next batch returns this batch's memory to the
 # sender.

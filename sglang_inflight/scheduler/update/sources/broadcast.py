@@ -12,9 +12,9 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, Flattene
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, DistributedSource
+from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
-from sglang_inflight.scheduler.update.sources.weights import Weights
 
 # the buffer of one broadcast, and the tensors in it once it is received
 Received = tuple[torch.Tensor, list[tuple[str, torch.Tensor]]]

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from threadpoolctl import threadpool_limits
@@ -131,3 +132,19 @@ def yield_cores(niceness: int) -> None:
     """
     threadpool_limits(limits=1, user_api="openmp")
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+
+
+def copy_in_pieces(
+    rate_limit: RateLimit, target: torch.Tensor, source: torch.Tensor, *how: Any, **options: Any
+) -> None:
+    """Do ``target.copy_(source)``, no faster than ``rate_limit`` allows.
+
+    ``how`` and ``options`` are arguments of ``torch.Tensor.copy_``. A source of another shape,
+    for torch to expand, is copied at once.
+    """
+    if target.shape != source.shape:
+        target.copy_(source, *how, **options)
+        rate_limit.spend(target.nbytes + source.nbytes)
+        return
+    for to, of in rate_limit.cut(target, source):
+        to.copy_(of, *how, **options)

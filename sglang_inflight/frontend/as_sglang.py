@@ -1,4 +1,4 @@
-"""Read bodies of SGLang's own routes as SGLang does.
+"""Read bodies and write results of SGLang's own calls as SGLang does.
 
 SGLang converts values as pydantic does (a port in quotes, for one), and ignores unknown fields.
 Frameworks rely on both. Our own fields are read strictly, because every client of ours sends the
@@ -10,12 +10,14 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.answers import Begun, Deferred, Receipt, StagedSoFar
+from sglang_inflight.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -77,3 +79,17 @@ def _adapters(theirs: type[msgspec.Struct]) -> dict[str, _Adapter]:
         for field in msgspec.structs.fields(theirs)
         if field.name not in ("rid", "http_worker_ipc")
     }
+
+
+SuccessAndMessage = tuple[bool, str]
+
+
+async def as_sglang_answers(
+    doing: Awaitable[Receipt | StagedSoFar | Begun | Deferred | None],
+) -> SuccessAndMessage:
+    """Return success and message; an ``InflightError`` becomes ``(False, its text)``."""
+    try:
+        answer = await doing
+    except InflightError as error:
+        return False, str(error)
+    return True, answer.message if answer is not None else "Success"

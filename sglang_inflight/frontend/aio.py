@@ -1,18 +1,50 @@
-"""Work done once for any number of waiting callers."""
+"""Helpers of the front end's event loop: deadlines, background tasks, calls shared by callers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 from sglang_inflight.errors import InflightError
 
-logger = logging.getLogger(__name__)
+
+class Deadline:
+    """A time limit, ``seconds`` after construction. Each call of a session has its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self._at = time.monotonic() + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds left, always above 0: a wait at the deadline still looks once."""
+        return max(0.001, self._at - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._at
+
 
 T = TypeVar("T")
+
+
+def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Start ``doing`` and keep its task in ``tasks``: the event loop's reference is weak."""
+    task = asyncio.ensure_future(doing)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+async def carry_through(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> T:
+    """Return an irrevocable step's outcome. The caller's cancellation does not stop the step."""
+    return await asyncio.shield(keep(tasks, doing))
+
+
+logger = logging.getLogger(__name__)
 
 
 async def _nothing() -> None:
