@@ -11,6 +11,7 @@ import torch
 
 from harness import marker
 from harness.server import Server, serve
+from tests.support.kv_runs import kv_runs, kv_without_reuse
 from tests.support.load import (
     ENDLESS,
     Output,
@@ -35,7 +36,6 @@ from tests.support.load import (
 from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK
 from tests.support.updates import by_reference, refuse, tensor_body
-from tests.test_kv_versions import kv_runs, kv_without_reuse
 
 VERSIONS = 4
 BLOCK = marker.HIDDEN // VERSIONS

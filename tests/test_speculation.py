@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.server import Server
+from tests.support.kv_runs import kv_runs, kv_without_reuse, runs
 from tests.support.load import (
     ENDLESS,
     Output,
@@ -26,7 +27,6 @@ from tests.support.load import (
 )
 from tests.support.plugins import stands_in_for_kernels, with_plugin
 from tests.support.pool import FLAVOURS, Flavour, ServerPool, add_both_loops
-from tests.test_kv_versions import kv_runs, kv_without_reuse, runs
 
 pytestmark = stands_in_for_kernels
 

@@ -27,7 +27,7 @@ from sglang_inflight.scheduler.update.sources import groups
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.settings import Settings
-from tests.unit.test_staging_states import ManualWorker
+from tests.unit.fakes import ManualWorker
 
 NAME = "g"
 PATIENCE_S = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_inflight.errors import Conflict, InflightError
+from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     DiskSource,
     Done,
@@ -29,27 +29,9 @@ from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingStat
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
+from tests.unit.fakes import ManualWorker
 
 EMPTY, OPEN, SEALED = StagingState
-
-
-class ManualWorker:
-    """A staging thread that runs its jobs when the test calls ``work``."""
-
-    def __init__(self) -> None:
-        self._jobs: list[Job[Any]] = []
-        self.failed: list[str] = []
-
-    def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
-        self._jobs.append(job)
-
-    def work(self) -> None:
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            try:
-                job()
-            except InflightError as error:
-                self.failed.append(str(error))
 
 
 class ImmediateWorker(ManualWorker):

@@ -13,7 +13,7 @@ from sglang_inflight.frontend.updates import kv_policy, two_phase
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.messages import CommitCall
 from tests.support.ticks import run
-from tests.unit.test_update_orders import Play
+from tests.unit.fakes import Play
 
 ONE: dict[str, Any] = {
     "enable_lmcache": False,

@@ -36,7 +36,7 @@ from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, O
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
-from tests.unit.test_update_orders import SETTINGS, Play
+from tests.unit.fakes import SETTINGS, Play
 
 
 class NoPauses:

@@ -15,7 +15,7 @@ from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.http.vllm.bodies import PauseQuery, SleepQuery
 from sglang_inflight.frontend.http.vllm.routes import _Routes
 from tests.support.ticks import run, until_idle
-from tests.unit.test_pauses_made_again import OneRank, no_server, pauses_of
+from tests.unit.fakes import PausingRank, no_server, pauses_of
 
 __all__ = ["no_server"]
 
@@ -30,7 +30,7 @@ class WorkAfterGrant:
 
 class Played:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rank = OneRank()
+        self.rank = PausingRank()
         self.work = WorkAfterGrant()
         pauses = pauses_of(self.rank)
 

@@ -1,0 +1,251 @@
+"""Ranks and workers that answer when a unit test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_inflight.errors import InflightError
+from sglang_inflight.frontend.bodies import (
+    TensorBody,
+)
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.updates.drain import NoRequestsRunning
+from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.served import Served
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.messages import (
+    A,
+    Committed,
+    ContinueCall,
+    Done,
+    Failed,
+    InflightCall,
+    Opened,
+    PauseCall,
+    Paused,
+    RankAnswer,
+    Resumed,
+    SealCall,
+    StageCall,
+    Staged,
+    StatusCall,
+    TransferGivenUp,
+    Voted,
+)
+from sglang_inflight.scheduler.update.worker import Job
+from sglang_inflight.settings import Settings
+from sglang_inflight.topology import Rank
+from tests.support.ticks import until_idle
+
+SESSION = "s"
+
+
+# more rounds than there are updates in a play
+ROUNDS = 10
+
+
+WHOLE = {
+    Done: Done(),
+    Opened: Opened(in_place=False),
+    Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
+    Voted: Voted(staged_s=1.0),
+    TransferGivenUp: TransferGivenUp(broken=True),
+}
+
+
+def committed(epoch: int) -> Committed:
+    return Committed(
+        weight_version=f"v{epoch}",
+        base_version=f"v{epoch - 1}",
+        epoch=epoch,
+        stall_ms=1.0,
+        retracted=0,
+        digest="d",
+    )
+
+
+class ManualRank(Ranks):
+    """One rank. The test decides when it answers, in the order of the calls."""
+
+    def __init__(self) -> None:
+        self.called: list[Any] = []
+        self._waiting: list[tuple[Any, asyncio.Future[Any]]] = []
+        self.epoch = 0
+        self.heard_by: Callable[[RankAnswer], None]
+        self.refuses_next = False
+        self.refusable: tuple[type, ...] = (StageCall, SealCall)
+
+    async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
+        self.called.append(call)
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((call, answered))
+        return [await answered]
+
+    def answer(self) -> bool:
+        """Answer all waiting calls. Return whether there were any."""
+        waiting, self._waiting = self._waiting, []
+        for call, answered in waiting:
+            refused = self.refuses_next and isinstance(call, self.refusable)
+            self.refuses_next = self.refuses_next and not refused
+            answer = Failed(message="no", error="Refused") if refused else self._do(call)
+            self.heard_by(answer)
+            if not answered.done():
+                answered.set_result(answer)
+        return bool(waiting)
+
+    def _do(self, call: Any) -> RankAnswer:
+        if call.answer is not Committed:
+            return WHOLE[call.answer]
+        self.epoch += 1
+        return committed(self.epoch)
+
+
+class Play:
+    """A front end with an open session, and the calls made to it."""
+
+    def __init__(self) -> None:
+        # the version after each commit and rollback
+        self.published: list[str] = []
+        self.manager: Any = SimpleNamespace(
+            asyncio_tasks=set(),
+            mm_processor=None,
+            config_value=lambda name: "v0",
+            abort_request=lambda abort_all: None,
+            _update_weight_version_if_provided=self.published.append,
+        )
+        manager = self.manager
+        self.ranks = ManualRank()
+        served = Served(manager, Rank(0, 0, 0))
+        self.ranks.heard_by = served.take_answer
+        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
+        self.groups, idle = (
+            Groups(self.ranks, SETTINGS),
+            NoRequestsRunning(manager, pauses=NO_PAUSES),
+        )
+        self.updates: Updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS)
+        self.background = manager.asyncio_tasks
+        self.made: list[asyncio.Future[Any]] = []
+        self.left: list[asyncio.Future[Any]] = []
+
+    def make(self, call: Awaitable[Any]) -> None:
+        self.made.append(asyncio.ensure_future(call))
+
+    def piece(self, **fields: Any) -> TensorBody:
+        return TensorBody(
+            serialized_named_tensors=[b""], non_blocking=True, kv_cache="fence", **fields
+        )
+
+    def lapse(self) -> None:
+        if self.two_phase.current is not None:
+            self.two_phase.expire(self.two_phase.current)
+
+    def leave(self) -> None:
+        """Cancel the last waiting call."""
+        waiting = [call for call in self.made if not call.done()]
+        if waiting:
+            waiting[-1].cancel()
+            self.left.append(waiting[-1])
+
+    def refuse(self) -> None:
+        self.ranks.refuses_next = True
+
+    async def settle(self) -> None:
+        await until_idle()
+
+    async def finish(self) -> None:
+        """Answer all calls, and let sessions without an end expire."""
+        for _ in range(ROUNDS):
+            while self.ranks.answer():
+                await self.settle()
+            if all(call.done() for call in (*self.made, *self.background)):
+                return
+            self.lapse()
+            await self.settle()
+        raise AssertionError("somebody waits for ever")
+
+
+SETTINGS = Settings.from_environment()
+
+
+METRICS: Any = SimpleNamespace(
+    updates=SimpleNamespace(labels=lambda result: SimpleNamespace(inc=lambda: None))
+)
+
+
+NO_PAUSES: Any = None
+
+
+class PausingRank(Ranks):
+    """A rank in a long step. ``step`` ends it and carries the calls out."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.takes = 0
+        self._told: list[tuple[Any, asyncio.Future[Any]]] = []
+
+    async def ask(self, call: InflightCall[A], timeout_s: float) -> list[A | Failed]:
+        answered: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._told.append((call, answered))
+        return [await answered]
+
+    def step(self) -> None:
+        told, self._told = self._told, []
+        for call, answered in told:
+            answer = self._do(call)
+            if not answered.done():
+                answered.set_result(answer)
+
+    def _do(self, call: Any) -> Any:
+        match call:
+            case PauseCall(pause_id=pause_id):
+                self.takes += 1
+                self.held = [pause_id]
+                return Paused(mode=call.mode, running=0, waiting=0, retracted=0, aborted=0)
+            case ContinueCall():
+                self.held = []
+                return Resumed(paused=False)
+            case StatusCall():
+                return SimpleNamespace(pause=SimpleNamespace(paused=bool(self.held)))
+        raise AssertionError(call)
+
+
+@pytest.fixture(autouse=True)
+def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pauses work without a server's settings."""
+    for module in ("pauses", "sglangs_pause"):
+        monkeypatch.setattr(f"sglang_inflight.frontend.{module}.why_no_pause", lambda: None)
+
+
+def pauses_of(rank: PausingRank) -> Pauses:
+    manager: Any = SimpleNamespace(
+        gracefully_exit=False, is_pause=False, config_value=lambda name: "v0"
+    )
+    metric = SimpleNamespace(observe=lambda value: None)
+    metrics: Any = SimpleNamespace(pause_grant=SimpleNamespace(labels=lambda mode: metric))
+    return Pauses(manager, rank, metrics)
+
+
+class ManualWorker:
+    """A staging thread that runs its jobs when the test calls ``work``."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Job[Any]] = []
+        self.failed: list[str] = []
+
+    def submit(self, call: InflightCall[Any], job: Job[Any]) -> None:
+        self._jobs.append(job)
+
+    def work(self) -> None:
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            try:
+                job()
+            except InflightError as error:
+                self.failed.append(str(error))
