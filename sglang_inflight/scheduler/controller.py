@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable
-from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import (
-    AbortReq,
     ContinueGenerationReqInput,
     PauseGenerationReqInput,
 )
@@ -53,6 +50,7 @@ from sglang_inflight.scheduler.guard.aborted_output import (
     has_made_something,
 )
 from sglang_inflight.scheduler.guard.handlers import Containment
+from sglang_inflight.scheduler.hold import Hold
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.memory.release import MemoryRelease
@@ -61,12 +59,10 @@ from sglang_inflight.scheduler.names import NAMES
 from sglang_inflight.scheduler.nodes.reply_transport import find_reply_transport
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
-from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain, SkippedTurns
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.staging import StagingState
 from sglang_inflight.scheduler.update.throttle.rate import switch_often
 from sglang_inflight.scheduler.versions.embeddings import forget_embeddings
 from sglang_inflight.scheduler.versions.handover import Handover
@@ -106,8 +102,6 @@ class Controller:
         boundary = self._boundary = Boundary(scheduler, metrics)
         NAMES.adopt(scheduler, boundary)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
-        self._pipeline_drain = PipelineDrain(boundary)
-        self._skipped_turns = SkippedTurns()
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary, kv_versions)
         self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
@@ -122,8 +116,6 @@ class Controller:
         )
         self.adapters = Adapters(scheduler, boundary, self.fence)
         self.live = LiveWeights(scheduler)
-        # time.perf_counter() at the first step skipped because the weights cannot be served
-        self._weights_hold_since: float | None = None
         self.staging = make_staging(
             scheduler,
             boundary,
@@ -133,6 +125,7 @@ class Controller:
             settings,
             is_busy=self._is_busy,
         )
+        self.hold = Hold(scheduler, boundary, self.pause, self.live, self.staging)
         self.commits = Commits(
             boundary,
             self.staging,
@@ -177,7 +170,7 @@ class Controller:
             GiveUpTransferCall: self.staging.give_up_transfer,
             StatusCall: self._describe,
         }
-        defer = self._pipeline_drain.defer
+        defer = self.hold.pipeline_drain.defer
         dispatched: dict[type, Callable[[Any], None]] = {}
         for call_type, handler in handlers.items():
             contained = self._contain(handler)
@@ -202,32 +195,8 @@ class Controller:
         Called at every step boundary, after the messages were handled.
         """
         self._background.answer_for_those_done()
-        why_not = self.live.why_not_served
-        self._commit_answers.give_due(wait=self.is_frozen or why_not is not None)
-        if why_not is None or self.is_frozen:
-            self._end_weights_hold()
-        # requests wait while a pause is held, or while an update is open; otherwise end them
-        elif self.staging.state is StagingState.EMPTY:
-            self._refuse_to_generate(why_not)
-        if self.pause.holds_the_loop():
-            return True
-        if why_not is None:
-            return False
-        if self._weights_hold_since is None:
-            self._weights_hold_since = time.perf_counter()
-        self.pause.stay_alive()
-        self.pause.sleep()
-        return True
-
-    def _end_weights_hold(self) -> None:
-        """Extend request timeouts by the time for which the weights held the loop.
-
-        Called when the weights can be served again, or when a pause takes over the holding: the
-        pause extends the timeouts by its own time.
-        """
-        if self._weights_hold_since is not None:
-            self.pause.extend_request_timeouts(time.perf_counter() - self._weights_hold_since)
-            self._weights_hold_since = None
+        self._commit_answers.give_due(wait=self.hold.why is not None)
+        return self.hold.holds_step()
 
     def needs_a_boundary(self, request: object) -> bool:
         """Return whether ``request``, and every message behind it, must wait for a boundary.
@@ -245,14 +214,9 @@ class Controller:
 
         Called in each turn, after the messages were handled.
         """
-        held = self._pipeline_drain.run_if_drained() or self.holds_the_loop()
-        self._skipped_turns.begin(held=held, microbatches=len(self._scheduler.running_mbs))
+        held = self.hold.pipeline_drain.run_if_drained() or self.holds_the_loop()
+        self.hold.count_turn(held=held)
         return held
-
-    @property
-    def holds_back(self) -> bool:
-        """Whether a pause, a waiting call or an owed turn keeps requests from making steps."""
-        return self.is_frozen or self._pipeline_drain.is_waited_for or self._skipped_turns.pending
 
     def admit(self, schedule: Callable[[], Any]) -> Any:
         """Call ``schedule``, and show it only the requests that may run now.
@@ -376,29 +340,6 @@ class Controller:
         """Update the version's label, after the result of ``batch`` was processed."""
         self.versions.after_result(batch)
 
-    @property
-    def is_held(self) -> bool:
-        """Whether the loop makes no step, because of a pause or of weights not served."""
-        return self.is_frozen or self._weights_hold_since is not None
-
-    @property
-    def is_frozen(self) -> bool:
-        return self.pause.state is PauseState.FROZEN
-
-    def _refuse_to_generate(self, reason: str) -> None:
-        """End every request with 503.
-
-        Requests are retracted first, because SGLang would let running ones make a last step.
-        """
-        if not self._boundary.live_requests():
-            return
-        self._boundary.retract()
-        status = HTTPStatus.SERVICE_UNAVAILABLE
-        finish: Any = {"type": "abort", "status_code": status, "message": reason}
-        self._scheduler.abort_request(
-            AbortReq(abort_all=True, abort_message=reason, finished_reason=finish)
-        )
-
     # ---- handlers ------------------------------------------------------------------
 
     def _contain(self, handler: Callable[[Any], None]) -> Callable[[InflightCall[Any]], None]:
@@ -488,7 +429,7 @@ class Controller:
         )
 
     def _is_busy(self) -> bool:
-        held = self.is_frozen or self.staging.holds_the_loop
+        held = self.hold.is_frozen or self.staging.holds_the_loop
         return not held and not self._scheduler.running_batch.is_empty()
 
 

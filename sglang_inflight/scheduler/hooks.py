@@ -140,7 +140,7 @@ def stop_clocks_while_held(
     poll: Callable[[PatchedScheduler], list[Any]], scheduler: PatchedScheduler
 ) -> list[Any]:
     """Time out no request while a pause or an update holds it. Leases still expire."""
-    aborts = [] if scheduler.inflight.is_held else poll(scheduler)
+    aborts = [] if scheduler.inflight.hold.is_on else poll(scheduler)
     return [*aborts, *scheduler.inflight.pause.times_over()]
 
 
@@ -187,7 +187,7 @@ def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler)
     A pipeline's loop without a launch counts as idle, and its pools would fail the idle check.
     An idle loop may also sleep until a message comes, before it takes in the waiting call.
     """
-    if not scheduler.inflight.holds_back and not CONTROL_SYNC.is_waiting:
+    if not scheduler.inflight.hold.keeps_back_requests and not CONTROL_SYNC.is_waiting:
         idle(scheduler)
 
 
@@ -199,7 +199,7 @@ def count_those_held(
 
 
 def _owed_a_turn(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
-    if get_parallel().pp_size == 1 or not scheduler.inflight.holds_back:
+    if get_parallel().pp_size == 1 or not scheduler.inflight.hold.keeps_back_requests:
         return []
     return [batch for batch in scheduler.last_mbs if batch is not None]
 
@@ -211,7 +211,7 @@ def is_idle(
 
     Also return False while a pipeline owes a turn to prefilled requests.
     """
-    if kwargs.get("for_health_check") and scheduler.inflight.is_held:
+    if kwargs.get("for_health_check") and scheduler.inflight.hold.is_on:
         return False
     if any(not req.finished() for batch in _owed_a_turn(scheduler) for req in batch.reqs):
         return False

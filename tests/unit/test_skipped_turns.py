@@ -36,7 +36,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Any:
     prefilled request in no batch visible to SGLang.
     """
     monkeypatch.setattr(hooks, "get_parallel", lambda: SimpleNamespace(pp_size=2))
-    inflight = SimpleNamespace(is_frozen=False, holds_back=True)
+    inflight = SimpleNamespace(hold=SimpleNamespace(keeps_back_requests=True))
     last_mbs = [SimpleNamespace(reqs=[Req(finished=True), Req()]), None]
     return SimpleNamespace(inflight=inflight, last_mbs=last_mbs)
 
@@ -51,7 +51,7 @@ def test_pipeline_with_a_pending_turn_is_not_idle(stage: Any) -> None:
     assert checked == []
     assert hooks.count_those_held(lambda _: [], stage) == [stage.last_mbs[0]]
 
-    stage.inflight.holds_back = False
+    stage.inflight.hold.keeps_back_requests = False
     assert hooks.is_idle(sglang_sees_nothing, stage)
     hooks.stay_idle_while_held(checked.append, stage)
     assert checked == [stage]
