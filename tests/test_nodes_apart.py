@@ -63,7 +63,7 @@ def test_node_without_the_package_is_named_at_the_start(
         env=nodes_environment(),
         second_env={inactive.VARIABLE: "the test says so"},
     )
-    with pytest.raises(RuntimeError, match="node 1 did not say"), nodes:
+    with pytest.raises(RuntimeError, match="node 1 did not report"), nodes:
         pass
 
 
