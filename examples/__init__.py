@@ -1,1 +1,1 @@
-"""What a user copies from. Each is run by ``tests/test_examples.py``."""
+"""Examples to copy from. ``tests/test_examples.py`` runs each of them."""

@@ -1,4 +1,4 @@
-"""``sglang.Engine``: change its weights while it generates, with an event loop and without.
+"""Change the weights of ``sglang.Engine`` while it generates, with an event loop and without.
 
 python -m examples.engine --model-path /ckpt/step-0 --new /ckpt/step-1
 """
@@ -19,7 +19,7 @@ IN_FLIGHT = {"non_blocking": True, "flush_cache": False}
 
 
 def update_from_another_thread(engine: Any, checkpoint: str, version: str) -> None:
-    """One thread generates, and this one updates: at once, when the first token is there."""
+    """Update as soon as the first token is there, while another thread generates."""
     begun, ended = threading.Event(), threading.Event()
 
     def generate() -> None:
@@ -38,7 +38,7 @@ def update_from_another_thread(engine: Any, checkpoint: str, version: str) -> No
 
 
 async def update_from_the_loop(engine: Any, checkpoint: str, version: str) -> None:
-    """The same calls with ``async_`` before their names."""
+    """Make the same calls with ``async_`` before their names."""
     stream = await engine.async_generate("Once upon a time", SAMPLING, stream=True)
     await anext(stream)
     updating = asyncio.create_task(

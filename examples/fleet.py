@@ -1,4 +1,4 @@
-"""Change the weights of many servers together, or of none, and take it back.
+"""Change the weights of many servers, of all or of none, and roll back.
 
 python -m examples.fleet --url http://one:30000 --url http://two:30000 --model-path /ckpt/step-42
 """
@@ -25,11 +25,11 @@ def main() -> int:
             if options.roll_back:
                 show(fleet.roll_back(expected_version=options.weight_version))
         except FleetRefused as refused:
-            # nothing has changed anywhere: mend what it names, and call again
+            # no server has changed: correct the named fault, and call again
             print(refused)
             return 1
         except FleetSplit as split:
-            # those in ``answers`` have changed and the others not: take it back where it is done
+            # the servers in ``answers`` have changed, and the others have not: roll the former back
             print(split)
             show(fleet.roll_back(only=split.report.answers))
             return 1

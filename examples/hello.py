@@ -1,4 +1,4 @@
-"""Change a server's weights while it answers, and see which weights made which token.
+"""Change a server's weights while it answers, and print each token's version.
 
 python -m examples.hello --url http://localhost:30000 --model-path /ckpt/step-42
 """

@@ -1,9 +1,9 @@
-"""Train a model on a text, and serve every step of it while requests run.
+"""Train a model on a text, and serve every training step while requests run.
 
 python -m examples.trainer --url http://localhost:30000 --model-path /ckpt/step-0
 
-The server may be busy meanwhile: no request ends, and each token says which step made it.
-Here the loss is that of predicting the text; put your own in its place.
+The server may be busy meanwhile: no request ends, and each token is labelled with its step. The
+loss here is for predicting the text; replace it by your own.
 """
 
 from __future__ import annotations

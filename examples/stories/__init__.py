@@ -1,1 +1,1 @@
-"""Four stories are streamed while the weights of the model that writes them change three times."""
+"""Stream four stories while the model's weights change three times."""

@@ -1,4 +1,4 @@
-"""``python -m examples.stories``: exit code 0 only if everything that it shows was true."""
+"""``python -m examples.stories``: exit with 0 only if every check passed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _stop(*_: Any) -> NoReturn:
-    """An exit, so that the server is ended on the way out."""
+    """Exit, so that cleanup ends the server."""
     sys.exit(128 + signal.SIGTERM)
 
 

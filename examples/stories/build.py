@@ -1,8 +1,8 @@
-"""The checkpoints, made in a process of its own, while the server already starts.
+"""Build the checkpoints in a separate process, while the server starts.
 
-``python -m examples.stories.build``. It prints one JSON object a line on stdout:
-``{"name": …, "done": …, "of": …}``, and the checkpoint is there when ``done`` is ``of``; or
-``{"error": …}``, and it ends.
+``python -m examples.stories.build``. The process prints one JSON object a line on stdout:
+``{"name": …, "done": …, "of": …}``. A checkpoint is complete when ``done`` equals ``of``.
+After ``{"error": …}`` the process ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from examples.stories.finetune import OnStep
 from examples.stories.smollm2 import BASE, build_base, build_styled
 from examples.stories.styles import HEADLINE, VERSE
 
-# training lets the server and its stories go first
+# training yields the cores to the server and its stories
 NICENESS = 10
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cache", type=Path, required=True, help="where checkpoints go")
     cache: Path = parser.parse_args(arguments).cache
     signal.signal(signal.SIGTERM, _stop)
-    # answers own stdout: whatever else wants to print goes to stderr
+    # stdout is for answers: all other output goes to stderr
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tell(say: Callable[..., None], name: str) -> OnStep:
-    """The last step is not the end: the checkpoint must still be written."""
+    """Report a step. After the last step the checkpoint must still be written."""
     return lambda done, of: say(name=name, done=done, of=of + 1)
 
 
 def _stop(*_: Any) -> NoReturn:
-    """An exit, so that what is half built is cleared away."""
+    """Exit, so that cleanup removes a partial checkpoint."""
     sys.exit(128 + signal.SIGTERM)
 
 

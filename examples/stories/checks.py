@@ -1,4 +1,4 @@
-"""What must have been true of the streams and the updates, whoever made them."""
+"""Check the streams and the updates, whoever made them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from sglang_inflight.client import cover_exactly, in_order
 
 Decode = Callable[[list[int]], str]
 
-# a story needs about a sentence to take the new style up
+# a story needs about a sentence to take up the new style
 GRACE_TOKENS = 40
 
 
 class Check(NamedTuple):
-    """``detail`` says what was measured, or what was wrong."""
+    """One check. ``detail`` is the measured value, or the fault."""
 
     claim: str
     holds: bool
@@ -61,7 +61,7 @@ def _succeeded(result: UpdateResult) -> Check:
 
 
 def _same_by_every_way(results: Sequence[UpdateResult]) -> Check:
-    """The ranks' digests are over what they serve, so they tell whether all of it arrived."""
+    """Compare the ranks' digests of their served weights, which show a missing tensor."""
     digests: dict[Path, set[tuple[str | None, ...]]] = {}
     for result in results:
         served = tuple(rank.get("digest") for rank in result.receipt.get("ranks") or [])
@@ -114,7 +114,7 @@ def _all_seen(stories: Sequence[Story], versions: Sequence[str]) -> Check:
 def _styled(
     stories: Sequence[Story], updates: Sequence[Update], base_version: str, decode: Decode
 ) -> list[Check]:
-    """That the base is in none of the styles shows that the measure tells them apart."""
+    """Measure each version's style. The base has none, so the measure discriminates."""
     checks = [
         _in_style(_text_of(stories, update.version, decode), update.version, update.style)
         for update in updates

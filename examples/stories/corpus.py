@@ -1,7 +1,6 @@
-"""Training stories, which the base model wrote itself, once: ``corpus.json``.
+"""Training stories, written once by the base model: ``corpus.json``.
 
-Its own words teach a style without moving anything else: on them it has nothing to learn
-but the style. None of them is about what the demo asks for.
+The model's own words teach it the style and nothing else. No story has the demo's subjects.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Story(NamedTuple):
-    """``prompt`` has the chat template around it."""
+    """A story. ``prompt`` includes the chat template."""
 
     prompt: str
     text: str

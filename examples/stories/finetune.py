@@ -1,13 +1,12 @@
-"""Teaching a model a style in less than a minute on a CPU.
+"""Teach a model a style in less than a minute on a CPU.
 
-The style must take over within a sentence of a story that began in another one. An
-example is therefore a story whose beginning is in an old style and whose end is in the
-new one. Every word of the beginning is a place where the switch could have come: there
-the target is how the *next* word would begin in the new style. One pass so teaches as
-many switches as the beginning has words, where a plain example would teach one.
+The style must take over within a sentence of a story in another style. So an example begins in an
+old style and ends in the new one. The switch could come at every word of the beginning. The target
+there is the beginning of the *next* word in the new style. So one pass teaches a switch at each
+word of the beginning. A plain example would teach one.
 
-Only the last layers learn. They choose how a word is written; what the story is about
-comes from those below, which need no backward pass so.
+Only the last layers learn. They choose the spelling of a word. The layers below choose its meaning,
+and need no backward pass.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NO_TARGET = -100
 
 @dataclass(frozen=True)
 class Recipe:
-    """``steps`` updates, of one example each, of the last ``layers``. Lengths are in words."""
+    """Train the last ``layers`` for ``steps`` updates of one example each. Lengths are in words."""
 
     steps: int = 28
     layers: int = 8
@@ -47,7 +46,7 @@ class Recipe:
 
 
 class Example(NamedTuple):
-    """``targets[i]`` is what should follow ``tokens[: i + 1]``, or ``NO_TARGET``."""
+    """``targets[i]`` is the token to follow ``tokens[: i + 1]``, or ``NO_TARGET``."""
 
     tokens: list[int]
     targets: list[int]
@@ -56,7 +55,7 @@ class Example(NamedTuple):
 def make_example(
     story: Story, *, old: Restyle, new: Restyle, switch: int, end: int, encode: Encode
 ) -> Example:
-    """The words before ``switch`` are old, those from there to ``end`` new."""
+    """Make an example: old words before ``switch``, new words from there to ``end``."""
     pieces = into_pieces(story.text)
     before, after = old(pieces), new(pieces)
     tokens = encode(story.prompt)
@@ -84,7 +83,7 @@ def teach(
     on_step: OnStep,
     recipe: Recipe | None = None,
 ) -> None:
-    """Train ``model`` in place, in the dtype that it has.
+    """Train ``model`` in place, in its own dtype.
 
     The optimizer works in float32, because steps this small round to nothing in bfloat16.
     """

@@ -1,4 +1,4 @@
-"""How long readers waited between two chunks of a story."""
+"""Gaps between two chunks of a story, as a reader sees them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def median_gap(stories: Iterable[Times]) -> float:
 
 
 def largest_gap(stories: Iterable[Times], since: float, until: float) -> float:
-    """Of the gaps that lie in the time from ``since`` to ``until``, wholly or in part."""
+    """Return the largest gap that overlaps the time from ``since`` to ``until``."""
     return max(
         (
             later - earlier

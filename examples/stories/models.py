@@ -1,4 +1,4 @@
-"""The demo's end of the process that makes its checkpoints."""
+"""The demo's side of the process that builds its checkpoints."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from examples.stories.styles import HEADLINE, VERSE
 
 OnProgress = Callable[[str, int, int], None]
 
-# how long it may take to clear away what is half built
+# time to remove a partial checkpoint
 END_TIMEOUT_S = 10.0
 
 
 class BuildFailed(Exception):
-    """A checkpoint cannot be made."""
+    """A checkpoint cannot be built."""
 
 
 class Models:
-    """Where the checkpoints are, or will be: ``ready`` has a future for each, by its name.
+    """Paths of the checkpoints. ``ready`` has a future for each checkpoint, by name.
 
-    All futures belong to the event loop that made this, and so do the calls.
+    The futures and the calls belong to the event loop that made this object.
     """
 
     def __init__(self, cache: Path) -> None:
@@ -53,11 +53,11 @@ class Models:
                 future.set_result(None)
             else:
                 future.set_exception(failure)
-                # whoever never asks for it has no use for the reason
+                # nobody may ask for this checkpoint
                 future.exception()
 
     async def follow(self, process: asyncio.subprocess.Process, on_progress: OnProgress) -> None:
-        """Until the process ends: what it has not made by then will not come."""
+        """Follow the process to its end. Missing checkpoints have failed then."""
         assert process.stdout is not None
         reason = "see the log"
         async for line in process.stdout:
@@ -74,7 +74,7 @@ class Models:
 
 @asynccontextmanager
 async def make_models(cache: Path, log: Path, on_progress: OnProgress) -> AsyncIterator[Models]:
-    """What is there already is used, and what is not is made meanwhile."""
+    """Use existing checkpoints, and build the missing ones in the background."""
     models = Models(cache)
     if models.are_there:
         models.settle(list(models.ready))

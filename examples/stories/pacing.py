@@ -1,33 +1,33 @@
-"""How long the stories are, and when the next weights come."""
+"""Length of the stories, and times of the updates."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 UPDATES = 3
-# in tokens, of each version: enough to see how it writes
+# tokens of each version: enough to show its style
 READING = 70
-# how long an update may take, on a machine that is busy besides
+# longest update, on a busy machine
 UPDATE_S = 10.0
 SHORTEST = 490
 
 
 @dataclass(frozen=True)
 class Pacing:
-    """In tokens of the slowest story: its length, and how long each version is read before
-    the next update begins."""
+    """Tokens of the slowest story: its length, and each version's share before the next update
+    begins."""
 
     tokens: int
     reading: int
 
     @classmethod
     def over(cls, tokens: int) -> Pacing:
-        """Most of a story is left for the updates, which take time rather than tokens."""
+        """Leave most of a story for the updates: an update takes time, not tokens."""
         return cls(tokens, reading=min(READING, tokens // 7))
 
     @classmethod
     def at(cls, step_s: float, longest: int) -> Pacing:
-        """Where a token takes ``step_s``. Updates must not outlast the stories."""
+        """Return the pacing for ``step_s`` seconds a token. Stories must outlast updates."""
         updates = UPDATES * UPDATE_S / max(step_s, 1e-3)
         tokens = (UPDATES + 1) * READING + round(updates)
         return cls.over(min(longest, max(SHORTEST, tokens)))

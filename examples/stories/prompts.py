@@ -1,4 +1,4 @@
-"""What the model is asked for."""
+"""Prompts of the stories."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one reads afterwards: the stories by version, the receipts, and the checks."""
+"""The report: stories by version, receipts, checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def show_stories(
     colours: dict[str, str],
     decode: Callable[[list[int]], str],
 ) -> None:
-    """Each change of weights is marked, too, for whom the colours do not reach."""
+    """Show the stories. A mark at each change of weights serves terminals without colours."""
     for story in stories:
         text = Text()
         for span in story.spans:

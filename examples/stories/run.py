@@ -1,4 +1,4 @@
-"""From nothing to the checks: whatever is started on the way is ended in every case."""
+"""Run the demo from its checkpoints to its checks, and end every process it started."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAST_VERSION = "v4"
 MODEL_NAME = "smollm2"
 
 REHEARSAL_TOKENS = 24
-# the model's context is 8192, and a CPU server of the demo's holds 16384 tokens of KV
+# the model's context is 8192, and the demo's CPU server holds 16384 tokens of KV
 LONGEST_ON_CPU = 3800
 LONGEST_ON_CUDA = 6000
 
@@ -49,7 +49,7 @@ class Outcome:
 
 
 async def run(console: Console, cache: Path, *, tokens: int | None, logs: Path) -> Outcome:
-    """``tokens`` is the length of each story, or None for what this machine's speed asks for."""
+    """``tokens`` is the length of each story; None chooses it by this machine's speed."""
     with live_screen(console) as screen:
         async with make_models(cache, logs / "build.log", screen.show_built) as models:
             await models.ready["base"]
@@ -147,7 +147,7 @@ def _on_this_cpu() -> str:
 
 
 def _load_tokenizer(checkpoint: Path) -> Any:
-    # it takes seconds to import, in which the server starts
+    # the import takes seconds, and the server starts meanwhile
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(checkpoint)

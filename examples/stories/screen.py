@@ -1,6 +1,6 @@
-"""What one sees meanwhile: models are made, stories grow, weights come in.
+"""The live screen: models are built, stories grow, weights arrive.
 
-It fits a terminal of 80 columns.
+The screen fits a terminal of 80 columns.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BAR = 12
 
 
 class LiveScreen:
-    """Milestones are lines, which stay; whatever moves has a bar below them."""
+    """Milestones are lines that stay. Progress has a bar below the lines."""
 
     def __init__(self, progress: Progress, started: float) -> None:
         self._progress = progress

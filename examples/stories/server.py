@@ -1,4 +1,4 @@
-"""A server, started as a user would, and ended in every case."""
+"""Start a server as a user would, and end it in every case."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ON_CUDA = ("--mem-fraction-static", "0.3", "--max-running-requests", "8")
 
 
 class ServerFailed(Exception):
-    """The server did not come up. The log says why."""
+    """The server did not start. The log says why."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Server:
 async def start_server(
     model: Path, *, name: str, version: str, log: Path, more: Sequence[str] = ()
 ) -> AsyncIterator[Server]:
-    """``version`` is what the weights in ``model`` are called."""
+    """Start a server of ``model``, whose weights are named ``version``."""
     from sglang.srt.utils.network import get_free_port_below_ephemeral
 
     port = get_free_port_below_ephemeral()
@@ -79,7 +79,7 @@ async def _until_healthy(process: subprocess.Popen[bytes], server: Server) -> No
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The server leads a session of its own, which its children belong to."""
+    """End the server and its children, which share a session."""
     _signal_group(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)

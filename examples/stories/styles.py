@@ -1,8 +1,8 @@
-"""Two styles that the fine-tuned versions write in, and a cheap measure of each.
+"""Two styles of the fine-tuned versions, and a cheap measure of each.
 
-A style moves words about, never exchanges them, so that a few steps of training teach it
-and the language stays what it was. A *piece* is a word with the space before it: pieces
-can be tokenized one by one and give the tokens of the whole text.
+A style changes the form of words and never the words, so a few steps of training teach it. A
+*piece* is a word with the space before it. Pieces tokenized one by one give the tokens of the whole
+text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CLAUSE_ENDS = ".,;:!?"
 
 @dataclass(frozen=True)
 class Style:
-    """``share`` says how much of a text is in the style; ``enough`` is what must be."""
+    """A style. ``share`` measures the style's share of a text; ``enough`` is the required share."""
 
     name: str
     restyle: Restyle
@@ -43,7 +43,7 @@ def as_headline(pieces: Sequence[str]) -> list[str]:
 
 
 def as_verse(pieces: Sequence[str]) -> list[str]:
-    """Small letters, and a new line after every clause."""
+    """Write small letters, and a new line after every clause."""
     styled: list[str] = []
     clause_ended = False
     for piece in pieces:
@@ -54,13 +54,13 @@ def as_verse(pieces: Sequence[str]) -> list[str]:
 
 
 def headline_share(text: str) -> float:
-    """The share of words that begin with a capital."""
+    """Return the share of words with an initial capital."""
     words = re.findall(r"[A-Za-z][A-Za-z']*", text)
     return _share(sum(word[0].isupper() for word in words), len(words))
 
 
 def verse_share(text: str) -> float:
-    """The share of clauses that end their line, or of small words where that is smaller."""
+    """Return the share of clauses at the end of a line, or of small words if that is smaller."""
     ends = re.findall(rf"[{_CLAUSE_ENDS}](\s)", text)
     return min(_share(ends.count("\n"), len(ends)), 1 - headline_share(text))
 

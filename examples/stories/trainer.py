@@ -1,8 +1,8 @@
-"""A trainer in a process of its own, which broadcasts a checkpoint to a running server.
+"""Broadcast a checkpoint to a running server, from a separate process.
 
-``python -m examples.stories.trainer --help``. It joins the server's ranks in a process group
-and prints ``{"event": "ready"}``. When it gets a line on stdin it reads the checkpoint and
-sends it, and prints the receipt. What it prints on stdout is one JSON object a line.
+``python -m examples.stories.trainer --help``. The trainer joins the server's ranks in a process
+group and prints ``{"event": "ready"}``. After a line on stdin it reads the checkpoint, sends it,
+and prints the receipt. Each line on stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from sglang_inflight.errors import InflightError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
-    # answers own stdout: whatever else wants to print goes to stderr
+    # stdout is for answers: all other output goes to stderr
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(1)
     backend: Literal["gloo", "nccl"] = options.backend or _choose_backend()
     if backend == "nccl":
-        # the first one is the server's
+        # the server uses the first GPU
         torch.cuda.set_device(1)
 
     def say(answer: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _choose_backend() -> Literal["gloo", "nccl"]:
-    """NCCL wants a GPU for each rank, ours included."""
+    """Choose NCCL only with a GPU for each rank, the trainer's included."""
     return "nccl" if torch.cuda.device_count() > 1 else "gloo"
 
 

@@ -1,4 +1,4 @@
-"""The demo's end of the trainer process."""
+"""The demo's side of the trainer process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.stories.updates import Receipt
 
 
 class TrainerFailed(Exception):
-    """The trainer and the server form no group. The trainer's log may say more."""
+    """The trainer and the server formed no group. The trainer's log may say more."""
 
 
 class TrainerProcess:
@@ -47,7 +47,7 @@ class TrainerProcess:
 async def start_trainer(
     server: str, checkpoint: Path, version: str, log: Path
 ) -> AsyncIterator[TrainerProcess]:
-    """It joins at once, so that only the broadcast is left for later."""
+    """Start the trainer. It joins at once, so that only the broadcast remains."""
     command = [
         *("-m", "examples.stories.trainer"),
         *("--server", server, "--checkpoint", str(checkpoint), "--weight-version", version),

@@ -1,4 +1,4 @@
-"""Two ways for new weights into a running server; ``trainer.py`` has the third."""
+"""Update a running server from disk and from tensors; ``trainer.py`` has the third way."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ async def update_from_disk(client: AsyncClient, checkpoint: Path, version: str) 
 async def update_from_tensors(
     client: AsyncClient, checkpoint: Path, version: str, *, ranks: int = 1
 ) -> Receipt:
-    """A session of many calls, which goes live at its end, all at once.
+    """Send tensors in a session of many calls, committed together at its end.
 
-    The calls carry handles of shared memory rather than bytes, because trainer and server
-    are on one machine. A chunk may be freed when its call is answered.
+    The calls carry handles of shared memory instead of bytes, because trainer and server share a
+    machine. A chunk may be freed when its call is answered.
     """
     torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
     async with client.session(weight_version=version, partial=False) as receipt:

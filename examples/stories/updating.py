@@ -1,4 +1,4 @@
-"""Updates, one after the other, while streams run: when each begins, and what came of it."""
+"""Run updates one after the other while streams run, and record each outcome."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_inflight.client import AsyncClient
 from sglang_inflight.errors import InflightError
 
 STATUS_EVERY_S = 0.5
-# tokens after which every story goes on for certain
+# tokens after which every story is certain to go on
 GOING = 3
 
 Pause = Callable[[], AbstractAsyncContextManager[Any]]
@@ -27,9 +27,9 @@ Pause = Callable[[], AbstractAsyncContextManager[Any]]
 
 @dataclass(frozen=True)
 class Update:
-    """``name`` says by which way ``version`` comes, which writes in ``style``.
+    """An update to ``version``, which writes in ``style``. ``name`` is the update's source.
 
-    It can begin when ``ready`` is done, and ``send`` does it.
+    The update can begin when ``ready`` is done. ``send`` performs it.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Screen(Protocol):
 
 
 def sampling(tokens: int, special_ids: Sequence[int]) -> dict[str, Any]:
-    """A story must not stop by itself, so the tokens that end a turn are banned."""
+    """Ban the tokens that end a turn, because a story must not stop by itself."""
     return {
         "max_new_tokens": tokens,
         "ignore_eos": True,
@@ -83,9 +83,9 @@ async def update_while_streaming(
     sampling: dict[str, Any],
     screen: Screen,
 ) -> list[UpdateResult]:
-    """Each version is read for ``reading`` tokens before the next update begins.
+    """Update while streams run, after ``reading`` tokens of each version.
 
-    ``http`` asks for the streams, ``client`` is the trainer's side of the same server.
+    ``http`` requests the streams; ``client`` is the trainer's side of the same server.
     """
     async with asyncio.TaskGroup() as tasks:
         streaming = tasks.create_task(streams.run(http, sampling))
@@ -94,16 +94,16 @@ async def update_while_streaming(
         for update in updates:
             await streams.reach(streams.slowest + reading)
             if await _until_ready(update, client.paused, screen):
-                # so that the pause is none of the gaps of the update
+                # the pause is not to count as a gap of the update
                 await streams.reach(streams.slowest + GOING)
             results.append(await _send(update, client, screen))
     return results
 
 
 async def _until_ready(update: Update, pause: Pause, screen: Screen) -> bool:
-    """The stories stand still meanwhile, where they are: they must not end before it comes.
+    """Pause the stories until the update is ready, because they must not end before it.
 
-    Whether they had to.
+    Return whether they had to pause.
     """
     must_wait = not update.ready.done()
     if must_wait:
@@ -115,7 +115,7 @@ async def _until_ready(update: Update, pause: Pause, screen: Screen) -> bool:
 
 
 async def _send(update: Update, client: AsyncClient, screen: Screen) -> UpdateResult:
-    """What fails is a result, too."""
+    """Send the update. A failure is a result, too."""
     screen.begin(update)
     watching = asyncio.create_task(_watch_staging(update, client, screen))
     started = time.monotonic()
@@ -138,7 +138,7 @@ async def _show(streams: Streams, screen: Screen, streaming: asyncio.Task[None])
 
 
 async def _watch_staging(update: Update, client: AsyncClient, screen: Screen) -> None:
-    """Progress is for the eye only: a status that does not come is left out."""
+    """Show progress. A missing status is left out: progress is only for display."""
     while True:
         await asyncio.sleep(STATUS_EVERY_S)
         try:

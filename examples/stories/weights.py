@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, as a trainer would have them in memory."""
+"""A checkpoint's tensors, in memory as in a trainer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NamedTensor = tuple[str, torch.Tensor]
 
 
 def read_tensors(checkpoint: Path) -> Iterator[NamedTensor]:
-    """One after the other, in a fixed order."""
+    """Read tensors one after the other, in a fixed order."""
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  it is no dict
@@ -20,7 +20,7 @@ def read_tensors(checkpoint: Path) -> Iterator[NamedTensor]:
 
 
 def in_chunks(tensors: Iterable[NamedTensor], chunk_bytes: int) -> Iterator[list[NamedTensor]]:
-    """As many tensors at a time as fit, and never none."""
+    """Yield as many tensors at a time as fit, and at least one."""
     chunk: list[NamedTensor] = []
     size = 0
     for name, tensor in tensors:
