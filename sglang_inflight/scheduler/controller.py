@@ -45,13 +45,13 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_of_any
-from sglang_inflight.scheduler.guard.aborted_output import (
+from sglang_inflight.scheduler.fixes.aborted_output import (
     finish_with_output,
     has_made_something,
 )
-from sglang_inflight.scheduler.guard.handlers import Containment
 from sglang_inflight.scheduler.hold import Hold
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
+from sglang_inflight.scheduler.isolation.handlers import Containment
 from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.metrics import Metrics

@@ -13,20 +13,20 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import BaseReq
 from sglang_inflight.scheduler.control_sync import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
-from sglang_inflight.scheduler.guard.penalties import (
+from sglang_inflight.scheduler.fixes.penalties import (
     count_frequencies,
     count_tokens,
     note_presence,
     note_repetition,
 )
-from sglang_inflight.scheduler.guard.prefilled_again import (
+from sglang_inflight.scheduler.fixes.prefilled_again import (
     append_hidden_states,
     embed_tokens,
     keep_output,
     look_for_embeddings,
 )
-from sglang_inflight.scheduler.guard.sampling import unmask_rows_without_tokens
-from sglang_inflight.scheduler.guard.session_turns import (
+from sglang_inflight.scheduler.fixes.sampling import unmask_rows_without_tokens
+from sglang_inflight.scheduler.fixes.session_turns import (
     detach_refused,
     end_turns_given_up,
     hand_back,

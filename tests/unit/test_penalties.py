@@ -15,7 +15,7 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from sglang_inflight.scheduler.guard import penalties
+from sglang_inflight.scheduler.fixes import penalties
 
 VOCAB, PROMPT, END = 8, 7, 6
 HOOKS = {

@@ -9,8 +9,8 @@ import pytest
 from sglang.srt.managers.io_struct import SlowDownReqInput
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.guard import preconditions
-from sglang_inflight.scheduler.guard.preconditions import Preconditions
+from sglang_inflight.scheduler.isolation import preconditions
+from sglang_inflight.scheduler.isolation.preconditions import Preconditions
 
 NOBODY: Any = None
 

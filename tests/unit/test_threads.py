@@ -9,7 +9,7 @@ import pytest
 
 from sglang_inflight import threads
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.guard.background import BackgroundHandlers
+from sglang_inflight.scheduler.isolation.background import BackgroundHandlers
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.threads import start_thread
 

@@ -32,9 +32,9 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CALLS, CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.guard.background import BackgroundHandlers
-from sglang_inflight.scheduler.guard.other_writers import OtherWriters
-from sglang_inflight.scheduler.guard.preconditions import Preconditions
+from sglang_inflight.scheduler.isolation.background import BackgroundHandlers
+from sglang_inflight.scheduler.isolation.other_writers import OtherWriters
+from sglang_inflight.scheduler.isolation.preconditions import Preconditions
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.unsupported import why_no_pause
 
