@@ -30,8 +30,9 @@ from tests.support.pool import FLAVOURS, Flavour, ServerPool
 
 # KV slots, enough for all requests of a test at their full length
 POOL = 16384
-# a prompt long enough to leave too few slots for the requests of a test
-CROWDING = 13000
+# prompts that leave too few slots for the requests of a test; attention over one long prompt
+# would take minutes
+CROWDING = (3250,) * 4
 _COMMON = (
     "--weight-version", "v0",
     "--max-total-tokens", str(POOL),
@@ -157,8 +158,17 @@ def until_all_run(server: Server) -> None:
 def crowd(server: Server, flavour: str) -> None:
     """Fill the memory. SGLang admits too many requests because it expects early ends."""
     params = {"temperature": 0, "max_new_tokens": ENDLESS}
-    body = {"stream": True, "input_ids": prompt(CROWDING), "sampling_params": params}
-    begin(server, flavour, GENERATE, body).wait_for_tokens(1)
+    crowding = [
+        begin(
+            server,
+            flavour,
+            GENERATE,
+            {"stream": True, "input_ids": prompt(length), "sampling_params": params},
+        )
+        for length in CROWDING
+    ]
+    for each in crowding:
+        each.wait_for_tokens(1)
 
 
 def retract(server: Server, checkpoints: Path, how: str) -> None:
@@ -203,7 +213,7 @@ def test_retracted_request_ends_like_an_undisturbed_one(
     answers = {name: each.answer() for name, each in asked.items()}
     # memory retracts only some, and answers of OpenAI's routes do not count retractions
     retractions = [a.meta["num_retractions"] for a in answers.values() if a.meta]
-    assert how == "memory" or all(retractions)
+    assert any(retractions) if how == "memory" else all(retractions)
     for name, answer in answers.items():
         expect_same(name, answer, expected[name])
 
