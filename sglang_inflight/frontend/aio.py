@@ -11,6 +11,10 @@ from typing import Any, Generic, TypeVar
 
 from sglang_inflight.errors import InflightError
 
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
 
 class Deadline:
     """A time limit, ``seconds`` after construction. Each call of a session has its own."""
@@ -28,9 +32,6 @@ class Deadline:
         return time.monotonic() >= self._at
 
 
-T = TypeVar("T")
-
-
 def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start ``doing`` and keep its task in ``tasks``: the event loop's reference is weak."""
     task = asyncio.ensure_future(doing)
@@ -42,9 +43,6 @@ def keep(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> asyn
 async def carry_through(tasks: set[asyncio.Future[Any]], doing: Coroutine[Any, Any, T]) -> T:
     """Return an irrevocable step's outcome. The caller's cancellation does not stop the step."""
     return await asyncio.shield(keep(tasks, doing))
-
-
-logger = logging.getLogger(__name__)
 
 
 async def _nothing() -> None:

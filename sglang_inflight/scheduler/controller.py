@@ -195,7 +195,7 @@ class Controller:
         Called at every step boundary, after the messages were handled.
         """
         self._background.answer_for_those_done()
-        self._commit_answers.give_due(wait=self.hold.why is not None)
+        self._commit_answers.give_due(wait=self.hold.is_due)
         return self.hold.holds_step()
 
     def needs_a_boundary(self, request: object) -> bool:

@@ -1,4 +1,4 @@
-"""Decides whether a scheduler's next step may run, and says why not.
+"""Decides whether a scheduler's next step may run.
 
 A pause holds the loop, also the pause while memory is released. Weights that cannot be served hold
 it, because hollow or partially written weights make wrong tokens. In a pipeline a call that waits
@@ -50,13 +50,13 @@ class Hold:
         self._weights_since: float | None = None
 
     @property
-    def why(self) -> str | None:
-        """Why the next step may not run, as far as a boundary shows; None if it may."""
-        return "paused" if self.is_frozen else self._live.why_not_served
-
-    @property
     def is_frozen(self) -> bool:
         return self._pause.state is PauseState.FROZEN
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a pause or the weights will hold the next step."""
+        return self.is_frozen or self._live.why_not_served is not None
 
     @property
     def is_on(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 from sglang.srt.managers.scheduler import Scheduler
 from torch import nn
 
+from sglang_inflight import topology
 from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.memory import host as host_memory
 from sglang_inflight.scheduler.update import mode, reservation
@@ -36,7 +37,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     memory = SimpleNamespace(available=80 * GB)
     parallel = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1, attn_dp_enabled=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(host_memory, "get_parallel", lambda: parallel)
+    for module in (host_memory, topology):
+        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
     monkeypatch.setattr(mode, "smallest", lambda here: here)
     monkeypatch.setattr(reservation, "smallest", lambda here: here)
     monkeypatch.setattr(reservation, "is_true_of_any", lambda here: here)

@@ -10,6 +10,8 @@ from sglang_inflight.messages import KVPolicy
 from sglang_inflight.sglang_types.runtime_context import get_memory, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
 
+logger = logging.getLogger(__name__)
+
 
 def why_cache_cannot_be_flushed() -> str | None:
     """Return why later requests may reuse prefixes of older weights, or None if they cannot.
@@ -28,9 +30,6 @@ def why_cache_cannot_be_flushed() -> str | None:
     if get_parallel().pp_size > 1:
         return "--enable-hierarchical-cache is untested with --pp-size above 1"
     return None
-
-
-logger = logging.getLogger(__name__)
 
 
 def require_supported(kv_cache: KVPolicy, *, retracts: bool) -> None:

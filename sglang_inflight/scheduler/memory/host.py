@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.topology import count_replicas
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -50,8 +51,7 @@ def pinned_bytes(tensor: torch.Tensor) -> int:
 def _ranks_on_this_host() -> int:
     """Return the number of ranks per node, the same on all nodes."""
     parallel = get_parallel()
-    replicas = 1 if parallel.attn_dp_enabled else parallel.dp_size
-    ranks: int = parallel.tp_size * parallel.pp_size * replicas
+    ranks: int = parallel.tp_size * parallel.pp_size * count_replicas()
     return max(1, ranks // parallel.nnodes)
 
 

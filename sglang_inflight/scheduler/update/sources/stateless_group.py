@@ -29,9 +29,9 @@ from sglang_inflight.scheduler.update.sources.process_group import (
 )
 
 # size of an id of ncclGetUniqueId
-BYTES = 128
+_ID_BYTES = 128
 # many times the length of a pickled id
-_LONGEST = 2048
+_LONGEST_ID = 2048
 
 # opcodes for framing and memos, without effect here
 _BESIDE_THE_POINT = frozenset(
@@ -49,7 +49,7 @@ def read_unique_id(content: bytes) -> bytes:
 
     The structure's module is vLLM's or a trainer's copy, and is not checked.
     """
-    if len(content) > _LONGEST:
+    if len(content) > _LONGEST_ID:
         raise _refusal(f"it has {len(content)} bytes")
     try:
         opcodes = _with_whole_names(content)
@@ -66,8 +66,8 @@ def read_unique_id(content: bytes) -> bytes:
             ("REDUCE", _),
             ("STOP", _),
         ] if structure.endswith(" ncclUniqueId"):
-            if len(unique_id) != BYTES:
-                raise _refusal(f"the id has {len(unique_id)} bytes, not {BYTES}")
+            if len(unique_id) != _ID_BYTES:
+                raise _refusal(f"the id has {len(unique_id)} bytes, not {_ID_BYTES}")
             return unique_id
     raise _refusal("it is another object")
 
