@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from harness.server import PLAIN, Server, schedulers
 from sglang_inflight.frontend.workers.forward import HERE
 from tests.support import descriptors
+from tests.support.checkpoint_engine import DEVICE
 from tests.support.load import ENDLESS, more_tokens, start_running, until, update
 from tests.support.routes import routes
 from tests.support.updates import by_value, serving
@@ -28,7 +28,6 @@ LARGE: dict[str, Any] = {
     "serialized_named_tensors": [by_value({"model.norm.weight": torch.ones(1 << 16)})],
     **LIVE,
 }
-DEVICE = f"GPU-{platform.machine()}"
 
 
 @contextmanager

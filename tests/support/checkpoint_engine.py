@@ -24,6 +24,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 BUFFER_BYTES = 256 << 10
 PATIENCE_MS = 60_000
+# the name of a CPU in zmq_handles
+DEVICE = f"GPU-{platform.machine()}"
 
 # any process can open such a handle; the default needs a common parent
 torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
@@ -109,7 +111,7 @@ def checkpoint_engine(
             socket.bind(address)
             engine = CheckpointEngine(weights, socket)
             engine.start()
-            yield engine, {f"GPU-{platform.machine()}": address}
+            yield engine, {DEVICE: address}
             engine.join()
 
 
@@ -131,5 +133,5 @@ def leaves_once_met() -> Iterator[dict[str, str]]:
 
         thread = threading.Thread(target=leave, daemon=True)
         thread.start()
-        yield {f"GPU-{platform.machine()}": address}
+        yield {DEVICE: address}
         thread.join()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import platform
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.platforms import current_platform
 
 from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import (
@@ -249,3 +251,10 @@ class ManualWorker:
                 job()
             except InflightError as error:
                 self.failed.append(str(error))
+
+
+def name_device_as_trainers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the platform of this process name a CPU as the reference platform does."""
+    monkeypatch.setattr(
+        type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
+    )

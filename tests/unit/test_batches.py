@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import threading
 import weakref
 from collections import deque
@@ -14,7 +13,6 @@ import numpy
 import pytest
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
-from sglang.srt.platforms import current_platform
 from torch import nn
 
 from sglang_inflight.messages import IPCSource
@@ -33,6 +31,7 @@ from sglang_inflight.scheduler.update.sources.batches import (
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Update
 from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
+from tests.unit.fakes import name_device_as_trainers_do
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 CPU = torch.device("cpu")
@@ -144,9 +143,7 @@ def sent() -> dict[str, torch.Tensor]:
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Name the device like the reference platform, and turn off gradients as for the jobs."""
-    monkeypatch.setattr(
-        type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
-    )
+    name_device_as_trainers_do(monkeypatch)
     with torch.no_grad():
         yield
 

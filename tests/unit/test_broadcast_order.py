@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from sglang_inflight.errors import InflightError, Refused
+from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DistributedSource, OpenCall, StageCall, Staged
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -21,7 +21,7 @@ from sglang_inflight.scheduler.update.sources.groups import Group, Groups
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Update
-from sglang_inflight.scheduler.update.worker import Job
+from tests.unit.fakes import ManualWorker
 
 CPU = torch.device("cpu")
 NAME = "g"
@@ -35,16 +35,15 @@ class Device:
         yield
 
 
-class Rank:
+class Rank(ManualWorker):
     """A rank's launches. Its staging thread runs jobs when the test calls ``work``."""
 
     stream = "staging"
 
     def __init__(self) -> None:
+        super().__init__()
         self.launched: list[str] = []
         self.received: list[int] = []
-        self.failed: list[str] = []
-        self._jobs: list[Job[Any]] = []
         self.groups = Groups(60.0, CPU)
         pg: Any = self
         self.group = self.groups._groups[NAME] = Group(NAME, Formed(pg, HashStore()))
@@ -80,19 +79,6 @@ class Rank:
         for _, tensor in broadcast.receive(source, self.groups, CPU, update.check):
             self.received.append(int(tensor[0]))
         return Staged(staged_s=0.0, tensors=1, bytes=1)
-
-    # ---- the staging thread
-
-    def submit(self, call: Any, job: Job[Any]) -> None:
-        self._jobs.append(job)
-
-    def work(self) -> None:
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            try:
-                job()
-            except InflightError as error:
-                self.failed.append(str(error))
 
     # ---- the loop
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import zmq
-from sglang.srt.platforms import current_platform
 from torch.multiprocessing.reductions import reduce_tensor
 
 from sglang_inflight.errors import Dropped, Refused
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
-from tests.support.checkpoint_engine import leaves_once_met
+from tests.support.checkpoint_engine import DEVICE, leaves_once_met
+from tests.unit.fakes import name_device_as_trainers_do
 
 CPU = torch.device("cpu")
 LEFT = "closed its socket"
@@ -28,10 +27,7 @@ LEFT = "closed its socket"
 
 @pytest.fixture(autouse=True)
 def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Name the device like these tests' trainers."""
-    monkeypatch.setattr(
-        type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
-    )
+    name_device_as_trainers_do(monkeypatch)
 
 
 def within_a_minute() -> Callable[[], None]:
@@ -56,7 +52,7 @@ class Impatient:
         self._socket = self._context.socket(zmq.DEALER)
         address = f"ipc://{folder / 'trainer'}"
         self._socket.bind(address)
-        self.handles = {f"GPU-{platform.machine()}": address}
+        self.handles = {DEVICE: address}
         self._buffer = torch.zeros(16, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
 
     def send_handle(self) -> None:
