@@ -64,9 +64,9 @@ def show_receipts(
         )
     console.print(table)
     console.print(
-        "digest: of the weights that a rank serves. held: how long the commit held the\n"
-        "scheduler's loop. gap: the longest wait between two chunks of a story meanwhile;\n"
-        f"the median of all is {median_gap(arrivals) * 1e3:.0f} ms.",
+        "digest: a checksum of a rank's served weights. held: time for which the commit\n"
+        "held the scheduler's loop. gap: the longest wait between two chunks of a story\n"
+        f"during the update; the median of all is {median_gap(arrivals) * 1e3:.0f} ms.",
         highlight=False,
     )
 
