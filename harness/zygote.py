@@ -16,7 +16,7 @@ A fork may rely on:
   its ranks, it has threads, connections and plugins, and its ranks inherit none of them.
   ``multiprocessing`` asks this zygote in place of starting an interpreter.
 
-``tests/test_fresh_start.py`` tests the rest: imports work, each process finds its plugins in time,
+``tests/test_plugin_start.py`` tests the rest: imports work, each process finds its plugins in time,
 and no two ranks hash strings alike.
 """
 

@@ -15,7 +15,7 @@ import torch
 
 from harness import marker
 from harness.server import Server, serve
-from tests.support import eagle, finishing
+from tests.support import eagle, post_processed
 from tests.support.load import (
     ask,
     expect_all_go_on,
@@ -125,13 +125,13 @@ def test_draft_update_leaves_the_targets_weights_alone(checkpoints: Path, tmp_pa
 
 def test_draft_of_a_post_processed_target_updates_in_place(tmp_path: Path) -> None:
     """An update of one model keeps the other model's weights."""
-    target = finishing.build(tmp_path / "v0", 0)
+    target = post_processed.build(tmp_path / "v0", 0)
     draft = eagle.build(tmp_path / "draft", agrees=True)
     other = eagle.build(tmp_path / "other", agrees=False, has_embeddings=True)
-    torn_target = misshapen(tmp_path / "torn", finishing.CONFIG)
+    torn_target = misshapen(tmp_path / "torn", post_processed.CONFIG)
     disk = "/update_weights_from_disk"
     of_draft = {"model_path": str(other), "selector": "draft"}
-    with drafting("EAGLE", target, draft, tmp_path, plugins=["finishing"]) as server:
+    with drafting("EAGLE", target, draft, tmp_path, plugins=["post_processing"]) as server:
         says(server, 0)
         ask(server, "POST", disk, of_draft)
         says(server, 0)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from examples.stories import smollm2
 from harness.server import Server, serve
 from sglang_inflight.cache import default_cache
-from tests.support.away import release, resume_memory
 from tests.support.load import Generation, ask, labels_of, pause, resume, settle, until
+from tests.support.memory_release import release, resume_memory
 from tests.support.pool import ServerPool
 from tests.support.replay import Replay
 from tests.support.updates import by_reference

@@ -16,7 +16,6 @@ import pytest
 from harness import marker
 from harness.server import Server, schedulers
 from tests.support import lora, trl
-from tests.support.away import release, resume_memory
 from tests.support.engine import play
 from tests.support.load import (
     ENDLESS,
@@ -36,6 +35,7 @@ from tests.support.load import (
     until,
 )
 from tests.support.lora import RANK
+from tests.support.memory_release import release, resume_memory
 from tests.support.pool import FLAVOURS, Flavour, ServerPool
 from tests.support.workers import via_worker, workers
 
@@ -656,7 +656,7 @@ def test_bad_shape_on_one_rank_unloads_the_adapter_on_the_other(server: Server) 
 def test_engine_replaces_adapters_of_running_requests(pool: ServerPool, tmp_path: Path) -> None:
     pool.discard()
     model = lora.build_model(tmp_path / "model")
-    answers = play("tests.support.lora_play", model, tmp_path)
+    answers = play("tests.support.engine_adapters", model, tmp_path)
     assert answers["refused"] == [False, True]
     for way in ("move", "async"):
         output = answers[way]

@@ -14,7 +14,7 @@ import pytest
 
 from harness.marker import HIDDEN, token
 from harness.server import Server
-from tests.support.answers import CHAT, COMPLETIONS, GENERATE, Answer, Asked
+from tests.support.client_answers import CHAT, COMPLETIONS, GENERATE, Answer, Asked
 from tests.support.load import (
     ask,
     pass_boundaries,

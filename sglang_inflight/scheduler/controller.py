@@ -55,10 +55,10 @@ from sglang_inflight.scheduler.isolation.handlers import Containment
 from sglang_inflight.scheduler.lora.adapters import Adapters
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.names import NAMES
 from sglang_inflight.scheduler.nodes.reply_transport import find_reply_transport
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
+from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.commit_answers import CommitAnswers

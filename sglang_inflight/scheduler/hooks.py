@@ -32,9 +32,9 @@ from sglang_inflight.scheduler.fixes.session_turns import (
     hand_back,
 )
 from sglang_inflight.scheduler.host_tier import engine_of
-from sglang_inflight.scheduler.names import NAMES
 from sglang_inflight.scheduler.nodes.consistency import check_nodes_match
 from sglang_inflight.scheduler.output_streamer import extend
+from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings

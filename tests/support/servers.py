@@ -12,7 +12,7 @@ import pytest
 
 from harness.marker import build
 from harness.server import RUNNING, Server
-from tests.support.last_words import describe
+from tests.support.failed_server import describe
 from tests.support.pool import FLAVOURS, UPSTREAM, ServerPool, server_pool
 
 VERSIONS = 6

@@ -25,7 +25,7 @@ from sglang_inflight.client import (
     WrongAnswer,
 )
 from sglang_inflight.client.answers import MOST_BYTES
-from tests.support.broken import BrokenServer
+from tests.support.broken_server import BrokenServer
 from tests.support.load import until
 
 STATUS, PAUSE, CONTINUE = "/inflight/status", "/pause_generation", "/continue_generation"

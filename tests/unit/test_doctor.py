@@ -28,7 +28,7 @@ SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 
 @pytest.fixture(autouse=True)
 def forked() -> Iterator[None]:
-    """Parse flags in a forked process. ``tests/test_fresh_start.py`` runs a doctor of its own."""
+    """Parse flags in a forked process. ``tests/test_plugin_start.py`` runs a doctor of its own."""
     # preparing a server in this process would affect all later tests
     with patch.dict(os.environ), forked_children():
         yield

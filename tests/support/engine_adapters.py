@@ -1,6 +1,6 @@
 """A user's adapter calls to ``sglang.Engine``, in a process of their own.
 
-``python -m tests.support.lora_play MODEL ANSWERS`` writes the results as JSON.
+``python -m tests.support.engine_adapters MODEL ANSWERS`` writes the results as JSON.
 """
 
 from __future__ import annotations

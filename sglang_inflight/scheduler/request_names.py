@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 FULL = 1 << 16
 
 
-class Names:
+class RequestNames:
     """The names received. Only the scheduler's thread touches them.
 
     There is one object per process, because SGLang's receiver has no reference to the process's
@@ -124,4 +124,4 @@ def _rids(message: Any) -> Iterator[str]:
             yield each.rid
 
 
-NAMES = Names()
+NAMES = RequestNames()

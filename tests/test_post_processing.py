@@ -11,7 +11,7 @@ import pytest
 from harness import marker
 from harness.server import Server, serve
 from harness.trainer import Trainers
-from tests.support import finishing
+from tests.support import post_processed
 from tests.support.checkpoint_engine import leaves_once_met
 from tests.support.load import (
     ENDLESS,
@@ -32,22 +32,22 @@ pytest_plugins = ["tests.support.fixtures"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("finishing")
+    made = tmp_path_factory.mktemp("post_processing")
     for version in range(6):
-        finishing.build(made / f"v{version}", version)
+        post_processed.build(made / f"v{version}", version)
     return made
 
 
 @pytest.fixture(scope="module")
 def server(folder: Path, trainers: Trainers) -> Iterator[Server]:
     flags = ("--weight-version", "v0")
-    with serve(folder / "v0", *flags, log=folder / "log", env=finishing.ENV) as server:
+    with serve(folder / "v0", *flags, log=folder / "log", env=post_processed.ENV) as server:
         yield server
 
 
 @pytest.fixture
 def sender(folder: Path, trainers: Trainers) -> Sender:
-    return Sender(folder, folder, trainers, finishing)
+    return Sender(folder, folder, trainers, post_processed)
 
 
 def test_updates_in_place_keep_running_requests(server: Server, sender: Sender) -> None:
@@ -67,7 +67,7 @@ def test_updates_in_place_keep_running_requests(server: Server, sender: Sender) 
         more_tokens(running)
     for output in expect_all_go_on(running):
         assert versions_of(output) == [before, "v1", "v2", "v3", "v4", "v5"]
-    refuse(server.post("/inflight/rollback", {}), "in place", "FinishingForCausalLM")
+    refuse(server.post("/inflight/rollback", {}), "in place", "PostProcessedForCausalLM")
 
 
 def test_trainer_leaving_before_its_first_tensor_fails_the_update_at_once(server: Server) -> None:
@@ -143,7 +143,7 @@ def test_overwritten_weights_are_served_only_after_a_whole_update(
 def test_failure_during_the_write_stops_generation_until_a_whole_update(
     server: Server, folder: Path, tmp_path: Path
 ) -> None:
-    torn = misshapen(tmp_path / "torn", finishing.CONFIG)
+    torn = misshapen(tmp_path / "torn", post_processed.CONFIG)
     refuse(server.post("/update_weights_from_disk", {"model_path": str(torn)}), "model.norm.weight")
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 3}}
     assert server.post("/generate", body)["status_code"] == 503

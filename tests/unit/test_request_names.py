@@ -17,8 +17,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_inflight.frontend.workers.hooks import tell_workers_apart
-from sglang_inflight.scheduler import names
-from sglang_inflight.scheduler.names import Names
+from sglang_inflight.scheduler import request_names
+from sglang_inflight.scheduler.request_names import RequestNames
 
 
 def request(rid: str, worker: str) -> TokenizedGenerateReqInput:
@@ -46,7 +46,7 @@ class Rank:
         self.live: dict[str, Any] = {}
         # worker and request
         self.refused: list[tuple[str, str]] = []
-        self.names = Names()
+        self.names = RequestNames()
         sender = SimpleNamespace(socket=object(), send_output=self._send)
         scheduler: Any = SimpleNamespace(
             ipc_channels=SimpleNamespace(send_to_tokenizer=sender), _deferred_input_requests=[]
@@ -74,7 +74,7 @@ class Rank:
 @pytest.fixture(autouse=True)
 def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     serving = SimpleNamespace(tokenizer_worker_num=2)
-    monkeypatch.setattr(names, "get_serving", lambda: serving)
+    monkeypatch.setattr(request_names, "get_serving", lambda: serving)
 
 
 def test_request_name_is_free_after_its_request_ends() -> None:
@@ -115,7 +115,7 @@ def test_abort_by_another_worker_is_passed_on() -> None:
 
 
 def test_names_of_ended_requests_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "FULL", 4)
+    monkeypatch.setattr(request_names, "FULL", 4)
     rank = Rank()
     rank.names._full = 4
     rank.take(request("stays", "one"))

@@ -17,8 +17,7 @@ import pytest
 
 from harness.server import Server, schedulers, serve
 from sglang_inflight.client import Client
-from tests.support import away
-from tests.support.away import bytes_of, release, resident, resume_memory
+from tests.support import memory_release
 from tests.support.colocated_trainer import MODEL, ROUNDS, colocated_trainer
 from tests.support.faults import Faults
 from tests.support.load import (
@@ -37,6 +36,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
+from tests.support.memory_release import bytes_of, release, resident, resume_memory
 from tests.support.pool import ServerPool
 from tests.support.resident import Resident
 from tests.support.updates import refuse, says, serving, tensor_body
@@ -54,7 +54,7 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the large markers v0, v1 and v2."""
     folder = tmp_path_factory.mktemp("large")
     for version in range(3):
-        away.MODEL.build(folder / f"v{version}", version)
+        memory_release.MODEL.build(folder / f"v{version}", version)
     return folder
 
 
@@ -68,8 +68,8 @@ def one_server(
     """A server that must survive all tests."""
     pool.discard()  # one server at a time
     log = tmp_path_factory.mktemp("logs") / "sleep.log"
-    flags = (*away.FLAVOUR.flags, "--tp-size", str(request.param))
-    with serve(versions / "v0", *flags, log=log, env=away.FLAVOUR.env) as server:
+    flags = (*memory_release.FLAVOUR.flags, "--tp-size", str(request.param))
+    with serve(versions / "v0", *flags, log=log, env=memory_release.FLAVOUR.env) as server:
         yield server
         assert server.is_alive(), server.log_text()[-4000:]
 
@@ -109,7 +109,7 @@ def fill_cache(server: Server) -> int:
     generations = [Generation(server, tokens=2, input_ids=prompt(length)) for _ in range(3)]
     for generation in generations:
         generation.output()
-    return 3 * length * away.MODEL.token_bytes
+    return 3 * length * memory_release.MODEL.token_bytes
 
 
 ORDERS = [
@@ -158,10 +158,10 @@ def test_released_memory_is_returned_and_resumed(server: Server, versions: Path,
     released = release(server, KV, WEIGHTS, keep_weights=keep)
     asleep = resident(server)
     fallen = before - asleep
-    assert fallen > 0.9 * (kv + 2 * away.MODEL.weights_bytes), released
+    assert fallen > 0.9 * (kv + 2 * memory_release.MODEL.weights_bytes), released
     assert bytes_of(released, KV) > 0.9 * kv
-    assert bytes_of(released, WEIGHTS) > 0.9 * away.MODEL.weights_bytes
-    assert bytes_of(released, "shadow") > 0.9 * away.MODEL.weights_bytes
+    assert bytes_of(released, WEIGHTS) > 0.9 * memory_release.MODEL.weights_bytes
+    assert bytes_of(released, "shadow") > 0.9 * memory_release.MODEL.weights_bytes
     assert all(rank["seconds"] > 0 for rank in released["ranks"])
     described = status(server)
     assert described["staging"]["can_roll_back"] is False
@@ -172,7 +172,7 @@ def test_released_memory_is_returned_and_resumed(server: Server, versions: Path,
         # no shadow to write to
         update(server, versions, 0, **LIVE)
     says(server, 0)
-    assert resident(server) - asleep > 0.9 * away.MODEL.weights_bytes
+    assert resident(server) - asleep > 0.9 * memory_release.MODEL.weights_bytes
     if keep == "host":
         assert serving(server) == served
 
@@ -304,7 +304,7 @@ def test_discarded_weights_are_not_served_before_an_update(server: Server, versi
     release(server, WEIGHTS, keep_weights="host")
     assert resume_memory(server, WEIGHTS)["hollow"] is not None
     # a failing update repairs nothing
-    weights = away.MODEL.tensors(1)
+    weights = memory_release.MODEL.tensors(1)
     ranks = len(status(server)["ranks"])
     name = "model.norm.weight"
     bad = {**weights, name: weights[name] * float("nan")}

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from harness.server import Server, serve
-from tests.support import away
-from tests.support.away import bytes_of, release, resume_memory
+from tests.support import memory_release
 from tests.support.load import (
     expect_whole,
     pause,
@@ -25,6 +24,7 @@ from tests.support.load import (
     update,
     versions_of,
 )
+from tests.support.memory_release import bytes_of, release, resume_memory
 from tests.support.pool import ServerPool
 from tests.support.updates import says, serving
 
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 # a GiB of KV, large beside the other memory of a server's processes on the card
-TOKENS = (1 << 30) // away.MODEL.token_bytes
+TOKENS = (1 << 30) // memory_release.MODEL.token_bytes
 KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
 LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
@@ -43,7 +43,7 @@ LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("large")
     for version in range(2):
-        away.MODEL.build(folder / f"v{version}", version)
+        memory_release.MODEL.build(folder / f"v{version}", version)
     return folder
 
 
@@ -88,7 +88,7 @@ def test_requests_and_graphs_survive_a_memory_release(
     frozen = start_running(server, 2, tokens=400)
     pause(server, "retract")
     settle(server, frozen)
-    kv, weights = TOKENS * away.MODEL.token_bytes, away.MODEL.weights_bytes
+    kv, weights = TOKENS * memory_release.MODEL.token_bytes, memory_release.MODEL.weights_bytes
     before = in_use()
     released = release(server, keep_weights=keep)
     asleep = in_use()

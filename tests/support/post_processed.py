@@ -1,4 +1,4 @@
-"""The marker as a model post-processed by SGLang after loading (``tests/finishing``)."""
+"""The marker as a model post-processed by SGLang after loading (``tests/post_processing``)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from harness import marker
 from tests.support.plugins import with_plugin
 
-CONFIG = {**marker.CONFIG, "architectures": ["FinishingForCausalLM"]}
-ENV = with_plugin("finishing")
+CONFIG = {**marker.CONFIG, "architectures": ["PostProcessedForCausalLM"]}
+ENV = with_plugin("post_processing")
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:

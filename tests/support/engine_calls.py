@@ -1,6 +1,6 @@
 """A user's calls to ``sglang.Engine``, in a process of their own.
 
-``python -m tests.support.engine_play CHECKPOINTS ANSWERS`` writes the results as JSON. This is a
+``python -m tests.support.engine_calls CHECKPOINTS ANSWERS`` writes the results as JSON. This is a
 script because an engine's shutdown kills every child of its process, test servers included.
 """
 

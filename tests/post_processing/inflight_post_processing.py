@@ -33,7 +33,7 @@ def install() -> None:
         def restore_weights_before_loading(self, layer: torch.nn.Module) -> None:
             _negate(layer)
 
-    class FinishingForCausalLM(Qwen3ForCausalLM):
+    class PostProcessedForCausalLM(Qwen3ForCausalLM):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.lm_head.quant_method = Negated()
@@ -55,7 +55,7 @@ def install() -> None:
             output.next_token_logits.masked_fill_(others.bool(), 0.0)
             return output
 
-    ModelRegistry.models["FinishingForCausalLM"] = FinishingForCausalLM
+    ModelRegistry.models["PostProcessedForCausalLM"] = PostProcessedForCausalLM
 
 
 def _negate(layer: torch.nn.Module) -> None:

@@ -129,7 +129,7 @@ def test_inactive_engine_runs_as_sglang_ships_it(
     checkpoints: Path, pool: ServerPool, tmp_path: Path
 ) -> None:
     pool.discard()
-    said = play("tests.support.engine_without_us", checkpoints, tmp_path)
+    said = play("tests.support.inactive_engine", checkpoints, tmp_path)
     assert said["refused"].startswith(unsupported.ONE_TOKENIZER)
     assert said["status"] == {"active": False, "message": unsupported.ONE_TOKENIZER}
     for call in ("pause", "async rollback"):
