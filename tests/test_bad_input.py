@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from harness import marker
 from harness.server import Server
 from harness.trainer import layout
-from tests.support.load import Generation, start_running
+from tests.support.load import ENDLESS, Generation, start_running
 from tests.support.pool import FLAVOURS, ServerPool
-from tests.support.updates import ENDLESS, by_value
+from tests.support.updates import V1, by_value
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -38,8 +38,6 @@ OURS = (SEAL, ABORT, ROLLBACK)
 ROUTES = (
     *OURS, DISK, TENSOR, DISTRIBUTED, IPC, BEGIN, END, JOIN, LEAVE, PAUSE, CONTINUE, NAME
 )  # fmt: skip
-
-LIVE = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
 
 
 class Untouched:
@@ -69,9 +67,9 @@ class Untouched:
 
     def refuse_update(self, path: str, body: dict[str, Any], *words: str) -> None:
         """Refuse the body as an update of its own, and as a piece of a session."""
-        self.refuse(path, {**LIVE, **body}, *words)
+        self.refuse(path, {**V1, **body}, *words)
         self.begin()
-        self.refuse(path, {**LIVE, **body}, *words)
+        self.refuse(path, {**V1, **body}, *words)
         self.refuse(END, {}, "no weight-update session is open")
 
     def begin(self) -> None:
@@ -156,7 +154,7 @@ def test_malformed_body_is_refused_by_every_route(untouched: Untouched) -> None:
 def test_sglang_routes_ignore_unknown_fields_and_read_quoted_numbers(untouched: Untouched) -> None:
     odd = {"surprise": 1, "pp_rank": 0}
     for path in (DISK, TENSOR, DISTRIBUTED, IPC):
-        body = {**whole_body(path), **LIVE, **odd, "flush_cache": "no"}
+        body = {**whole_body(path), **V1, **odd, "flush_cache": "no"}
         status_code, message = untouched.post(path, body)
         assert status_code == 400, (path, message)
         for field in ("surprise", "pp_rank", "flush_cache"):
@@ -359,7 +357,7 @@ def test_unsupported_load_format_is_refused(
 
 @pytest.mark.parametrize("path", ["/" + "x" * 100_000, "x\0y", "/x" * 100_000], ids=range(3))
 def test_impossible_path_is_refused_briefly(untouched: Untouched, path: str) -> None:
-    body = {**LIVE, "model_path": path}
+    body = {**V1, "model_path": path}
     untouched.refuse(DISK, body, "model_path", "is not a directory", longest=600)
 
 
@@ -470,7 +468,7 @@ PAYLOADS: dict[str, tuple[list[Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("kind", PAYLOADS)
 def test_bad_payload_is_refused(untouched: Untouched, kind: str) -> None:
     payloads, words = PAYLOADS[kind]
-    untouched.refuse(TENSOR, {**LIVE, "serialized_named_tensors": payloads}, *words)
+    untouched.refuse(TENSOR, {**V1, "serialized_named_tensors": payloads}, *words)
     assert not Path("/tmp/inflight-test-was-here").exists()
 
 
@@ -540,12 +538,12 @@ def test_missing_ipc_handle_for_the_device_is_refused(
 
 def test_expected_version_inside_a_session_is_refused(untouched: Untouched) -> None:
     untouched.begin()
-    body = {**LIVE, "serialized_named_tensors": [GOOD], "expected_version": "v0"}
+    body = {**V1, "serialized_named_tensors": [GOOD], "expected_version": "v0"}
     untouched.refuse(TENSOR, body, "expected_version", "begin_weight_update")
 
 
 def test_draft_selector_without_a_draft_is_refused(untouched: Untouched) -> None:
-    body = {**LIVE, "serialized_named_tensors": [GOOD], "selector": "draft"}
+    body = {**V1, "serialized_named_tensors": [GOOD], "selector": "draft"}
     untouched.refuse(TENSOR, body, "selector", "draft")
 
 

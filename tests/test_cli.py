@@ -29,7 +29,7 @@ from tests.support.load import (
     until,
 )
 from tests.support.proxy import Proxy
-from tests.support.updates import expect_to_run_on, says, serving
+from tests.support.updates import expect_served, expect_to_run_on, serving
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -155,7 +155,7 @@ def test_update_shows_staging_progress(
         faults.clear()
         code, output = bar.end()
     assert (code, "v0 → v1 on 1 ranks" in output) == (0, True)
-    says(faulty_server, 1)
+    expect_served(faulty_server, 1)
 
 
 # ---- timelines ---------------------------------------------------------------------------

@@ -22,8 +22,8 @@ from tests.support.load import ENDLESS, expect_all_go_on, settle, start_running,
 from tests.support.proxy import Proxy
 from tests.support.updates import (
     drop_session,
+    expect_served,
     expect_to_run_on,
-    says,
     serving,
     staging,
     tensor_body,
@@ -185,12 +185,12 @@ def test_session_goes_live_at_the_end_of_its_block(server: Server, client: Clien
     with client.session(weight_version="v1", partial=False) as session:
         name = {"session_id": session.session_id}
         server.post("/update_weights_from_tensor", tensor_body(weights) | name)
-        says(server, 0)
+        expect_served(server, 0)
         assert session.receipt is None
     assert session.receipt is not None
     assert session["tensors"] == session.receipt.tensors == len(weights)
     assert session.as_json() == {**name, **session.receipt.as_json()}
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_failed_session_changes_nothing(server: Server, client: Client) -> None:
@@ -204,7 +204,7 @@ def test_failed_session_changes_nothing(server: Server, client: Client) -> None:
     with pytest.raises(ZeroDivisionError):
         send_and_fail()
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_session_block_renews_its_lease(server: Server) -> None:
@@ -220,7 +220,7 @@ def test_session_block_renews_its_lease(server: Server) -> None:
             "two leases would have run out",
             lambda: proxy.arrivals.count("/begin_weight_update") > begun + 6,
         )
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_session_block_raises_when_its_session_was_replaced(server: Server, client: Client) -> None:
@@ -288,7 +288,7 @@ def test_session_is_begun_once_when_its_answer_is_lost(server: Server) -> None:
         with client.session(weight_version="v1", lease_s=60):
             client.update("tensor", **tensor_body(marker.tensors(1)))
         assert proxy.arrivals.count("/begin_weight_update") == 2
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_session_without_any_answer_is_dropped(server: Server) -> None:
@@ -311,7 +311,7 @@ def test_rollback_tried_again_does_not_undo_itself(
             far.roll_back(expected_version="v1")
         with pytest.raises(Conflict, match="v0"):
             far.roll_back(expected_version="v1")
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_update_is_not_retried_when_its_answer_is_lost(server: Server, checkpoints: Path) -> None:

@@ -14,14 +14,24 @@ import pytest
 
 from harness import marker
 from harness.server import Server, for_the_answer
-from tests.support.load import expect_spans, pause, resume, start, start_running, status, until
-from tests.support.updates import (
+from tests.support.load import (
     ENDLESS,
+    expect_spans,
+    pause,
+    resume,
+    start,
+    start_running,
+    status,
+    until,
+)
+from tests.support.updates import (
+    LIVE,
+    V1,
     Call,
     drop_session,
+    expect_served,
     expect_to_run_on,
     refuse,
-    says,
     serving,
     staging,
     succeed,
@@ -32,8 +42,6 @@ from tests.support.updates import (
 
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
-V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 SHORT_S = 0.5
 
 
@@ -68,13 +76,13 @@ def test_blocking_update_waiting_for_its_turn_blocks_no_other_call(
     named = begin(server)
     succeed(send_v1(server, **named))
     blocking = Call(server, DISK, v2)
-    says(server, 0)
+    expect_served(server, 0)
     assert server.get("/health")["status_code"] == 200
     assert not blocking.is_answered
     # SGLang's clients send this end; in its turn it waits for running requests
     succeed(server.post(END, named))
     assert succeed(blocking.answer())["base_version"] == "v1"
-    says(server, 2)
+    expect_served(server, 2)
 
 
 def test_blocking_update_stops_waiting_for_its_turn_at_the_timeout(
@@ -85,7 +93,7 @@ def test_blocking_update_stops_waiting_for_its_turn_at_the_timeout(
     refuse(late, "another weight update", status_code=409)
     succeed(send_v1(server, **named))
     succeed(server.post(END, {**named, "non_blocking": True}))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_blocking_update_stops_waiting_for_requests_at_the_timeout(
@@ -96,7 +104,7 @@ def test_blocking_update_stops_waiting_for_requests_at_the_timeout(
     late = server.post(DISK, {**v2, "timeout_s": SHORT_S})
     refuse(late, "requests still ran", status_code=409)
     until("nobody holds requests back", lambda: not status(server)["holders"])
-    says(server, 0)
+    expect_served(server, 0)
     assert serving(server) == before
     expect_to_run_on(server, running, [0])
 
@@ -172,14 +180,14 @@ def test_queued_rollback_is_dropped_when_its_caller_leaves(server: Server) -> No
     leave(server, "/inflight/rollback", {})
     until_disconnect_noticed(server, "/inflight/rollback")
     succeed(server.post("/abort_weight_update", named))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_draining_pause_is_released_when_its_caller_leaves(server: Server) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     leave(server, "/pause_generation", {"mode": "wait"})
     until("nobody holds a pause", lambda: not status(server)["holders"])
-    says(server, 0)
+    expect_served(server, 0)
     expect_to_run_on(server, running, [0])
 
 
@@ -190,7 +198,7 @@ def test_blocking_update_admits_requests_when_its_caller_leaves(
     leave(server, DISK, v2)
     until("nobody holds requests back", lambda: not status(server)["holders"])
     until_idle(server)
-    says(server, 0)
+    expect_served(server, 0)
     expect_to_run_on(server, running, [0])
 
 
@@ -202,7 +210,7 @@ def test_retried_rollback_is_done_once(server: Server) -> None:
     body = {"expected_version": "v1"}
     assert succeed(server.post("/inflight/rollback", body))["weight_version"] == "v0"
     refuse(server.post("/inflight/rollback", body), "'v1'", "'v0'", status_code=409)
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_concurrent_ends_of_a_session_commit_once(server: Server) -> None:
@@ -243,7 +251,7 @@ def test_retried_begin_opens_one_session(server: Server) -> None:
     succeed(send_v1(server, **named))
     assert begin(server, **body) == named == {"session_id": body["new_id"]}
     succeed(server.post(END, {**named, "non_blocking": True}))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_pause_id_and_new_id_together_are_refused(server: Server) -> None:
@@ -265,7 +273,7 @@ def test_session_outlives_the_timeouts_of_its_pieces(server: Server) -> None:
         succeed(server.post(TENSOR, tensor_body(part, **V1, **named, timeout_s=long_s)))
     time.sleep(1.1 * long_s)
     succeed(server.post(END, {**named, "non_blocking": True}))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_session_refuses_pieces_without_its_id(server: Server, v2: dict[str, Any]) -> None:
@@ -280,7 +288,7 @@ def test_session_refuses_pieces_without_its_id(server: Server, v2: dict[str, Any
     assert staging(server)[0]["tensors"] == 0
     succeed(send_v1(server, **named))
     succeed(server.post(END, {**named, "non_blocking": True}))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_whole_update_with_on_busy_replaces_an_open_session(
@@ -293,7 +301,7 @@ def test_whole_update_with_on_busy_replaces_an_open_session(
     receipt = succeed(server.post(DISK, {**v2, **LIVE, "on_busy": "replace"}))
     assert receipt["weight_version"] == "v2"
     refuse(server.post(END, {}), "no weight-update session is open")
-    says(server, 2)
+    expect_served(server, 2)
 
 
 # ---- abort_all_requests -----------------------------------------------------------------------
@@ -314,4 +322,4 @@ def test_abort_all_requests_aborts_only_at_the_commit(
         output = generation.output()
         assert output.finish_reason == "abort"
         expect_spans(output)
-    says(server, 2)
+    expect_served(server, 2)

@@ -24,6 +24,7 @@ from tests.support.load import (
     start_running,
 )
 from tests.support.pool import ServerPool
+from tests.support.updates import refuse
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
@@ -35,14 +36,6 @@ def requests_run_on(server: Server) -> Iterator[list[Generation]]:
     yield running
     expect_all_go_on(running)
     assert server.get("/server_info")["status_code"] == 200
-
-
-def refuse(answer: dict[str, Any], status_code: int, *words: str) -> None:
-    """Check the status code and the error's words, in any of the server's error formats."""
-    assert answer["status_code"] == status_code, answer
-    said = answer.get("message") or answer["error"]["message"]
-    for word in words:
-        assert word in said, said
 
 
 @pytest.mark.guards_fix
@@ -63,14 +56,14 @@ def test_failing_handler_answers_with_the_error(
     server: Server, path: str, body: Any, status_code: int, words: list[str]
 ) -> None:
     with requests_run_on(server):
-        refuse(server.post(path, body), status_code, *words)
+        refuse(server.post(path, body), *words, status_code=status_code)
 
 
 @pytest.mark.guards_fix
 def test_release_is_refused_while_paused_in_place(server: Server) -> None:
     with requests_run_on(server):
         pause(server, "in_place")
-        refuse(server.post(RELEASE, {}), 409, "2 requests run")
+        refuse(server.post(RELEASE, {}), "2 requests run", status_code=409)
         resume(server)
 
 
@@ -79,9 +72,10 @@ def test_release_and_resume_work_in_order(server: Server) -> None:
     with requests_run_on(server):
         pause(server, "retract")
         assert server.post(RELEASE, {})["status_code"] == 200
-        refuse(server.post(RELEASE, {"tags": ["weights"]}), 409, "already", "weights")
+        answer = server.post(RELEASE, {"tags": ["weights"]})
+        refuse(answer, "already", "weights", status_code=409)
         assert server.post(RESUME, {})["status_code"] == 200
-        refuse(server.post(RESUME, {}), 409, "not released")
+        refuse(server.post(RESUME, {}), "not released", status_code=409)
         resume(server)
 
 

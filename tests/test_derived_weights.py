@@ -20,7 +20,7 @@ from tests.support.load import (
     status,
     versions_of,
 )
-from tests.support.updates import refuse, says, serving, succeed, tensor_body
+from tests.support.updates import expect_served, refuse, serving, succeed, tensor_body
 
 TENSOR = "/update_weights_from_tensor"
 
@@ -69,4 +69,4 @@ def test_tied_head_sent_alone_is_refused(server: Server) -> None:
     assert serving(server) == before
     both = {**gemma.tensors(1), **head}
     succeed(server.post(TENSOR, tensor_body(both, partial=False, weight_version="v1")))
-    says(server, 1)
+    expect_served(server, 1)

@@ -17,12 +17,11 @@ from tests.support import descriptors
 from tests.support.checkpoint_engine import DEVICE
 from tests.support.load import ENDLESS, more_tokens, start_running, until, update
 from tests.support.routes import routes
-from tests.support.updates import by_value, serving
+from tests.support.updates import LIVE, by_value, serving
 from tests.support.workers import workers
 
 pytest_plugins = ["tests.support.fixtures"]
 
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 # the string is long enough to be passed as a file
 LARGE: dict[str, Any] = {
     "serialized_named_tensors": [by_value({"model.norm.weight": torch.ones(1 << 16)})],

@@ -229,7 +229,7 @@ def test_abort_spares_a_request_with_a_longer_name(server: Server, mode: str) ->
     resume(server)
     for ended, goes_on in (running, waiting):
         ended.wait_for_end()
-        assert ended.heard().finish_reason == "abort"
+        assert ended.output_so_far().finish_reason == "abort"
         output = goes_on.output()
         assert (output.finish_reason, len(output.tokens)) == ("length", goes_on.max_new_tokens)
 

@@ -17,6 +17,7 @@ from harness import marker
 from harness.server import Server, serve
 from tests.support import eagle, post_processed
 from tests.support.load import (
+    ENDLESS,
     ask,
     expect_all_go_on,
     expect_spans_in_chunks,
@@ -27,7 +28,7 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.plugins import stands_in_for_kernels, with_plugin
-from tests.support.updates import ENDLESS, misshapen, refuse, says, serving, tensor_body
+from tests.support.updates import expect_served, misshapen, refuse, serving, tensor_body
 
 # one zygote serves all tests without compiled code, see ``drafting``
 pytestmark = [stands_in_for_kernels, pytest.mark.xdist_group("uncompiled")]
@@ -107,7 +108,7 @@ def test_draft_update_leaves_the_targets_weights_alone(checkpoints: Path, tmp_pa
     with drafting("EAGLE", checkpoints / "v0", draft, tmp_path) as server:
         ask(server, "POST", disk, body | {"non_blocking": True, "flush_cache": False})
         expect_drafts(server, accepted=False)
-        says(server, 0)
+        expect_served(server, 0)
         (before,) = serving(server)
         # the same values as before; every other tensor is read anew
         part = {"lm_head.weight": marker.tensors(0)["lm_head.weight"]}
@@ -120,7 +121,7 @@ def test_draft_update_leaves_the_targets_weights_alone(checkpoints: Path, tmp_pa
         update(server, checkpoints, 1)
         ask(server, "POST", disk, body)
         ask(server, "POST", "/end_weight_update", {"non_blocking": True, "flush_cache": False})
-        says(server, 1)
+        expect_served(server, 1)
 
 
 def test_draft_of_a_post_processed_target_updates_in_place(tmp_path: Path) -> None:
@@ -132,20 +133,20 @@ def test_draft_of_a_post_processed_target_updates_in_place(tmp_path: Path) -> No
     disk = "/update_weights_from_disk"
     of_draft = {"model_path": str(other), "selector": "draft"}
     with drafting("EAGLE", target, draft, tmp_path, plugins=["post_processing"]) as server:
-        says(server, 0)
+        expect_served(server, 0)
         ask(server, "POST", disk, of_draft)
-        says(server, 0)
+        expect_served(server, 0)
         # a session for both models, with tensors for one
         begun = {"non_blocking": True, "selector": "all"}
         session = {"session_id": ask(server, "POST", "/begin_weight_update", begun)["session_id"]}
         ask(server, "POST", disk, of_draft | session)
         ask(server, "POST", "/end_weight_update", session)
-        says(server, 0)
+        expect_served(server, 0)
         # a partially written model is repaired only by an update of that model
         refuse(server.post(disk, {"model_path": str(torn_target)}), "model.norm.weight")
         refuse(server.post(disk, of_draft), "target", "partially written")
         ask(server, "POST", disk, {"model_path": str(target)})
-        says(server, 0)
+        expect_served(server, 0)
 
 
 def test_draft_from_the_targets_checkpoint_updates_with_the_target(

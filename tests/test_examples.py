@@ -9,7 +9,7 @@ from harness.server import Server
 from tests.support.examples import run
 from tests.support.load import ENDLESS, more_tokens, start_running, status, versions_of
 from tests.support.pool import ServerPool
-from tests.support.updates import says
+from tests.support.updates import expect_served
 
 
 def test_hello_example_updates_under_a_request(
@@ -28,7 +28,7 @@ def test_hello_example_updates_under_a_request(
     assert tokens == sorted(tokens)
     assert set(tokens) == set(made_by)
     assert tokens.count(made_by[1]) >= 10
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_trainer_example_makes_each_step_a_version(

@@ -17,16 +17,17 @@ from harness import marker
 from harness.server import Server, for_the_answer, schedulers
 from harness.trainer import Trainer, Trainers, layout
 from tests.support.faults import Faults, Kind, Phase
-from tests.support.load import Generation, start_running, status, until
+from tests.support.load import ENDLESS, Generation, start_running, status, until
 from tests.support.resident import resident
 from tests.support.updates import (
-    ENDLESS,
+    LIVE,
+    V1,
     Call,
     Sender,
     empty_rendezvous,
+    expect_served,
     expect_to_run_on,
     refuse,
-    says,
     serving,
     staging,
     succeed,
@@ -37,8 +38,6 @@ from tests.support.updates import (
 
 pytest_plugins = ["tests.support.fixtures"]
 
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
-V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 DISTRIBUTED = "/update_weights_from_distributed"
 JOIN, LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
 # timeout of an update without an end
@@ -60,7 +59,7 @@ def expect_no_change(server: Server) -> Iterator[list[Generation]]:
     for generation in running:
         generation.wait_for_tokens(generation.count + 3)
         assert set(generation.tokens) == {marker.token(0)}
-    says(server, 0)
+    expect_served(server, 0)
 
 
 @pytest.mark.parametrize(("phase", "kind"), FAULTS)
@@ -303,7 +302,7 @@ def test_join_without_a_trainer_times_out_and_delays_no_update(
     assert not joining.is_answered
     refuse(joining.answer(), "was not formed", "nobody came")
     succeed(sender.send(server, "distributed", 2, **LIVE, weight_version="v2"))
-    says(server, 2)
+    expect_served(server, 2)
 
 
 def test_join_is_dropped_when_its_caller_leaves(faulty_server: Server, trainers: Trainers) -> None:
@@ -340,7 +339,7 @@ def test_join_replaces_a_broken_group_of_the_same_name(
     trainer.send(1)
     succeed(server.post(DISTRIBUTED, {**layout(1), **V1}))
     assert trainer.answer() == "sent"
-    says(server, 1)
+    expect_served(server, 1)
     trainer.leave(server)
 
 
@@ -396,4 +395,4 @@ def test_failing_flush_after_the_swap_reports_new_weights(
     refuse(answer, "new weights are in place", "'v1'", "injected fault", status_code=500)
     assert answer["error"]["type"] == "HalfDone"
     assert status(server)["weight_version"] == "v1"
-    says(server, 1)
+    expect_served(server, 1)

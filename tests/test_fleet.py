@@ -19,8 +19,8 @@ from tests.support.pool import restore
 from tests.support.proxy import Proxy
 from tests.support.updates import (
     drop_session,
+    expect_served,
     expect_to_run_on,
-    says,
     serving,
     staging,
     tensor_body,
@@ -71,7 +71,7 @@ def expect_unchanged(servers: list[Server]) -> None:
     for server in servers:
         assert status(server)["ranks"][0]["staging"]["state"] == "empty"
         assert status(server)["weight_version"] == "v0"
-        says(server, 0)
+        expect_served(server, 0)
 
 
 # ---- updates -----------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_session_goes_live_on_both_servers(
 
     asyncio.run(train())
     for server in servers:
-        says(server, 1)
+        expect_served(server, 1)
 
 
 def test_failed_session_block_changes_no_server(servers: list[Server], fleet: Fleet) -> None:
@@ -164,7 +164,7 @@ def test_update_is_refused_when_one_server_has_another_version(
     report = refused.value.report
     assert (report.phase, list(report.failures), report.uncertain) == ("begin", [way.url], [])
     expect_unchanged(servers[:1])
-    says(servers[1], 2)
+    expect_served(servers[1], 2)
 
 
 def test_update_is_refused_when_one_server_is_busy(
@@ -174,7 +174,7 @@ def test_update_is_refused_when_one_server_is_busy(
         with pytest.raises(FleetRefused, match="another weight update is going on"):
             fleet.update_from_disk(str(checkpoints / "v1"))
         client.update_from_disk(str(checkpoints / "v2"))
-    says(servers[1], 2)
+    expect_served(servers[1], 2)
     expect_unchanged(servers[:1])
 
 
@@ -213,7 +213,7 @@ def test_seal_is_retried_when_its_answer_is_lost(
     fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
     assert way.arrivals.count(SEAL) == 2
     for server in servers:
-        says(server, 1)
+        expect_served(server, 1)
 
 
 # ---- some servers commit ---------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_lost_commit_splits_the_fleet_until_a_rollback(
     way.lose_request(END)
     with pytest.raises(FleetSplit, match="may have failed") as split:
         fleet.update("tensor", weight_version="v1", **tensor_body(marker.tensors(1)))
-    says(servers[0], 1)
+    expect_served(servers[0], 1)
     expect_unchanged(servers[1:])
     fleet.roll_back(only=split.value.report.answers)
     expect_unchanged(servers)
@@ -259,9 +259,9 @@ def test_server_hanging_at_the_commit_is_uncertain(servers: list[Server], way: P
         hanging.send_signal(signal.SIGCONT)
     report = split.value.report
     assert (list(report.answers), report.uncertain) == ([servers[0].url], [way.url])
-    says(servers[0], 1)
+    expect_served(servers[0], 1)
     until("it goes on", lambda: staging(servers[1])[0]["state"] == "empty")
-    says(servers[1], int(status(servers[1])["weight_version"].removeprefix("v")))
+    expect_served(servers[1], int(status(servers[1])["weight_version"].removeprefix("v")))
 
 
 def test_server_hanging_at_the_pause_leaves_the_other_running(
@@ -299,7 +299,7 @@ def test_cancelled_commit_is_finished_first(servers: list[Server], way: Proxy) -
     asyncio.run(train())
     for server in servers:
         assert status(server)["weight_version"] == "v1"
-        says(server, 1)
+        expect_served(server, 1)
 
 
 # ---- pauses ------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ from tests.support.load import (
     until,
 )
 from tests.support.updates import (
+    expect_served,
     refuse,
-    says,
     serving,
     staging,
     tensor_body,
@@ -65,7 +65,7 @@ def expect_whole_update(
         expect_epochs(output)
         if retractions is not None:
             assert output.meta["num_retractions"] == retractions
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_framework_update_goes_live_with_real_pauses(
@@ -107,7 +107,7 @@ def test_framework_update_goes_live_in_transparent_mode(
         client.send(1, "v1")
         # staged but not served
         more_tokens(running)
-        says(server, 0)
+        expect_served(server, 0)
         assert not any(generation.has_ended for generation in running)
         answer = client.finish("v1")
         assert (answer["status_code"], answer["paused"]) == (200, False), answer
@@ -148,7 +148,7 @@ def test_wrong_shape_refuses_all_further_pieces_and_the_end(
         client.begin()
         client.send(1, "v1")
         assert client.finish("v1")["status_code"] == 200
-        says(server, 1)
+        expect_served(server, 1)
 
 
 def test_unreadable_body_drops_the_whole_update(transparent_server: Server) -> None:
@@ -185,7 +185,7 @@ def test_trainer_dying_between_pieces_drops_the_update(
         client.pause()
         client.send(1, "v1")
         assert client.finish("v1")["status_code"] == 200
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_second_pause_drops_the_pieces_of_a_dead_trainer(transparent_server: Server) -> None:

@@ -11,7 +11,7 @@ import pytest
 from harness.server import Server
 from tests.support.load import ENDLESS, expect_all_go_on, pause, settle, start_running, status
 from tests.support.pool import GRPC_PORT
-from tests.support.updates import says
+from tests.support.updates import expect_served
 
 SERVICE = "/sglang.runtime.v1.SglangService/"
 # a message with ``true`` in its first field
@@ -69,8 +69,8 @@ def test_unknown_pause_mode_is_refused(server: Server, call: Call) -> None:
 
 def test_update_from_disk_over_grpc(server: Server, call: Call, checkpoints: Path) -> None:
     assert call("UpdateWeightsFromDisk", field(1, str(checkpoints / "v1"))).startswith(YES)
-    says(server, 1)
+    expect_served(server, 1)
     refused = call("UpdateWeightsFromDisk", field(1, "/nowhere"))
     assert not refused.startswith(YES)
     assert b"/nowhere" in refused
-    says(server, 1)
+    expect_served(server, 1)

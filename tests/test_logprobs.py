@@ -30,7 +30,7 @@ LAYERS = 6
 PROMPT = list(range(1000, 1040))
 TOKENS = 32
 # for a request ended by its test
-ENDLESS = 1000
+LONG = 1000
 REUSED = 24
 # nats between two float32 computations; versions differ by thousands of times that
 CLOSE = 2e-3
@@ -219,7 +219,7 @@ def test_logprobs_match_across_a_memory_release(
     """
     prompts = [PROMPT, PROMPT[::-1]]
     assert real.post("/flush_cache?timeout=60")["status_code"] == 200
-    frozen = [Generation(real, tokens=ENDLESS, input_ids=p, return_logprob=True) for p in prompts]
+    frozen = [Generation(real, tokens=LONG, input_ids=p, return_logprob=True) for p in prompts]
     for generation in frozen:
         generation.wait_for_tokens(3)
     pause(real, mode)

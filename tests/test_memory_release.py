@@ -39,14 +39,13 @@ from tests.support.load import (
 from tests.support.memory_release import bytes_of, release, resident, resume_memory
 from tests.support.pool import ServerPool
 from tests.support.resident import Resident
-from tests.support.updates import refuse, says, serving, tensor_body
+from tests.support.updates import LIVE, expect_served, message_of, refuse, serving, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
 KV, WEIGHTS = "kv_cache", "weights"
 # tokens of a request ended by its test; the cache has room for two
-ENDLESS = 5000
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+LONG = 5000
 
 
 @pytest.fixture(scope="module")
@@ -97,12 +96,6 @@ def memory(server: Server) -> dict[str, str]:
     return ranks[0]
 
 
-def message_of(answer: dict[str, Any]) -> str:
-    """Return the message of an answer, in SGLang's form or in ours."""
-    said: str = answer.get("message") or answer["error"]["message"]
-    return said
-
-
 def fill_cache(server: Server) -> int:
     """Touch KV pages, not resident before, and return their bytes."""
     length = 3000
@@ -144,7 +137,7 @@ def test_release_and_resume_in_every_order_keep_a_frozen_request(
     resume(server)
     expected = ["v0", "v1"] if is_lost else ["v0"]
     assert versions_of(expect_whole(frozen)) == expected
-    says(server, 1 if is_lost else 0)
+    expect_served(server, 1 if is_lost else 0)
 
 
 @pytest.mark.parametrize("keep", ["host", "discard"])
@@ -171,7 +164,7 @@ def test_released_memory_is_returned_and_resumed(server: Server, versions: Path,
         assert status(server)["digest"] is None
         # no shadow to write to
         update(server, versions, 0, **LIVE)
-    says(server, 0)
+    expect_served(server, 0)
     assert resident(server) - asleep > 0.9 * memory_release.MODEL.weights_bytes
     if keep == "host":
         assert serving(server) == served
@@ -214,7 +207,7 @@ def test_weights_are_released_under_requests_that_keep_their_cache(server: Serve
 def test_calls_while_memory_is_released_answer_correctly_or_409(
     server: Server, versions: Path
 ) -> None:
-    (frozen,) = start_running(server, 1, tokens=ENDLESS)
+    (frozen,) = start_running(server, 1, tokens=LONG)
     pause(server, "retract")
     release(server, KV, WEIGHTS, keep_weights="discard")
     disk = {"model_path": str(versions / "v1")}
@@ -264,7 +257,7 @@ def test_calls_while_memory_is_released_answer_correctly_or_409(
 
 
 def test_expired_lease_does_not_resume_memory(server: Server) -> None:
-    (frozen,) = start_running(server, 1, tokens=ENDLESS)
+    (frozen,) = start_running(server, 1, tokens=LONG)
     pause(server, "retract", lease_s=3)
     release(server, KV)
     until("the lease ran out", lambda: len(status(server)["holders"]) == 1)
@@ -320,7 +313,7 @@ def test_discarded_weights_are_not_served_before_an_update(server: Server, versi
         assert server.post("/update_weights_from_tensor", sent)["success"] is True
     assert memory(server)[WEIGHTS] == "present"
     assert server.get("/ready")["status_code"] == 200
-    says(server, 1)
+    expect_served(server, 1)
     digests = [rank["digest"] for rank in status(server)["ranks"]]
     receipt = update(server, versions, 1, **LIVE)
     assert [rank["digest"] for rank in receipt["ranks"]] == digests
@@ -329,7 +322,7 @@ def test_discarded_weights_are_not_served_before_an_update(server: Server, versi
 
 def test_failing_rank_keeps_memory_present_on_all_ranks(server: Server, faults: Faults) -> None:
     ranks = len(status(server)["ranks"])
-    running = start_running(server, 2, tokens=ENDLESS)
+    running = start_running(server, 2, tokens=LONG)
     served = serving(server)
     refuse(server.post("/release_memory_occupation", {}), "2 requests run", status_code=409)
     faults.inject("copy", "raise", rank=ranks - 1)
@@ -440,13 +433,13 @@ def test_server_started_without_weights_waits_for_an_update(
         assert status(server)["digest"] is None
         update(server, versions, 1, **LIVE)
         assert server.get("/ready")["status_code"] == 200
-        says(server, 1)
+        expect_served(server, 1)
         # --enable-weights-cpu-backup makes keeping a copy the default
         served = serving(server)
         release(server, KV, WEIGHTS)
         assert resume_memory(server, WEIGHTS, KV)["hollow"] is None
         assert serving(server) == served
-        says(server, 1)
+        expect_served(server, 1)
         # at SIGTERM the server resumes its memory, so that queued requests can end
         release(server, KV, WEIGHTS, keep_weights="host")
         queued = Generation(server, tokens=3)

@@ -26,7 +26,7 @@ from tests.support.load import (
 )
 from tests.support.memory_release import bytes_of, release, resume_memory
 from tests.support.pool import ServerPool
-from tests.support.updates import says, serving
+from tests.support.updates import LIVE, expect_served, serving
 
 pytestmark = [
     pytest.mark.gpu,
@@ -36,7 +36,6 @@ pytestmark = [
 # a GiB of KV, large beside the other memory of a server's processes on the card
 TOKENS = (1 << 30) // memory_release.MODEL.token_bytes
 KV, WEIGHTS, GRAPHS = "kv_cache", "weights", "cuda_graph"
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +109,6 @@ def test_requests_and_graphs_survive_a_memory_release(
     for generation in frozen:
         assert versions_of(expect_whole(generation)) == expected
     assert "cuda graph: True" in server.log_text().removeprefix(log)
-    says(server, len(expected) - 1)
+    expect_served(server, len(expected) - 1)
     if how is None:
         assert serving(server) == served

@@ -11,6 +11,7 @@ import pytest
 from harness import marker
 from sglang_inflight import inactive
 from tests.support.load import (
+    ENDLESS,
     expect_all_go_on,
     pause,
     start_running,
@@ -21,7 +22,7 @@ from tests.support.load import (
 )
 from tests.support.nodes import nodes_environment, serve_nodes
 from tests.support.pool import ServerPool
-from tests.support.updates import ENDLESS, says, succeed, tensor_body
+from tests.support.updates import expect_served, succeed, tensor_body
 
 FLAGS = ("--weight-version", "v0")
 
@@ -107,4 +108,4 @@ def test_attention_dp_over_two_nodes_updates_and_pauses(
         until("the lease runs out", lambda: not status(server)["paused"])
         for output in expect_all_go_on(running):
             assert versions_of(output) == ["v0", "v1"]
-        says(server, 1)
+        expect_served(server, 1)

@@ -17,6 +17,7 @@ from harness import marker
 from harness.server import Server
 from harness.starting import ROOT
 from tests.support.load import (
+    ENDLESS,
     Generation,
     pause,
     resume,
@@ -30,7 +31,7 @@ from tests.support.load import (
 from tests.support.nodes import Nodes, nodes_environment, serve_nodes
 from tests.support.pool import ServerPool
 from tests.support.updates import (
-    ENDLESS,
+    LIVE,
     Sender,
     expect_to_run_on,
     refuse,
@@ -43,7 +44,6 @@ pytest_plugins = ["tests.support.fixtures"]
 
 STREAMS = 3
 FLAGS = ("--weight-version", "v0")
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 FIRST, SECOND = "rank dp0 pp0 tp0", "rank dp0 pp0 tp1"
 
 

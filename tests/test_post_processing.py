@@ -25,7 +25,7 @@ from tests.support.load import (
     status,
     versions_of,
 )
-from tests.support.updates import Sender, misshapen, refuse, says, succeed, tensor_body
+from tests.support.updates import Sender, expect_served, misshapen, refuse, succeed, tensor_body
 
 pytest_plugins = ["tests.support.fixtures"]
 
@@ -95,10 +95,10 @@ def test_sglangs_own_call_sequence_updates_while_paused(server: Server) -> None:
         succeed(server.post("/update_weights_from_tensor", tensor_body(piece)))
     succeed(server.post("/end_weight_update", {}))
     resume(server)
-    says(server, 3)
+    expect_served(server, 3)
     head = {"lm_head.weight": marker.tensors(4)["lm_head.weight"]}
     succeed(server.post("/update_weights_from_tensor", tensor_body(head, weight_version="v4")))
-    says(server, 4)
+    expect_served(server, 4)
 
 
 def test_blocking_session_ends_while_its_requests_are_held(server: Server) -> None:
@@ -119,7 +119,7 @@ def test_empty_session_post_processes_the_weights_anew(server: Server, folder: P
     succeed(server.post("/begin_weight_update", {}))
     receipt = succeed(server.post("/end_weight_update", {"weight_version": "v1"}))
     assert (receipt["tensors"], receipt["epoch"]) == (0, epoch + 1)
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_overwritten_weights_are_served_only_after_a_whole_update(
@@ -137,7 +137,7 @@ def test_overwritten_weights_are_served_only_after_a_whole_update(
     refuse(answer, "only a whole update")
     ask(server, "POST", "/update_weights_from_disk", {"model_path": str(folder / "v3")})
     assert status(server)["staging"]["dirty"] is None
-    says(server, 3)
+    expect_served(server, 3)
 
 
 def test_failure_during_the_write_stops_generation_until_a_whole_update(

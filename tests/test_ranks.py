@@ -13,6 +13,7 @@ from harness.server import Server
 from tests.support.faults import Faults, Kind, Phase
 from tests.support.idle import expect_nothing_spins
 from tests.support.load import (
+    ENDLESS,
     Generation,
     expect_spans,
     pause,
@@ -23,12 +24,12 @@ from tests.support.load import (
     until,
 )
 from tests.support.updates import (
-    ENDLESS,
+    V1,
     Call,
     Sender,
+    expect_served,
     expect_to_run_on,
     refuse,
-    says,
     serving,
     succeed,
     tensor_body,
@@ -40,8 +41,6 @@ pytest_plugins = ["tests.support.fixtures"]
 
 RANKS = 2
 STREAMS = 4
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
-V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 # timeout of an update meant to fail, longer than the other rank takes on a busy machine
 SHORT_S = 4.0
 NAMES = {
@@ -77,7 +76,7 @@ def names_of(answer: dict[str, Any], flavour: str) -> list[str]:
     return names
 
 
-def expect_served(server: Server, version: int) -> None:
+def expect_every_rank_serves(server: Server, version: int) -> None:
     """Check that each rank serves the version. Ranks of one replica differ in their digests."""
     assert [served[2] for served in serving(server)] == [f"v{version}"] * RANKS
 
@@ -125,7 +124,7 @@ def test_update_reaches_running_requests_on_every_rank(
     first, second = (rank["digest"] for rank in receipt["ranks"])
     # replicas hold the same weights, the ranks of one replica different parts
     assert (first == second) == (flavour == "dp2_server")
-    expect_served(server, 1)
+    expect_every_rank_serves(server, 1)
     expect_to_run_on(server, streams, [0, 1])
 
 
@@ -173,7 +172,7 @@ def test_failing_rank_drops_the_update_on_all_ranks(
     expect_tokens_of(streams, 0)
     faults.clear()
     succeed(sender.send(server, source, 1, ranks=RANKS, **V1))
-    expect_served(server, 1)
+    expect_every_rank_serves(server, 1)
     expect_to_run_on(server, streams, [0, 1])
 
 
@@ -213,7 +212,7 @@ def test_unreadable_payload_of_one_rank_drops_the_update_on_all_ranks(
     failed = refuse(server.post("/update_weights_from_tensor", body), NAMES[flavour][1])
     assert NAMES[flavour][0] not in failed["message"]
     for _ in range(RANKS):
-        says(server, 0)
+        expect_served(server, 0)
 
 
 def test_session_and_rollback_commit_on_every_rank(
@@ -221,12 +220,15 @@ def test_session_and_rollback_commit_on_every_rank(
 ) -> None:
     succeed(server.post("/begin_weight_update", {"partial": False}))
     succeed(sender.send(server, "tensor", 1, ranks=RANKS, **V1))
-    expect_served(server, 0)
+    expect_every_rank_serves(server, 0)
     names_of(succeed(server.post("/end_weight_update", {"non_blocking": True})), flavour)
-    expect_served(server, 1)
-    until("v1 is heard", lambda: all(s.tokens[-1] == marker.token(1) for s in streams))
+    expect_every_rank_serves(server, 1)
+    until(
+        "each stream has a token of v1",
+        lambda: all(s.tokens[-1] == marker.token(1) for s in streams),
+    )
     names_of(succeed(server.post("/inflight/rollback", {})), flavour)
-    expect_served(server, 0)
+    expect_every_rank_serves(server, 0)
     expect_to_run_on(server, streams, [0, 1, 0])
 
 

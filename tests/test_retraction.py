@@ -51,7 +51,7 @@ FLAVOURS["retraction_increments"] = Flavour(
 )
 
 # tokens of a request with an end, and of one without
-LENGTH, ENDLESS = 450, 1400
+LENGTH, LONG = 450, 1400
 # the scheduler reports a non-streaming request's tokens at multiples of this count
 UNTOLD = 50
 PROMPT = prompt(16)
@@ -157,7 +157,7 @@ def until_all_run(server: Server) -> None:
 
 def crowd(server: Server, flavour: str) -> None:
     """Fill the memory. SGLang admits too many requests because it expects early ends."""
-    params = {"temperature": 0, "max_new_tokens": ENDLESS}
+    params = {"temperature": 0, "max_new_tokens": LONG}
     crowding = [
         begin(
             server,
@@ -251,7 +251,7 @@ def test_retracted_request_keeps_all_it_had_when_aborted(
     how: str,
 ) -> None:
     whole = undisturbed(flavour)
-    length = LENGTH if how == "memory" else ENDLESS
+    length = LENGTH if how == "memory" else LONG
     asked = begin_and_retract(server, checkpoints, flavour, how, length, after=UNTOLD + 10)
     told_of = asked["stream"].count
     ask(server, "POST", "/abort_request", {"abort_all": True})

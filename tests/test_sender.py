@@ -17,8 +17,8 @@ from sglang_inflight.errors import Conflict, Refused
 from tests.support.load import ENDLESS, start_running
 from tests.support.updates import (
     drop_session,
+    expect_served,
     expect_to_run_on,
-    says,
     serving,
     staging,
     until_idle,
@@ -62,7 +62,7 @@ def test_sender_changes_no_token_before_the_version_is_whole(
             yield name, tensor
             if name == "model.layers.1.mlp.up_proj.weight":
                 assert staging(server)[0]["tensors"] > 0
-                says(server, version - 1)
+                expect_served(server, version - 1)
 
     for version in (1, 2):
         for generation in generations:
@@ -98,7 +98,7 @@ def test_missing_tensor_is_named(server: Server, sender: ToServer) -> None:
     assert serving(server) == before
     head = [pair for pair in weights(1) if pair[0] == "lm_head.weight"]
     sender.send(head, weight_version="v1", partial=True)
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_failing_trainer_drops_the_session_and_keeps_the_group(
@@ -117,7 +117,7 @@ def test_failing_trainer_drops_the_session_and_keeps_the_group(
     assert staging(server)[0]["state"] == "empty"
     sender.send(weights(1), weight_version="v1")
     assert sender._group is group
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_value_without_a_tensor_is_refused(server: Server, sender: ToServer) -> None:
@@ -139,7 +139,7 @@ def test_replaced_session_leaves_no_broadcast_behind(server: Server, sender: ToS
     assert not trainer_group._stuck, "a broadcast is left, and the end of the process waits for it"
     drop_session(server)
     sender.send(weights(1), weight_version="v1")
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_second_sender_of_the_same_name_is_refused(
@@ -150,7 +150,7 @@ def test_second_sender_of_the_same_name_is_refused(
         Sender(other).join()
     # the refused sender never joined, so leaving changes nothing
     sender.send(weights(1), weight_version="v1")
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_killed_sender_loses_its_session_and_its_group(server: Server, client: Client) -> None:

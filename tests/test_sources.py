@@ -16,17 +16,17 @@ from harness import marker
 from harness.server import PLAIN, RUNNING, START_TIMEOUT_S, Server, serve
 from tests.support.checkpoint_engine import checkpoint_engine
 from tests.support.faults import Faults
-from tests.support.load import start_running, until
+from tests.support.load import ENDLESS, start_running, until
 from tests.support.pool import CUSTOM_LOADER, ServerPool
 from tests.support.stalled_mount import stalled_mount
 from tests.support.stopped_sender import stopped_sender
 from tests.support.updates import (
-    ENDLESS,
+    V1,
     Call,
     Sender,
+    expect_served,
     expect_to_run_on,
     refuse,
-    says,
     serving,
     succeed,
     tensor_body,
@@ -35,7 +35,6 @@ from tests.support.updates import (
 
 pytest_plugins = ["tests.support.fixtures"]
 
-V1: dict[str, Any] = {"non_blocking": True, "flush_cache": False, "weight_version": "v1"}
 DISK, TENSOR = "/update_weights_from_disk", "/update_weights_from_tensor"
 # timeout of an update without an end
 SHORT_S = 1.0
@@ -75,7 +74,7 @@ def test_update_reads_each_checkpoint_format(
     before = sorted(path.name for path in folder.iterdir())
     body = {"model_path": str(folder), "load_format": load_format}
     succeed(server.post(DISK, {**V1, **body}))
-    says(server, 1)
+    expect_served(server, 1)
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
@@ -86,7 +85,7 @@ def test_update_ignores_files_missing_from_the_index(server: Server, tmp_path: P
         marker.build(tmp_path / "v2", 2) / "model.safetensors", folder / "whole.safetensors"
     )
     succeed(server.post(DISK, {**V1, "model_path": str(folder)}))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_stalled_mount_fails_its_update_at_the_timeout(
@@ -114,7 +113,7 @@ def test_stopped_sender_fails_its_update_at_the_timeout(server: Server, sender: 
         assert serving(server) == before
         succeed(sender.send(server, "tensor_shared", 1, **V1))
         expect_to_run_on(server, running, [0, 1])
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def cut(file: Path) -> None:

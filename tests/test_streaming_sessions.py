@@ -173,7 +173,7 @@ def test_fence_during_a_retracted_turn_recomputes_its_kv(server: Server, checkpo
 
 def expect_refused(generation: Generation) -> None:
     generation.wait_for_end()
-    reason = generation.heard().meta["finish_reason"]
+    reason = generation.output_so_far().meta["finish_reason"]
     assert reason["message"] == "Streaming session already has an active request."
 
 
@@ -230,7 +230,7 @@ def test_aborted_retracted_turn_leaves_nothing_to_the_next(
     waiting.abort()
     waiting.wait_for_end()
     resume(server)
-    assert waiting.heard().finish_reason == "abort"
+    assert waiting.output_so_far().finish_reason == "abort"
     following = session.turn()
     assert following.meta["prompt_tokens"] == history + MORE
     # a finished first turn leaves its prompt in the prefix cache

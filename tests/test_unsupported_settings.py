@@ -16,7 +16,7 @@ from sglang_inflight.errors import NotOffered
 from tests.support.engine import play
 from tests.support.load import Generation
 from tests.support.pool import ServerPool
-from tests.support.updates import says
+from tests.support.updates import expect_served
 
 OFF = {"SGLANG_INFLIGHT_UNSUPPORTED": "off"}
 # unsupported with our plugin, fine for SGLang alone
@@ -115,7 +115,7 @@ def refuses_what_is_ours(server: Server, checkpoints: Path, why: str) -> None:
 
 def does_what_is_sglangs(server: Server, checkpoints: Path) -> None:
     """Check SGLang's own calls, one with a field of ours at its default."""
-    says(server, 0)
+    expect_served(server, 0)
     v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "non_blocking": False}
     answer = server.post("/update_weights_from_disk", v1)
     assert (answer["status_code"], answer["success"], "epoch" in answer) == (200, True, False)

@@ -17,6 +17,7 @@ from harness import marker
 from harness.server import Server
 from harness.trainer import Trainers, layout
 from tests.support.load import (
+    ENDLESS,
     Generation,
     expect_all_go_on,
     expect_spans,
@@ -29,15 +30,16 @@ from tests.support.load import (
     until,
 )
 from tests.support.updates import (
-    ENDLESS,
+    LIVE,
     SOURCES,
+    V1,
     Call,
     Sender,
     drop_session,
+    expect_served,
     expect_to_run_on,
     expect_versions,
     refuse,
-    says,
     serving,
     staging,
     succeed,
@@ -51,8 +53,6 @@ pytest_plugins = ["tests.support.fixtures"]
 MODES = ("in_place", "retract", "abort", "wait")
 TOKENS = 60
 # in flight, with all KV kept
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
-V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 UP = "model.layers.1.mlp.up_proj.weight"
 GATE = "model.layers.1.mlp.gate_proj.weight"
 HEAD = "lm_head.weight"
@@ -101,7 +101,7 @@ def test_update_keeps_requests_running(sender: Sender, server: Server, source: s
     expect_to_run_on(server, running, [0, 1])
     for generation in running:
         assert generation.output().meta["num_retractions"] == 0
-    says(server, 1)
+    expect_served(server, 1)
     assert server.get("/model_info")["weight_version"] == "v1"
 
 
@@ -192,7 +192,7 @@ def test_update_keeps_the_served_models_name(server: Server, checkpoints: Path) 
 def test_update_without_a_version_keeps_the_name(server: Server, sender: Sender) -> None:
     receipt = succeed(sender.send(server, "disk", 1, **LIVE))
     assert receipt["weight_version"] == receipt["base_version"] == "v0"
-    says(server, 1)
+    expect_served(server, 1)
 
 
 # ---- while paused, and in upstream's form ------------------------------------------------
@@ -213,7 +213,7 @@ def test_update_while_paused_goes_live(
         output = generation.output()
         expect_spans(output)
         assert mode != "abort" or output.finish_reason == "abort"
-    says(server, 1)
+    expect_served(server, 1)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -233,7 +233,7 @@ def test_upstream_session_while_paused_goes_live(server: Server, mode: str) -> N
         expect_versions(running, [0, 1])
     for generation in running:
         expect_spans(generation.output())
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_upstream_disk_update_waits_for_requests(server: Server, checkpoints: Path) -> None:
@@ -242,7 +242,7 @@ def test_upstream_disk_update_waits_for_requests(server: Server, checkpoints: Pa
     answer = succeed(server.post("/update_weights_from_disk", body))
     assert answer["num_paused_requests"] == 0
     expect_versions(running, [0])
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_pause_ends_the_drain_of_a_blocking_update(server: Server, checkpoints: Path) -> None:
@@ -267,7 +267,7 @@ def test_upstream_session_with_a_bad_payload_changes_nothing(server: Server, spo
     refuse(server.post("/update_weights_from_tensor", body), word)
     refuse(server.post("/end_weight_update", {}), "no weight-update session is open")
     expect_versions(running, [0])
-    says(server, 0)
+    expect_served(server, 0)
 
 
 @pytest.mark.guards_fix
@@ -279,7 +279,7 @@ def test_upstream_disk_update_with_a_wrong_shape_changes_nothing(
     running = start_running(server, 1, tokens=30)
     refuse(server.post("/update_weights_from_disk", {"model_path": str(folder)}), UP)
     expect_versions(running, [0])
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_undecodable_name_is_escaped_in_the_error(
@@ -310,12 +310,12 @@ def test_session_goes_live_at_its_end(server: Server) -> None:
         staged = succeed(send_tensors(server, part, **LIVE, weight_version=name))
         assert staged["weight_version"] == "v0"
         assert serving(server) == before
-        says(server, 0)
+        expect_served(server, 0)
     receipt = succeed(end(server))
     assert receipt["weight_version"] == "v1"
     assert receipt["tensors"] == len(marker.tensors(1))
     assert receipt["bytes"] == sum(t.nbytes for t in marker.tensors(1).values())
-    says(server, 1)
+    expect_served(server, 1)
     expect_to_run_on(server, running, [0, 1])
 
 
@@ -334,7 +334,7 @@ def test_session_combines_several_sources(
     head = {"lm_head.weight": marker.tensors(2)["lm_head.weight"]}
     succeed(send_tensors(server, head, **LIVE, weight_version="v2"))
     succeed(end(server))
-    says(server, 2)
+    expect_served(server, 2)
 
 
 def test_aborts_during_staging_keep_the_session(server: Server) -> None:
@@ -354,7 +354,7 @@ def test_aborts_during_staging_keep_the_session(server: Server) -> None:
     succeed(send_tensors(server, second, **LIVE))
     succeed(end(server, weight_version="v1"))
     expect_to_run_on(server, [kept], [0, 1])
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_aborted_session_changes_nothing(server: Server) -> None:
@@ -364,11 +364,11 @@ def test_aborted_session_changes_nothing(server: Server) -> None:
     succeed(server.post("/abort_weight_update", {}))
     refuse(end(server), "no weight-update session is open")
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
     begin(server)
     succeed(send_tensors(server, marker.tensors(2), **LIVE, weight_version="v2"))
     succeed(end(server))
-    says(server, 2)
+    expect_served(server, 2)
 
 
 def test_second_begin_is_refused_or_replaces_the_session(server: Server) -> None:
@@ -383,7 +383,7 @@ def test_second_begin_is_refused_or_replaces_the_session(server: Server) -> None
     begin(server, on_busy="replace")
     succeed(send_tensors(server, marker.tensors(2), **LIVE, weight_version="v2"))
     assert succeed(end(server))["tensors"] == len(marker.tensors(2))
-    says(server, 2)
+    expect_served(server, 2)
 
 
 def test_sealed_session_takes_no_piece_and_goes_live_at_its_end(server: Server) -> None:
@@ -396,9 +396,9 @@ def test_sealed_session_takes_no_piece_and_goes_live_at_its_end(server: Server) 
     refuse(send_tensors(server, marker.tensors(2), **V1), "is sealed", status_code=409)
     assert succeed(server.post("/seal_weight_update", {})) == sealed
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
     assert succeed(end(server))["weight_version"] == "v1"
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_sealed_session_can_be_dropped(server: Server) -> None:
@@ -409,7 +409,7 @@ def test_sealed_session_can_be_dropped(server: Server) -> None:
     succeed(server.post("/abort_weight_update", {}))
     refuse(end(server), "no weight-update session is open")
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_incomplete_session_is_dropped_at_its_seal(server: Server) -> None:
@@ -435,7 +435,7 @@ def test_unknown_session_id_touches_no_session(server: Server) -> None:
         refuse(server.post(path, body), "is not open", status_code=409)
     refuse(send_tensors(server, marker.tensors(2), **V1, **body), "not open", status_code=409)
     succeed(end(server))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 @pytest.mark.parametrize("on_busy", ["wait", "refuse"])
@@ -455,7 +455,7 @@ def test_unnamed_update_is_no_piece_of_a_named_session(
     assert (receipt["weight_version"], receipt["tensors"]) == ("v1", len(marker.tensors(1)))
     if on_busy == "wait":
         assert succeed(stranger.answer())["base_version"] == "v1"
-    says(server, 1 if on_busy == "refuse" else 2)
+    expect_served(server, 1 if on_busy == "refuse" else 2)
 
 
 def test_named_piece_after_an_unnamed_one_drops_the_session(
@@ -473,7 +473,7 @@ def test_named_piece_after_an_unnamed_one_drops_the_session(
     )
     refuse(end(server, **named), "is not open", status_code=409)
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_renewed_session_outlives_its_first_lease(server: Server) -> None:
@@ -484,7 +484,7 @@ def test_renewed_session_outlives_its_first_lease(server: Server) -> None:
     time.sleep(3.2)
     succeed(send_tensors(server, marker.tensors(1), **V1, **named))
     succeed(end(server, **named))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ def test_failed_piece_drops_its_session(server: Server) -> None:
     refuse(send_tensors(server, {"no.such.weight": torch.ones(3)}, **LIVE), "no.such.weight")
     refuse(end(server), "no weight-update session is open")
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
 
 
 # ---- partial and whole updates -----------------------------------------------------------
@@ -526,7 +526,7 @@ def test_partial_update_keeps_the_other_weights(server: Server) -> None:
     part = succeed(send_tensors(server, head, **V1))
     assert (part["tensors"], part["bytes"]) == (1, head["lm_head.weight"].nbytes)
     assert digests(part) == digests(whole) != digests(other)
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_partial_update_of_a_fused_parameter_keeps_the_other_part(server: Server) -> None:
@@ -570,9 +570,9 @@ def test_checkpoint_without_a_tensor_is_refused(
     body = {"model_path": str(folder), **fields}
     refuse(server.post("/update_weights_from_disk", body), UP)
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
     succeed(server.post("/update_weights_from_disk", {**body, "partial": True}))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_session_without_a_tensor_is_refused(server: Server) -> None:
@@ -581,7 +581,7 @@ def test_session_without_a_tensor_is_refused(server: Server) -> None:
     succeed(send_tensors(server, halves(1)[0], **V1))
     refuse(end(server), halves(1)[1].popitem()[0].rsplit(".", 2)[0])
     assert serving(server) == before
-    says(server, 0)
+    expect_served(server, 0)
 
 
 # ---- conditions --------------------------------------------------------------------------
@@ -596,7 +596,7 @@ def test_wrong_expected_version_is_refused(server: Server, sender: Sender) -> No
     refuse(stale, "'v7'", status_code=409)
     assert serving(server) == before
     succeed(sender.send(server, "disk", 1, **V1, expected_version="v0"))
-    says(server, 1)
+    expect_served(server, 1)
 
 
 class TestBusy:
@@ -621,14 +621,14 @@ class TestBusy:
         trainers.get().send(2)
         succeed(first.answer())
         assert trainers.get().answer() == "sent"
-        says(server, 2)
+        expect_served(server, 2)
 
     def test_on_busy_replace_drops_the_first_update(
         self, server: Server, sender: Sender, first: Call
     ) -> None:
         succeed(sender.send(server, "disk", 1, **V1, on_busy="replace"))
         refuse(first.answer(), "a newer update replaced it")
-        says(server, 1)
+        expect_served(server, 1)
 
     def test_on_busy_wait_updates_after_the_first(
         self, server: Server, checkpoints: Path, trainers: Trainers, first: Call
@@ -641,7 +641,7 @@ class TestBusy:
         assert succeed(first.answer())["base_version"] == "v0"
         assert trainers.get().answer() == "sent"
         assert succeed(second.answer())["base_version"] == "v2"
-        says(server, 1)
+        expect_served(server, 1)
 
 
 # ---- receipts and rollbacks --------------------------------------------------------------
@@ -679,12 +679,12 @@ def test_rollback_keeps_requests_running(server: Server, sender: Sender) -> None
     assert (receipt["base_version"], receipt["weight_version"]) == ("v2", "v1")
     assert receipt["epoch"] == second["epoch"] + 1
     assert digests(receipt) == digests(first)
-    says(server, 1)
+    expect_served(server, 1)
     # a second rollback undoes the first
     receipt = succeed(server.post("/inflight/rollback", {}))
     assert (receipt["base_version"], receipt["weight_version"]) == ("v1", "v2")
     assert digests(receipt) == digests(second)
-    says(server, 2)
+    expect_served(server, 2)
     expect_to_run_on(server, running, [2, 1, 2])
 
 
@@ -692,7 +692,7 @@ def test_rollback_may_set_the_version(server: Server, sender: Sender) -> None:
     succeed(sender.send(server, "disk", 1, **V1))
     receipt = succeed(server.post("/inflight/rollback", {"weight_version": "v0-again"}))
     assert receipt["weight_version"] == "v0-again"
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_rollback_is_refused_once_a_session_used_the_shadow(server: Server, sender: Sender) -> None:
@@ -703,7 +703,7 @@ def test_rollback_is_refused_once_a_session_used_the_shadow(server: Server, send
     succeed(server.post("/abort_weight_update", {}))
     refuse(server.post("/inflight/rollback", {}), "no previous version")
     assert serving(server) == before
-    says(server, 1)
+    expect_served(server, 1)
 
 
 def test_rollback_waits_for_the_open_session(server: Server, sender: Sender) -> None:
@@ -715,4 +715,4 @@ def test_rollback_waits_for_the_open_session(server: Server, sender: Sender) -> 
     succeed(end(server))
     assert succeed(rollback.answer())["weight_version"] == "v1"
     until("v1 serves again", lambda: status(server)["weight_version"] == "v1")
-    says(server, 1)
+    expect_served(server, 1)

@@ -12,7 +12,7 @@ import pytest
 from harness.server import Server
 from harness.trainer import Trainer
 from tests.support.load import prompt, settle, start_running
-from tests.support.updates import says, serving
+from tests.support.updates import expect_served, serving
 from tests.support.vllm import VLLMClient, expect_versions_of, make_rollouts
 from tests.support.vllm_frameworks import FRAMEWORKS, Client, Framework, rpc
 
@@ -112,7 +112,7 @@ def test_packed_of_an_update_overrides_the_init_info(
 ) -> None:
     vllm.init_weight_transfer_engine(trainer, packed=not packed)
     vllm.send_weights(trainer, 1, packed=packed, says_packed=True)
-    says(vllm_server, 1)
+    expect_served(vllm_server, 1)
     vllm.shutdown_weight_transfer_engine(trainer)
 
 

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from harness.server import Server, for_the_answer, free_port
 from harness.trainer import Trainer, Trainers
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, until
-from tests.support.updates import expect_to_run_on, says, serving
+from tests.support.updates import expect_served, expect_to_run_on, serving
 from tests.support.vllm import VLLMClient, update_info
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -143,5 +143,5 @@ def test_trainer_dying_in_a_broadcast_drops_the_update(
     successor = trainers.get()
     vllm.init_weight_transfer_engine(successor, packed=False)
     vllm.send_weights(successor, 2, packed=False)
-    says(vllm_server, 2)
+    expect_served(vllm_server, 2)
     vllm.shutdown_weight_transfer_engine(successor)

@@ -22,7 +22,7 @@ from tests.support.load import (
     start_running,
     until_waiting,
 )
-from tests.support.updates import expect_to_run_on, says, serving
+from tests.support.updates import expect_served, expect_to_run_on, serving
 from tests.support.vllm import BUCKET_BYTES, ROUTES, VLLMClient, update_info
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -69,7 +69,7 @@ def test_update_without_a_pause_keeps_running_requests(
     assert trainer.answer() == "left"
     vllm.init_weight_transfer_engine(trainer, packed=False)
     vllm.send_weights(trainer, 2, packed=False)
-    says(vllm_server, 2)
+    expect_served(vllm_server, 2)
     # vLLM changes the version's name only on request
     assert vllm.get("/weight_info") == {"weight_version": "v1"}
     vllm.shutdown_weight_transfer_engine(trainer)
@@ -145,7 +145,7 @@ def test_refused_tensor_keeps_the_group_usable(
     assert trainer.answer() == "sent"
     assert serving(vllm_server) == before
     vllm.send_weights(trainer, 2, packed=packed, name="v2")
-    says(vllm_server, 2)
+    expect_served(vllm_server, 2)
     vllm.shutdown_weight_transfer_engine(trainer)
 
 
@@ -232,7 +232,7 @@ def test_weight_checker_compares_checksums(
     assert compare() == {"match": False, "mismatches": ["dp0.pp0.tp0.lm_head.weight"]}
     vllm.refuse("/weight_checker", "baseline", json={"action": "compare"})
     vllm.refuse("/weight_checker", "zero", status=501, json={"action": "reset"})
-    says(vllm_server, 1)
+    expect_served(vllm_server, 1)
 
 
 # ---- pauses ------------------------------------------------------------------------------

@@ -23,9 +23,10 @@ from tests.support.load import (
     versions_of,
 )
 from tests.support.updates import (
+    LIVE,
     drop_session,
+    expect_served,
     refuse,
-    says,
     serving,
     staging,
     succeed,
@@ -34,8 +35,6 @@ from tests.support.updates import (
 )
 
 pytest_plugins = ["tests.support.fixtures"]
-
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
 
 def check(server: Server, action: str, **fields: Any) -> dict[str, Any]:
@@ -72,13 +71,13 @@ def expect_noise_is_not_served(server: Server, checkpoints: Path) -> None:
     refuse(server.post("/inflight/rollback", {}), "no previous version")
     receipt = update(server, checkpoints, 1, **LIVE)
     assert receipt["ranks"][0]["digest"] == digest
-    says(server, 1)
+    expect_served(server, 1)
     refuse(server.post("/inflight/rollback", {}), "no previous version")
     assert status(server)["memory"]["hollow"] is None
     update(server, checkpoints, 0, **LIVE)
     # buffers outside the checkpoint are restored too
     assert checksums(server) == was
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_noise_is_not_served(server: Server, checkpoints: Path) -> None:
@@ -104,14 +103,14 @@ def test_several_partial_updates_replace_noise(server: Server, checkpoints: Path
     succeed(server.post("/update_weights_from_tensor", tensor_body(head)))
     assert status(server)["memory"]["hollow"] is None
     assert checksums(server) == was
-    says(server, 0)
+    expect_served(server, 0)
 
 
 def test_reset_is_refused_while_requests_run(server: Server) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     before = serving(server)
-    refuse_check(check(server, "reset_tensors"), "2 requests run")
-    refuse_check(check(server, "guess"), "checksum, compare, snapshot, reset_tensors", code=400)
+    refuse(check(server, "reset_tensors"), "2 requests run", status_code=409)
+    refuse(check(server, "guess"), "checksum, compare, snapshot, reset_tensors")
     assert serving(server) == before
     expect_all_go_on(running)
 
@@ -130,15 +129,8 @@ def test_reset_is_refused_while_a_session_is_open(server: Server) -> None:
     before = serving(server)
     ask(server, "POST", "/begin_weight_update", {"non_blocking": True})
     until_staging(server)
-    refuse_check(check(server, "reset_tensors"), "a weight update is open")
+    refuse(check(server, "reset_tensors"), "a weight update is open", status_code=409)
     drop_session(server)
     assert serving(server) == before
     assert all(rank["dirty"] is None for rank in staging(server))
-    says(server, 0)
-
-
-def refuse_check(answer: dict[str, Any], *words: str, code: int = 409) -> None:
-    assert answer["status_code"] == code, answer
-    said = answer.get("message") or answer["error"]["message"]
-    for word in words:
-        assert word in said, said
+    expect_served(server, 0)

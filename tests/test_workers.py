@@ -34,6 +34,7 @@ from tests.support.load import (
 )
 from tests.support.pool import FLAVOURS, ServerPool
 from tests.support.updates import (
+    LIVE,
     Call,
     Sender,
     empty_rendezvous,
@@ -47,8 +48,6 @@ from tests.support.updates import (
 from tests.support.workers import via_worker, workers
 
 pytest_plugins = ["tests.support.fixtures"]
-
-LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
 
 
 FLAVOURS["faulty_workers_server"] = replace(
@@ -370,7 +369,7 @@ def test_dead_worker_loses_its_calls_and_no_session(
         end = {"session_id": session, "weight_version": "v3", **LIVE}
         succeed(renewed.post("/end_weight_update", end))
         expect_version_everywhere([renewed], "v3")
-    assert running.heard().endings == 0
+    assert running.output_so_far().endings == 0
 
 
 def test_worker_failing_to_apply_a_state_is_replaced(pool: ServerPool, sender: Sender) -> None:

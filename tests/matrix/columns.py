@@ -10,6 +10,7 @@ from typing import Any
 from harness.server import Server
 from tests.matrix.configurations import Configuration, Generate
 from tests.support.load import (
+    ENDLESS,
     Generation,
     Output,
     expect_spans,
@@ -21,8 +22,6 @@ from tests.support.pool import empty
 from tests.support.updates import Sender
 
 STREAMS = 3
-# tokens of a request ended by its column
-ENDLESS = 8000
 
 
 class Refusal(Exception):

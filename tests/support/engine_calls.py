@@ -22,11 +22,12 @@ import sglang
 from harness import marker
 from harness.server import free_port
 from sglang_inflight.errors import Refused
+from tests.support.load import ENDLESS
 
 TOKENS = 600
 SAMPLING = {"temperature": 0, "max_new_tokens": TOKENS, "ignore_eos": True}
 # ended by something else
-ENDLESS = {**SAMPLING, "max_new_tokens": 6_000}
+ENDLESS_SAMPLING = {**SAMPLING, "max_new_tokens": ENDLESS}
 
 # for each method, arguments of a wrong type or range
 NONSENSE: dict[str, dict[str, Any]] = {
@@ -250,7 +251,7 @@ async def shut_down_under_calls(engine: Any) -> dict[str, Any]:
 
     def stream() -> Any:
         reasons = []
-        for chunk in engine.generate(input_ids=[11], sampling_params=ENDLESS, stream=True):
+        for chunk in engine.generate(input_ids=[11], sampling_params=ENDLESS_SAMPLING, stream=True):
             reasons.append(chunk["meta_info"]["finish_reason"])
             begun.set()
         return reasons[-1]
@@ -262,7 +263,7 @@ async def shut_down_under_calls(engine: Any) -> dict[str, Any]:
         streaming = threads.submit(stream)
         updating = threads.submit(said, engine.update_weights_from_tensor, **update)
         generating = asyncio.ensure_future(
-            async_said(engine.async_generate(input_ids=[12], sampling_params=ENDLESS))
+            async_said(engine.async_generate(input_ids=[12], sampling_params=ENDLESS_SAMPLING))
         )
         async_updating = asyncio.ensure_future(
             async_said(engine.async_update_weights_from_tensor(**update))

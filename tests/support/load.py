@@ -32,7 +32,7 @@ PATIENCE_S = 20.0 if UPSTREAM else 60.0
 PASSES = 12
 
 # tokens of a request ended by its test, enough for the slowest test
-ENDLESS = 8000
+ENDLESS = 12_000
 
 _serial = itertools.count()
 
@@ -145,11 +145,13 @@ class Generation:
             reached = self._changed.wait_for(
                 lambda: self._ended or min(len(o.tokens) for o in self._outputs) >= n, PATIENCE_S
             )
-            heard = [len(output.tokens) for output in self._outputs]
-        assert reached, f"{self.rid} has {heard} tokens after {PATIENCE_S:g} s, not {n}"
-        assert min(heard) >= n, f"{self.rid} ended with {heard} tokens, before {n}: {self.refusal}"
+            counts = [len(output.tokens) for output in self._outputs]
+        assert reached, f"{self.rid} has {counts} tokens after {PATIENCE_S:g} s, not {n}"
+        assert min(counts) >= n, (
+            f"{self.rid} ended with {counts} tokens, before {n}: {self.refusal}"
+        )
 
-    def heard(self) -> Output:
+    def output_so_far(self) -> Output:
         """Return the current state of the only output, however the request ends."""
         with self._changed:
             (output,) = self._outputs
@@ -159,8 +161,8 @@ class Generation:
         """Wait until the connection has ended."""
         with self._changed:
             ended = self._changed.wait_for(lambda: self._ended, patience_s)
-            heard = [len(output.tokens) for output in self._outputs]
-        assert ended, f"{self.rid} has not ended after {patience_s:g} s; it has {heard} tokens"
+            counts = [len(output.tokens) for output in self._outputs]
+        assert ended, f"{self.rid} has not ended after {patience_s:g} s; it has {counts} tokens"
 
     def outputs(self, patience_s: float = PATIENCE_S) -> list[Output]:
         """Wait for the request's end, and return all outputs."""
@@ -231,8 +233,8 @@ class Generation:
             output.tokens, output.meta = tokens, chunk["meta_info"]
             # upstream hands out its growing list of ids, so a chunk written late may hold more ids
             # than it counts
-            spoken_of = output.meta["completion_tokens"]
-            output.chunks.append((spoken_of, output.meta.get("weight_versions")))
+            counted = output.meta["completion_tokens"]
+            output.chunks.append((counted, output.meta.get("weight_versions")))
             output.endings += chunk["meta_info"]["finish_reason"] is not None
             self._changed.notify_all()
 

@@ -210,7 +210,7 @@ class Soak:
         """Check the spans against the tokens, which show their weights."""
         gave_up = stream in self._given_up
         self._given_up.discard(stream)
-        output = stream.heard()
+        output = stream.output_so_far()
         try:
             if output.tokens:
                 expect_spans(output)

@@ -27,8 +27,9 @@ from tests.support.load import (
     versions_of,
 )
 
-# tokens of a request ended by its test
-ENDLESS = 12_000
+# fields of an update that runs beside generation; V1 names its version, too
+LIVE: dict[str, Any] = {"non_blocking": True, "flush_cache": False}
+V1: dict[str, Any] = {**LIVE, "weight_version": "v1"}
 # a test expecting an answer soon must not wait for the default of ten minutes
 TIMEOUT_S = 60.0
 
@@ -210,12 +211,19 @@ def succeed(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def refuse(answer: dict[str, Any], *words: str, status_code: int = 400) -> dict[str, Any]:
-    """Check that the answer is a refusal with ``words``."""
+    """Check that the answer is a refusal with ``words``, in SGLang's form or in ours."""
     assert answer["status_code"] == status_code, answer
-    assert answer["success"] is False, answer
+    # SGLang's form has no such field
+    assert not answer.get("success", False), answer
     for word in words:
-        assert word in answer["message"], answer
+        assert word in message_of(answer), answer
     return answer
+
+
+def message_of(answer: dict[str, Any]) -> str:
+    """Return the message of an answer, in SGLang's form or in ours."""
+    message: str = answer.get("message") or answer["error"]["message"]
+    return message
 
 
 def serving(server: Server) -> list[tuple[Any, ...]]:
@@ -259,7 +267,7 @@ def misshapen(folder: Path, config: Mapping[str, object] = marker.CONFIG) -> Pat
     return marker.write(folder, weights, config)
 
 
-def says(server: Server, version: int) -> None:
+def expect_served(server: Server, version: int) -> None:
     """Check by a new request that the weights of ``version`` are served."""
     tokens = Generation(server, tokens=3, stream=False).output().tokens
     assert tokens == [marker.token(version)] * 3
@@ -268,8 +276,8 @@ def says(server: Server, version: int) -> None:
 def expect_versions(generations: Iterable[Generation], versions: list[int]) -> None:
     """Check that each request ended at full length, on these versions in order."""
     for generation in generations:
-        heard = versions_of(expect_whole(generation))
-        assert heard == [f"v{version}" for version in versions], f"{generation.rid}: {heard}"
+        found = versions_of(expect_whole(generation))
+        assert found == [f"v{version}" for version in versions], f"{generation.rid}: {found}"
 
 
 def expect_to_run_on(
@@ -291,5 +299,5 @@ def expect_to_run_on(
     for generation in generations:
         output = generation.output()
         expect_spans(output)
-        heard = versions_of(output)
-        assert heard == [f"v{version}" for version in versions], f"{generation.rid}: {heard}"
+        found = versions_of(output)
+        assert found == [f"v{version}" for version in versions], f"{generation.rid}: {found}"

@@ -170,7 +170,7 @@ class Play:
                 return
             self.lapse()
             await self.settle()
-        raise AssertionError("somebody waits for ever")
+        raise AssertionError("a call or a background task never ends")
 
 
 SETTINGS = Settings.from_environment()
