@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from harness.server import Server, free_port
@@ -26,9 +24,7 @@ from tests.support.load import (
     pause,
     resume,
     start_running,
-    until,
 )
-from tests.support.proxy import Proxy
 from tests.support.updates import expect_served, expect_to_run_on, serving
 
 pytest_plugins = ["tests.support.fixtures"]
@@ -156,74 +152,3 @@ def test_update_shows_staging_progress(
         code, output = bar.end()
     assert (code, "v0 → v1 on 1 ranks" in output) == (0, True)
     expect_served(faulty_server, 1)
-
-
-# ---- timelines ---------------------------------------------------------------------------
-
-
-def _wait_for_two_looks(proxy: Proxy) -> None:
-    seen = proxy.arrivals.count(STATUS)
-    until("it has looked twice", lambda: proxy.arrivals.count(STATUS) >= seen + 3)
-
-
-def test_timeline_records_a_pause_and_an_update(
-    server: Server, checkpoints: Path, tmp_path: Path
-) -> None:
-    file = tmp_path / "timeline.html"
-    words = ("timeline", str(file), "--every", "0.05", "--json")
-    generations = start_running(server, 2, tokens=ENDLESS)
-    with Proxy(server).serving() as proxy, _terminal(proxy.url, *words) as terminal:
-        _wait_for_two_looks(proxy)
-        pause(server, "in_place")
-        _wait_for_two_looks(proxy)
-        resume(server)
-        _run(server, "update", "disk", str(checkpoints / "v1"), "--weight-version", "v1")
-        expect_to_run_on(server, generations, [0, 1])
-        _wait_for_two_looks(proxy)
-        code, output = terminal.interrupt()
-    assert code == 0, output
-    samples = json.loads(output)["samples"]
-    states = [sample["state"] for sample in samples]
-    assert {"running", "frozen"} <= set(states)
-    assert max(sample["tokens_per_s"] for sample in samples) > 0
-    still = [
-        after
-        for before, after in itertools.pairwise(samples)
-        if before["state"] == after["state"] == "frozen"
-    ]
-    assert {sample["tokens_per_s"] for sample in still} == {0}
-    assert [samples[0]["weight_version"], samples[-1]["weight_version"]] == ["v0", "v1"]
-    page = file.read_text()
-    assert ("<svg" in page, ">v1<" in page) == (True, True)
-
-
-def test_timeline_ends_after_the_given_seconds(server: Server, tmp_path: Path) -> None:
-    file = tmp_path / "timeline.png"
-    result = _run(server, "timeline", str(file), "--seconds", "0.3")
-    assert (result.exit_code, str(file) in result.stdout.replace("\n", "")) == (0, True)
-    assert file.read_bytes().startswith(b"\x89PNG")
-
-
-def test_timeline_draws_what_it_has_when_the_server_goes(server: Server, tmp_path: Path) -> None:
-    file = tmp_path / "timeline.svg"
-    with Proxy(server).serving() as proxy, _terminal(proxy.url, "timeline", str(file)) as terminal:
-        _wait_for_two_looks(proxy)
-        proxy.stop()
-        code, output = terminal.end()
-    assert (code, proxy.url in output) == (5, True)
-    assert "<svg" in file.read_text()
-
-
-@pytest.mark.parametrize("name", ["timeline.gif", "no/such/folder/timeline.png"])
-def test_timeline_refuses_an_unwritable_file(tmp_path: Path, name: str) -> None:
-    result = CliRunner().invoke(app, ["timeline", str(tmp_path / name)])
-    assert result.exit_code == 2
-
-
-def test_timeline_without_matplotlib_names_the_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "sglang_inflight.cli.chart", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(app, ["timeline", str(tmp_path / "timeline.png")])
-    assert (result.exit_code, "sglang-inflight[cli-plots]" in result.stderr) == (1, True)

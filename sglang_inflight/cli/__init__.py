@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_inflight.cli import local, remote, status, timeline
+from sglang_inflight.cli import local, remote, status
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 update = typer.Typer(no_args_is_help=True, help="Change the weights of a running server.")
@@ -18,7 +18,6 @@ def _commands() -> None:
 app.command()(local.doctor)
 app.command()(local.fork)
 app.command()(status.status)
-app.command()(timeline.timeline)
 app.command()(remote.pause)
 app.command("continue")(remote.resume)
 app.add_typer(update, name="update")
