@@ -7,16 +7,20 @@ from collections.abc import Iterable
 import torch
 
 
-def memory_of(tensor: torch.Tensor) -> tuple[torch.device, int]:
-    """Return a key of the tensor's storage."""
-    return tensor.device, tensor.untyped_storage().data_ptr()
+def memory_key(tensor: torch.Tensor) -> int:
+    """Return an identifier of the storage of ``tensor``, on any device.
+
+    The identifier is unique while a tensor lies in the storage. Unlike a pointer it distinguishes
+    tensors on the meta device.
+    """
+    return tensor.untyped_storage()._cdata
 
 
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of ``tensors``, each once, in order."""
-    found: dict[tuple[torch.device, int], torch.UntypedStorage] = {}
+    found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        found.setdefault(memory_of(tensor), tensor.untyped_storage())
+        found.setdefault(memory_key(tensor), tensor.untyped_storage())
     return list(found.values())
 
 

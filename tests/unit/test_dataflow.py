@@ -13,9 +13,9 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Kind,
     Target,
     Write,
-    memory_key,
 )
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.storages import memory_key
 
 WEIGHT = torch.zeros(8)
 OUTSIDE = torch.ones(8)

@@ -13,7 +13,7 @@ from sglang_inflight.scheduler.memory.machine import KV_CACHE, WEIGHTS
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.coverage import can_mark
 from sglang_inflight.scheduler.update.shadow import weights_of
-from sglang_inflight.storages import give_back_freed, memory_of
+from sglang_inflight.storages import give_back_freed, memory_key
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
@@ -68,13 +68,13 @@ class MemoryRegions:
 
     def _beside_weights(self) -> Iterator[torch.Tensor]:
         weights = {
-            memory_of(weight) for runner in self._runners for _, weight in weights_of(runner.model)
+            memory_key(weight) for runner in self._runners for _, weight in weights_of(runner.model)
         }
         for runner in self._runners:
             for module in runner.model.modules():
                 for _, value in attributes_of(module):
                     for tensor in tensors_in(value):
-                        if memory_of(tensor) not in weights:
+                        if memory_key(tensor) not in weights:
                             yield tensor
 
     @property

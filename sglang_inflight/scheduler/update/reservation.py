@@ -20,7 +20,7 @@ from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
 from sglang_inflight.sglang_types.runtime_context import get_schedule
-from sglang_inflight.storages import memory_of
+from sglang_inflight.storages import memory_key
 from sglang_inflight.unsupported import why_no_update
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
     """
     models = list(models)
     weights = {id(weight): weight for model in models for _, weight in weights_of(model)}
-    memory = {memory_of(weight) for weight in weights.values()}
+    memory = {memory_key(weight) for weight in weights.values()}
     others: dict[int, torch.Tensor] = {}
     for model in models:
         device = next(model.parameters()).device
@@ -145,7 +145,7 @@ def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
             for _, value in attributes_of(module)
             for tensor in tensors_in(value)
             # a scale kept on the host stays there
-            if tensor.device == device and memory_of(tensor) not in memory
+            if tensor.device == device and memory_key(tensor) not in memory
         }
     return [*weights.values(), *others.values()]
 

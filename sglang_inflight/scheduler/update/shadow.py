@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
-from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write, memory_key
+from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.storages import memory_key
 
 
 class ReservedStorage(NamedTuple):

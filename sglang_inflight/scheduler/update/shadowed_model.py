@@ -15,7 +15,7 @@ from torch import nn
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DIRECT, FLATTENED_BUCKET, DiskSource, Source, TensorSource
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write, memory_key
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write
 from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
@@ -36,6 +36,7 @@ from sglang_inflight.scheduler.update.shorten import list_names
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.storages import memory_key
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.throttle.rate import RateLimit, copy_in_pieces
+from sglang_inflight.storages import memory_key
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -51,15 +52,6 @@ class Write(NamedTuple):
 
 
 Targets = Mapping[int, Target]
-
-
-def memory_key(tensor: torch.Tensor) -> int:
-    """Return an identifier of the storage of ``tensor``, on any device.
-
-    The identifier is unique while a tensor lies in the storage. Unlike a pointer it distinguishes
-    tensors on the meta device.
-    """
-    return tensor.untyped_storage()._cdata
 
 
 class _Received:
