@@ -10,17 +10,20 @@ from sglang.srt.managers.io_struct import SlowDownReqInput
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.isolation import preconditions
-from sglang_inflight.scheduler.isolation.preconditions import Preconditions
 
-NOBODY: Any = None
+NOT_NEEDED: Any = None
+
+
+def check(seconds: float | None) -> None:
+    request = SlowDownReqInput(forward_sleep_time=seconds)
+    preconditions.check(request, NOT_NEEDED, NOT_NEEDED, NOT_NEEDED)
 
 
 def test_slow_down_is_bounded_by_the_watchdog(monkeypatch: pytest.MonkeyPatch) -> None:
     device = SimpleNamespace(watchdog_timeout=300.0)
     monkeypatch.setattr(preconditions, "get_device", lambda: device)
-    asked = Preconditions(NOBODY, NOBODY, NOBODY)
     for seconds in (None, -1.0, 20.0, 150.0):
-        asked.check(SlowDownReqInput(forward_sleep_time=seconds))
+        check(seconds)
     for seconds in (151.0, 1e300, float("nan")):
         with pytest.raises(Refused, match="150 s at most"):
-            asked.check(SlowDownReqInput(forward_sleep_time=seconds))
+            check(seconds)

@@ -32,9 +32,9 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CALLS, CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.isolation import preconditions
 from sglang_inflight.scheduler.isolation.background import BackgroundHandlers
 from sglang_inflight.scheduler.isolation.other_writers import OtherWriters
-from sglang_inflight.scheduler.isolation.preconditions import Preconditions
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.unsupported import why_no_pause
 
@@ -69,7 +69,7 @@ class Containment:
         self._scheduler = scheduler
         self._boundary = boundary
         self._answers = answers
-        self._preconditions = Preconditions(scheduler, boundary, memory_release)
+        self._memory_release = memory_release
         self._writers = OtherWriters(scheduler, boundary, memory_release)
         self.background = BackgroundHandlers(scheduler)
 
@@ -91,7 +91,7 @@ class Containment:
         @functools.wraps(handler)
         def contained(request: Any) -> Any:
             try:
-                self._preconditions.check(request)
+                preconditions.check(request, self._scheduler, self._boundary, self._memory_release)
                 with self._writers.around(request):
                     output = handler(request)
             except Exception as error:

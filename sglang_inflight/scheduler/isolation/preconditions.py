@@ -42,54 +42,37 @@ _READS_WEIGHTS = (
 )
 
 
-class Preconditions:
-    """Raises ``Refused``, or a subclass, before anything is changed."""
-
-    def __init__(
-        self, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
-    ) -> None:
-        self._scheduler = scheduler
-        self._boundary = boundary
-        self._memory_release = memory_release
-
-    def check(self, request: Any) -> None:
-        if isinstance(request, _READS_WEIGHTS):
-            self._memory_release.require_weights(type(request).__name__)
-        elif isinstance(request, ReleaseMemoryOccupationReqInput):
-            self._may_release(_tags(request))
-        elif isinstance(request, ResumeMemoryOccupationReqInput):
-            self._may_resume(_tags(request))
-        elif isinstance(request, SlowDownReqInput):
-            slower: SlowDownRequest = request
-            _may_sleep(slower.forward_sleep_time)
-        elif isinstance(request, TokenizedGenerateReqInput):
-            _may_process(request)
-        elif isinstance(request, BatchTokenizedGenerateReqInput):
-            batched: BatchRequest = request
-            for each in batched.batch:
-                _may_process(each)
-
-    def _may_release(self, tags: list[str]) -> None:
-        if twice := self._released & set(tags):
+def check(
+    request: Any, scheduler: Scheduler, boundary: Boundary, memory_release: MemoryRelease
+) -> None:
+    """Raise ``Refused``, or a subclass, before the handler of ``request`` changes anything."""
+    if isinstance(request, _READS_WEIGHTS):
+        memory_release.require_weights(type(request).__name__)
+    elif isinstance(request, ReleaseMemoryOccupationReqInput):
+        if twice := set(_tags(request)) & scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory is released already: {', '.join(sorted(twice))}")
-        paused = self._scheduler._engine_paused
-        if not self._boundary.is_fully_idle(ignore_waiting=paused):
-            running, waiting = (
-                len(self._boundary.running_requests()),
-                len(self._boundary.waiting_requests()),
-            )
-            raise Conflict(
-                f"memory cannot be released: {running} requests run and {waiting} wait. Let "
-                'them end, or pause with mode "retract" or "abort"'
-            )
-
-    def _may_resume(self, tags: list[str]) -> None:
-        if held := set(tags) - self._released:
+        _require_idle(scheduler, boundary)
+    elif isinstance(request, ResumeMemoryOccupationReqInput):
+        if held := set(_tags(request)) - scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory was not released: {', '.join(sorted(held))}")
+    elif isinstance(request, SlowDownReqInput):
+        slower: SlowDownRequest = request
+        _may_sleep(slower.forward_sleep_time)
+    elif isinstance(request, TokenizedGenerateReqInput):
+        _may_process(request)
+    elif isinstance(request, BatchTokenizedGenerateReqInput):
+        batched: BatchRequest = request
+        for each in batched.batch:
+            _may_process(each)
 
-    @property
-    def _released(self) -> set[str]:
-        return self._scheduler.weight_updater.offload_tags
+
+def _require_idle(scheduler: Scheduler, boundary: Boundary) -> None:
+    if not boundary.is_fully_idle(ignore_waiting=scheduler._engine_paused):
+        running, waiting = len(boundary.running_requests()), len(boundary.waiting_requests())
+        raise Conflict(
+            f"memory cannot be released: {running} requests run and {waiting} wait. Let "
+            'them end, or pause with mode "retract" or "abort"'
+        )
 
 
 def _tags(request: MemoryRequest) -> list[str]:
