@@ -23,9 +23,9 @@ from sglang.srt.model_loader.weight_utils import safetensors_weights_iterator
 from benchmarks.common import models, options
 from benchmarks.common.report import Report, Summary
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

@@ -21,7 +21,6 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_inflight import cpu
-from sglang_inflight.reference.lora import serve_adapters_without_pinning
 from sglang_inflight.sglang_types.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -97,9 +96,12 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
         _save_pages()
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        # imported late: these modules import SGLang modules that ask for the platform
-        from sglang_inflight.reference.host_tier import keep_a_host_tier
-        from sglang_inflight.reference.transfer import send_without_events
+        # imported late: the module imports SGLang modules that ask for the platform
+        from sglang_inflight.reference.without_accelerator import (
+            keep_a_host_tier,
+            send_without_events,
+            serve_adapters_without_pinning,
+        )
 
         serve_adapters_without_pinning()
         keep_a_host_tier()

@@ -6,15 +6,13 @@ done, or done in part: ask the status; 5 the server was not reached.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import httpx
 import typer
 
-from sglang_inflight.answers import Answer
 from sglang_inflight.client import Client
 from sglang_inflight.errors import Conflict, InflightError, Refused
 
@@ -49,11 +47,6 @@ def connect(url: str, api_key: str | None) -> Iterator[Client]:
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         typer.echo(f"{url}: {error}", err=True)
         raise typer.Exit(5 if isinstance(error, _NOT_REACHED) else 4) from error
-
-
-def print_json(answer: Answer | dict[str, Any], *, indent: int | None = 2) -> None:
-    content = answer.as_json() if isinstance(answer, Answer) else answer
-    typer.echo(json.dumps(content, indent=indent))
 
 
 @contextmanager

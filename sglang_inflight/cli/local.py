@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_inflight.cli.tables import print_table, start_table
+from sglang_inflight.cli.output import print_table, start_table
 
 if TYPE_CHECKING:
     from sglang_inflight.doctor import Report
@@ -36,7 +36,7 @@ def fork(
     destination: Annotated[Path, typer.Argument(metavar="DIR", help="An empty or new folder.")],
 ) -> None:
     """Write a patched copy of the installed SGLang to DIR/sglang."""
-    from sglang_inflight.fork import write_fork
+    from sglang_inflight.livepatch import write_fork
 
     try:
         functions = write_fork(destination)

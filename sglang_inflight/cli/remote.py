@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from sglang_inflight.cli.connection import LOCAL, ApiKey, AsJson, Url, connect, print_json
-from sglang_inflight.cli.progress import staging_bar
+from sglang_inflight.cli.connection import LOCAL, ApiKey, AsJson, Url, connect
+from sglang_inflight.cli.output import print_json, staging_bar
 from sglang_inflight.client import Receipt, StagedSoFar
 
 

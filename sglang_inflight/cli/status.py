@@ -15,10 +15,9 @@ from sglang_inflight.cli.connection import (
     AsJson,
     Url,
     connect,
-    print_json,
     until_ctrl_c,
 )
-from sglang_inflight.cli.tables import print_table, start_table
+from sglang_inflight.cli.output import print_json, print_table, start_table
 from sglang_inflight.client import Client, Status
 
 if TYPE_CHECKING:

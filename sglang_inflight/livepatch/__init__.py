@@ -17,8 +17,7 @@ would stay registered.
 functions, ``compiling`` compiles them, ``hooks`` installs and verifies them.
 """
 
-from sglang_inflight.livepatch.errors import PatchRefused
-from sglang_inflight.livepatch.hooks import expect_hook, is_fork, verify_hooks
+from sglang_inflight.livepatch.hooks import PatchRefused, expect_hook, is_fork, verify_hooks
 from sglang_inflight.livepatch.series import (
     AppliedFunction,
     Patch,
@@ -29,6 +28,7 @@ from sglang_inflight.livepatch.series import (
     load_series,
     read_series,
     supported_versions,
+    write_fork,
 )
 
 __all__ = [
@@ -45,4 +45,5 @@ __all__ = [
     "read_series",
     "supported_versions",
     "verify_hooks",
+    "write_fork",
 ]

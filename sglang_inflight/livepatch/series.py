@@ -6,6 +6,7 @@ import gc
 import importlib
 import importlib.util
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from typing import Any
 from packaging.version import Version
 
 from sglang_inflight.livepatch import compiling, exact, hooks
-from sglang_inflight.livepatch.errors import PatchRefused
 from sglang_inflight.livepatch.exact import FileDiff, Line
 from sglang_inflight.livepatch.functions import (
     BeyondBodies,
@@ -26,6 +26,7 @@ from sglang_inflight.livepatch.functions import (
     changed_functions,
     function_at,
 )
+from sglang_inflight.livepatch.hooks import PatchRefused
 
 logger = logging.getLogger(__name__)
 
@@ -340,6 +341,27 @@ def apply_series() -> list[AppliedFunction]:
             _names(function.patches),
         )
     return applied
+
+
+def write_fork(destination: Path, series: Series | None = None) -> list[AppliedFunction]:
+    """Write ``destination/sglang``: the installed SGLang with the series in its files.
+
+    Such a fork is for images built from a source tree. ``patch -p1`` with the files of ``patches/``
+    gives the same tree. The plugin finds the series in it and patches nothing. Raises
+    ``PatchRefused`` before the first file is written.
+    """
+    series = series or load_series()
+    plan = series.plan()
+    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
+        raise FileExistsError(f"{destination} is not an empty folder; the fork needs one")
+    shutil.copytree(
+        series.root / series.distribution,
+        destination / series.distribution,
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    for module in plan.modules:
+        (destination / module.file).write_bytes(module.text.encode())
+    return plan.functions
 
 
 def _module_name(file: str) -> str:

@@ -63,11 +63,10 @@ from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import Commits
 from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
-from sglang_inflight.scheduler.update.throttle.rate import switch_often
-from sglang_inflight.scheduler.versions.embeddings import forget_embeddings
+from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.handover import Handover
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
-from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
+from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence, forget_embeddings
 from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions

@@ -10,7 +10,7 @@ from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_inflight.messages import BaseReq
+from sglang_inflight.messages import KV_VERSIONS, BaseReq
 from sglang_inflight.scheduler.control_sync import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.fixes.penalties import (
@@ -33,9 +33,9 @@ from sglang_inflight.scheduler.fixes.session_turns import (
 )
 from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.nodes.consistency import check_nodes_match
-from sglang_inflight.scheduler.output_streamer import extend
 from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.update.reservation import reserve
+from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types.runtime_context import get_parallel, get_schedule
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import (
         DecodeRequest,
         MLPSyncBatchInfo,
+        SchedulerOutputStreamer,
         SenderWrapper,
     )
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
@@ -291,7 +292,25 @@ def unload_adapter(
 
 
 def extend_output_streamer(get_class: Callable[..., type], scheduler: PatchedScheduler) -> type:
-    return extend(get_class(scheduler))
+    return _extend(get_class(scheduler))
+
+
+def _extend(base: type[SchedulerOutputStreamer]) -> type[SchedulerOutputStreamer]:
+    """Return a subclass of ``base`` with ``kv_versions`` in each request's last output."""
+
+    class OutputStreamer(base):  # type: ignore[valid-type, misc]
+        has_additional_customized_info = True
+        inflight: Controller  # set by ``create_controller``, before the first output
+
+        def build_additional_customized_info(self, reqs: list[Req]) -> dict[str, list[Any]]:
+            info: dict[str, list[Any]] = super().build_additional_customized_info(reqs)
+            self.inflight.before_output(reqs)
+            spans = [record_of(req).kv_versions for req in reqs]
+            if any(each is not None for each in spans):
+                info = {**info, KV_VERSIONS: spans}
+            return info
+
+    return OutputStreamer
 
 
 def follow_to_host(

@@ -18,6 +18,7 @@ from torch import nn
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -28,7 +29,6 @@ from sglang_inflight.scheduler.update.sources.batches import (
     one_batch,
     with_whole_modules,
 )
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Update
 from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
 from tests.unit.fakes import name_device_as_trainers_do

@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
     Target,
     Write,
 )
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 
 WEIGHT = torch.zeros(8)

@@ -14,11 +14,11 @@ from torch import nn
 from sglang_inflight.messages import DIRECT, Selector
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Update
 
 Weights = dict[str, torch.Tensor]

@@ -15,6 +15,7 @@ from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GPUMemorySource
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources import gpu_sharing
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
     GPUHandle,
@@ -25,7 +26,6 @@ from sglang_inflight.scheduler.update.sources.gpu_memory import (
 )
 from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, require_open
 from sglang_inflight.scheduler.update.sources.layouts import Layout
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 
 CPU = torch.device("cpu")
 UNLIMITED = RateLimit(0, lambda: False)

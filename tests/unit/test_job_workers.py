@@ -15,10 +15,10 @@ from sglang.srt.managers.io_struct import msgpack_encode
 from sglang_inflight.messages import BaseReq, Done, Failed, StatusCall
 from sglang_inflight.scheduler import answers
 from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_safetensors
 from sglang_inflight.scheduler.update.sources.tensors import _unpickle
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.worker import InlineWorker, Job, StagingWorker
 from sglang_inflight.topology import Rank
 from tests.support.device import Device

@@ -20,7 +20,6 @@ from types import ModuleType
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
-from sglang_inflight.fork import write_fork
 from sglang_inflight.livepatch import (
     AppliedFunction,
     PatchRefused,
@@ -29,6 +28,7 @@ from sglang_inflight.livepatch import (
     expect_hook,
     hooks,
     load_series,
+    write_fork,
 )
 
 _numbers = itertools.count()

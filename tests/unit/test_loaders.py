@@ -25,11 +25,11 @@ from sglang_inflight.messages import DIRECT, TensorSource
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Update
 
 CPU = torch.device("cpu")

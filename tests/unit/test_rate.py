@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.throttle import rate
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit, copy_in_pieces
+from sglang_inflight.scheduler.update import rate
+from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 
 PIECE = 1 << 10  # bytes in one go
 RATE = round(PIECE / rate._PIECE_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
+from sglang_inflight.scheduler.update.sources.tensors import release_pages
 
 ROWS = 4096
 SHARED = "/torch_"

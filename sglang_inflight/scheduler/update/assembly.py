@@ -12,6 +12,7 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
+from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
 from sglang_inflight.scheduler.update.reservation import Reservation, what_a_shadow_copies
 from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
@@ -19,7 +20,6 @@ from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.broadcast import post_ahead
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit, choose_rate
 from sglang_inflight.scheduler.update.worker import (
     InlineWorker,
     StagingWorker,

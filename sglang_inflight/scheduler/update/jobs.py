@@ -27,6 +27,7 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import (
     ShadowedModel,
     why_not_updated,
@@ -48,7 +49,6 @@ from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.update.update import Sealed, Update
 
 if TYPE_CHECKING:

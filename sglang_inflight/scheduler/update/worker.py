@@ -14,7 +14,7 @@ from sglang.srt.managers.utils import allocate_distinct_stream
 
 from sglang_inflight.messages import A, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.update.throttle.rate import yield_cores
+from sglang_inflight.scheduler.update.rate import yield_cores
 from sglang_inflight.sglang_types.runtime_context import get_resources
 
 if TYPE_CHECKING:

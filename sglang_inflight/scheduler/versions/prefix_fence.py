@@ -8,14 +8,18 @@ looked up again and get no children, so they are the least recently used and evi
 
 A streaming session looks nothing up: it lends the KV of its last request to the next. At a fence it
 frees this KV, at once or when the request running on it ends.
+
+The key of SGLang's cache of multimodal embeddings is the content alone, so embeddings of older
+weights would serve newer weights. That cache is cleared.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.managers import mm_schedule
+
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.versions.embeddings import forget_embeddings
 from sglang_inflight.scheduler.versions.request_record import record_of
 
 if TYPE_CHECKING:
@@ -72,3 +76,13 @@ class PrefixFence:
             return
         own_key = (req.extra_key or "").partition(_MARK)[0]
         req.extra_key = f"{own_key}{_MARK}{self._epoch}"
+
+
+def forget_embeddings() -> None:
+    """Clear the cache, on the scheduler's thread between two steps. This thread owns the cache.
+
+    A half-done prefill encodes its images again for the next chunk.
+    """
+    # None if the model takes text alone
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit, copy_in_pieces
+from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.storages import memory_key
 
 _COPY = torch.ops.aten.copy_.default

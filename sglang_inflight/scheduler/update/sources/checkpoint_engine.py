@@ -20,11 +20,11 @@ from sglang.srt.platforms import current_platform
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import IPCSource
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Batches, Weights
 from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
 from sglang_inflight.scheduler.zmq_context import zmq_context
 
 POLL_MS = 100

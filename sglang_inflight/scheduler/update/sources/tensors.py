@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -18,14 +20,17 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, Flattene
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
 from sglang_inflight.scheduler.sglang_types.model_runner import SerializedTensor
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
-from sglang_inflight.scheduler.update.throttle.rate import RateLimit
-from sglang_inflight.scheduler.update.throttle.release_pages import release_pages
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.topology import count_replicas, own_index, own_replica
+
+# ctypes, unlike ``mmap.madvise``, releases the interpreter during the call
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 # Torch asks a manager process for shared memory. On busy cores it may not answer within a second:
 # then torch gives up and has opened nothing, so another try is safe.
@@ -153,3 +158,32 @@ def _unflatten(bucket: Any) -> Weights:
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise Refused(f"not a {FLATTENED_BUCKET}: {error!r}") from error
     yield from tensors
+
+
+def release_pages(
+    weights: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``weights``, and unmap a tensor's pages when the next tensor is asked for.
+
+    Torch unmaps a sender's whole memory when its last tensor goes, some 40 ms per GB, and holds
+    the interpreter meanwhile. The loop needs the interpreter and would stand still. If the pages
+    went before, tensor by tensor, nothing is left to unmap.
+
+    Pages of shared memory come back at the next read: nothing is lost if somebody still holds the
+    tensor. Other memory would be lost, and is left alone.
+    """
+    for name, tensor in weights:
+        yield name, tensor
+        if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+            continue
+        if tensor.is_shared():  # type: ignore[no-untyped-call]
+            _release(tensor)
+
+
+def _release(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    # an expanded tensor counts more bytes than its storage has
+    end = min(tensor.data_ptr() + tensor.nbytes, storage.data_ptr() + storage.nbytes())
+    # the kernel refuses this for locked memory, and the pages stay
+    _madvise(start, max(0, end - start), mmap.MADV_DONTNEED)

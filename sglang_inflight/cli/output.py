@@ -1,15 +1,47 @@
-"""A bar on the terminal while a server stages."""
+"""Output of the commands: JSON, tables, and a bar while a server stages.
+
+Imports rich only for drawing, because its import is slow.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import typer
+
+from sglang_inflight.answers import Answer
 from sglang_inflight.client import Progress
 from sglang_inflight.client.progress import OnProgress
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt")
+
+
+def print_json(answer: Answer | dict[str, Any], *, indent: int | None = 2) -> None:
+    content = answer.as_json() if isinstance(answer, Answer) else answer
+    typer.echo(json.dumps(content, indent=indent))
+
+
+def start_table(*heads: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    return table
+
+
+def print_table(table: Table) -> None:
+    from rich.console import Console
+
+    Console().print(table)
 
 
 @contextmanager
