@@ -26,6 +26,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
+from sglang_inflight.scheduler.update.error_texts import list_names
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import (
@@ -33,7 +34,6 @@ from sglang_inflight.scheduler.update.shadowed_model import (
     why_not_updated,
 )
 from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.shorten import list_names
 from sglang_inflight.scheduler.update.sources.batches import (
     MOST_BYTES,
     Batches,

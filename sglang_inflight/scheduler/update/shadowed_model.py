@@ -24,6 +24,7 @@ from sglang_inflight.scheduler.update.checks.stageable import (
 )
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.checks.tied_head import TiedHead
+from sglang_inflight.scheduler.update.error_texts import list_names
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -33,7 +34,6 @@ from sglang_inflight.scheduler.update.shadow import (
     refresh_derived,
     weights_of,
 )
-from sglang_inflight.scheduler.update.shorten import list_names
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
 from sglang_inflight.storages import memory_key

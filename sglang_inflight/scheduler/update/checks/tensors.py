@@ -11,8 +11,8 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.checks.tied_head import TiedHead, is_head
+from sglang_inflight.scheduler.update.error_texts import shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.storages import memory_key
 
 # A trainer's precision may differ from the server's: these dtypes convert into each other.

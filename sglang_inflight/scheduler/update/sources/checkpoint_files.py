@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 
 from sglang_inflight.errors import Refused
+from sglang_inflight.scheduler.update.error_texts import describe, shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
-from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
+from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
 
 # Bytes of one read, and of small tensors together. They stay in a cache until they are copied.

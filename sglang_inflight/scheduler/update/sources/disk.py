@@ -28,12 +28,11 @@ from sglang.srt.model_loader.weight_utils import (
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DiskSource
+from sglang_inflight.scheduler.update.error_texts import describe, shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shorten import shorten
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
-from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.sglang_types.runtime_context import get_model
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import NEEDS_ONE_GPU, GPUMemorySource
+from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
@@ -26,7 +27,6 @@ from sglang_inflight.scheduler.update.sources.gpu_sharing import (
     require_open,
 )
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
-from sglang_inflight.scheduler.update.sources.regular_file import describe
 from sglang_inflight.scheduler.update.sources.unpickling import Function, Unpickler
 
 # torch's function that rebuilds such a tensor, and SGLang's replacement in trainers with SGLang

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.shorten import shorten
 
 
 class _Identity(NamedTuple):
@@ -141,10 +140,3 @@ class Stream(io.RawIOBase):
         read = self._read_into(view, self._offset) if view else 0
         self._offset += read
         return read
-
-
-def describe(error: BaseException) -> str:
-    """Return ``error`` in a few words, without the path in an ``OSError``."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return shorten(str(error)) or type(error).__name__

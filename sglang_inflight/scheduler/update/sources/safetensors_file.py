@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.error_texts import shorten
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
 
 # Decoding a header of this size, for over a hundred thousand tensors, holds the interpreter for a

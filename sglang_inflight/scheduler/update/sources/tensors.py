@@ -20,10 +20,11 @@ from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, Flattene
 from sglang_inflight.errors import Refused
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
 from sglang_inflight.scheduler.sglang_types.model_runner import SerializedTensor
+from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
-from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream, describe
+from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.topology import count_replicas, own_index, own_replica

@@ -14,7 +14,7 @@ import torch
 from torch.multiprocessing import reductions
 
 from sglang_inflight.errors import Refused
-from sglang_inflight.scheduler.update.shorten import shorten
+from sglang_inflight.scheduler.update.error_texts import shorten
 from sglang_inflight.scheduler.update.sources.gpu_sharing import has_memory, read_memory
 from sglang_inflight.scheduler.update.sources.regular_file import Stream
 

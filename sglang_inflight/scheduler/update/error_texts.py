@@ -1,4 +1,4 @@
-"""Shortens callers' texts for messages."""
+"""Short texts for error messages: callers' texts, names of tensors, and other errors."""
 
 from __future__ import annotations
 
@@ -18,3 +18,10 @@ def list_names(names: list[str], most: int = 8) -> str:
     """Return the first ``most`` of ``names``, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
+
+
+def describe(error: BaseException) -> str:
+    """Return ``error`` in a few words, without the path in an ``OSError``."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return shorten(str(error)) or type(error).__name__
