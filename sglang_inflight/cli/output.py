@@ -64,8 +64,8 @@ def staging_bar(model_path: str, *, hidden: bool) -> Iterator[OnProgress]:
         folder = Path(model_path)
         task = bar.add_task("", total=_measure(folder), name=folder.name)
 
-        def show(heard: Progress) -> None:
-            bar.update(task, completed=heard.bytes)
+        def show(staged: Progress) -> None:
+            bar.update(task, completed=staged.bytes)
 
         yield show
 

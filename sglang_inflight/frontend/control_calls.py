@@ -67,7 +67,7 @@ class ControlCalls:
         # by the id of the call
         self._awaited: dict[str, _Awaited] = {}
 
-    def adopt(self, tokenizer_manager: TokenizerManager) -> None:
+    def route(self, tokenizer_manager: TokenizerManager) -> None:
         """Route every communicator of the manager through this object."""
         from sglang.srt.managers.communicator import FanOutCommunicator as Communicator
 

@@ -62,7 +62,7 @@ class Frontend:
         self.lifetime = Lifetime(tokenizer_manager)
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
-        self._control_calls.adopt(tokenizer_manager)
+        self._control_calls.route(tokenizer_manager)
         metrics = Metrics()
         self.pauses = Pauses(tokenizer_manager, self.ranks, metrics)
         self.caches = Caches(tokenizer_manager, self.ranks)

@@ -21,7 +21,7 @@ def replace_if_active(replacement: Hook) -> tuple[Hook, HookType]:
     """Call ``replacement`` instead of SGLang's function."""
 
     def stand_in(original: Hook, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_adopted(owner):
+        if has_frontend(owner):
             return replacement(owner, *args, **kwargs)
         return original(owner, *args, **kwargs)
 
@@ -36,7 +36,7 @@ def replace_if_active(replacement: Hook) -> tuple[Hook, HookType]:
 def wrap_if_active(hook: Hook) -> tuple[Hook, HookType]:
     @functools.wraps(hook)
     def stand_in(original: Hook, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_adopted(owner):
+        if has_frontend(owner):
             return hook(original, owner, *args, **kwargs)
         return original(owner, *args, **kwargs)
 
@@ -46,7 +46,7 @@ def wrap_if_active(hook: Hook) -> tuple[Hook, HookType]:
 def before_if_active(hook: Hook) -> tuple[Hook, HookType]:
     @functools.wraps(hook)
     def stand_in(owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(owner, *args, **kwargs) if is_adopted(owner) else None
+        return hook(owner, *args, **kwargs) if has_frontend(owner) else None
 
     return stand_in, HookType.BEFORE
 
@@ -54,12 +54,12 @@ def before_if_active(hook: Hook) -> tuple[Hook, HookType]:
 def after_if_active(hook: Hook) -> tuple[Hook, HookType]:
     @functools.wraps(hook)
     def stand_in(result: Any, owner: Any, *args: Any, **kwargs: Any) -> Any:
-        return hook(result, owner, *args, **kwargs) if is_adopted(owner) else None
+        return hook(result, owner, *args, **kwargs) if has_frontend(owner) else None
 
     return stand_in, HookType.AFTER
 
 
-def is_adopted(owner: Any) -> bool:
+def has_frontend(owner: Any) -> bool:
     """Whether ``owner`` is, or belongs to, a manager with a ``Frontend``."""
     manager = getattr(owner, "tokenizer_manager", owner)
     return hasattr(manager, "inflight")

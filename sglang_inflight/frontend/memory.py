@@ -22,7 +22,7 @@ from sglang_inflight.errors import HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.frontend.pauses import Pauses
-from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
+from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
 from sglang_inflight.messages import (
     CancelReleaseCall,
@@ -135,7 +135,7 @@ class Memory:
         answers: list[Moved | Failed] = await self._ranks.ask_to_carry_out(call, MOVE_TIMEOUT_S)
         failed = [answer for answer in answers if isinstance(answer, Failed)]
         if failed and len(failed) < len(answers):
-            raise HalfDone(f"Memory was moved on some ranks: {say_which(failed)}")
+            raise HalfDone(f"Memory was moved on some ranks: {describe_failures(failed)}")
         moved = require_success(answers)
         hollow = next((answer.hollow for answer in moved if answer.hollow is not None), None)
         return MemoryMoved(

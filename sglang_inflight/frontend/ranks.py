@@ -174,10 +174,10 @@ def require_success(answers: list[A | Failed]) -> list[A]:
     error = ERRORS.get(failed[0].error, RankFailed)
     if len({answer.message for answer in failed}) == 1 and len(failed) == len(answers):
         raise error(failed[0].message)
-    raise error(say_which(failed))
+    raise error(describe_failures(failed))
 
 
-def say_which(failed: list[Failed]) -> str:
+def describe_failures(failed: list[Failed]) -> str:
     """Return each failed rank's name and message."""
     return "; ".join(f"{rank_of(a)}: {a.message}" for a in failed)
 

@@ -77,7 +77,7 @@ class SGLangsPause:
         await self._tokenizer_manager.continue_generation(CallOriginal(call))
 
 
-async def let_requests_in(tokenizer_manager: TokenizerManager) -> None:
+async def admit_requests(tokenizer_manager: TokenizerManager) -> None:
     """Let a worker's held-back requests in, after another process released the pause."""
     async with tokenizer_manager.is_pause_cond:
         tokenizer_manager.is_pause_cond.notify_all()

@@ -56,7 +56,7 @@ class AnswerChannel:
         failed = _failed(error, message, surprise="HandlerFailed")
         self._send(failed, request.rid, request.http_worker_ipc)
 
-    def tell_that_generation_continues(self) -> None:
+    def send_generation_continues(self) -> None:
         """Tell the front end that generation continues without a call.
 
         Only a replica's first rank sends.

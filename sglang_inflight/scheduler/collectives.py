@@ -18,7 +18,7 @@ from sglang_inflight.sglang_types.runtime_context import get_parallel
 T = TypeVar("T")
 
 
-def smallest(here: int) -> int:
+def min_over_ranks(here: int) -> int:
     """Return the smallest of the ranks' values."""
     group = get_parallel().tp_group
     if group.world_size == 1:
@@ -28,12 +28,12 @@ def smallest(here: int) -> int:
     return int(said)
 
 
-def is_true_of_any(here: bool) -> bool:
+def is_true_on_any_rank(here: bool) -> bool:
     """Return whether ``here`` is true on any rank."""
-    return smallest(int(not here)) == 0
+    return min_over_ranks(int(not here)) == 0
 
 
-def as_first_rank_says(here: list[T]) -> list[T]:
+def broadcast_from_first_rank(here: list[T]) -> list[T]:
     """Return the first rank's list. Its items must pickle."""
     group = get_parallel().tp_group
     if group.world_size == 1:
@@ -42,7 +42,7 @@ def as_first_rank_says(here: list[T]) -> list[T]:
     return said
 
 
-def as_first_rank_of_all_says(here: list[T]) -> list[T]:
+def broadcast_from_first_rank_of_all(here: list[T]) -> list[T]:
     """Return the list of the first rank of all pipeline stages. Its items must pickle."""
     group = get_parallel().world_group
     said: list[T] = broadcast_pyobj(here, group.rank, group.cpu_group, src=group.ranks[0])

@@ -28,7 +28,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.messages import CALLS
-from sglang_inflight.scheduler.collectives import smallest
+from sglang_inflight.scheduler.collectives import min_over_ranks
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class ControlSync:
     def __init__(self) -> None:
         self._waiting: deque[Any] = deque()
         # numbers of calls since the start
-        self._heard = 0
+        self._received = 0
         self._taken = 0
-        self._heard_by_all = 0
+        self._received_by_all = 0
         # whether the last pass exchanged counts
         self._has_exchanged = False
 
@@ -81,17 +81,17 @@ class ControlSync:
             return requests
         calls = [each for each in requests if isinstance(each, _TOGETHER)]
         self._waiting.extend(calls)
-        self._heard += len(calls)
+        self._received += len(calls)
         if not self._has_exchanged:
-            self._heard_by_all = smallest(self._heard)
+            self._received_by_all = min_over_ranks(self._received)
         self._has_exchanged = False
-        due = [self._waiting.popleft() for _ in range(self._heard_by_all - self._taken)]
+        due = [self._waiting.popleft() for _ in range(self._received_by_all - self._taken)]
         self._taken += len(due)
         return [each for each in requests if not isinstance(each, _TOGETHER)] + due
 
-    def tell(self, row: torch.Tensor) -> torch.Tensor:
+    def append_count(self, row: torch.Tensor) -> torch.Tensor:
         """Append this rank's count to ``row``, its row in SGLang's exchange."""
-        return self._with(row, self._heard)
+        return self._with(row, self._received)
 
     def count_for_absent_rank(self, row: torch.Tensor) -> torch.Tensor:
         """Append a count to ``row``, the row of an absent rank, that delays no other rank."""
@@ -103,7 +103,7 @@ class ControlSync:
     def take_counts(self, exchanged: MLPSyncBatchInfo) -> None:
         """Read the counts off ``exchanged``, with a row per attention DP group's first rank."""
         if self.is_needed:
-            self._heard_by_all = int(exchanged.tp0_info_cpu[:, -1].min())
+            self._received_by_all = int(exchanged.tp0_info_cpu[:, -1].min())
             self._has_exchanged = True
 
 

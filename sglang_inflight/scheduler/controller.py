@@ -44,7 +44,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.fixes.aborted_output import (
     finish_with_output,
     has_made_something,
@@ -99,7 +99,7 @@ class Controller:
         self._answers = AnswerChannel(find_reply_transport(port_args.tokenizer_ipc_name))
         metrics = Metrics(scheduler.weight_updater.metrics_collector)
         boundary = self._boundary = Boundary(scheduler, metrics)
-        NAMES.adopt(scheduler, boundary)
+        NAMES.bind(scheduler, boundary)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary, kv_versions)
@@ -193,7 +193,7 @@ class Controller:
 
         Called at every step boundary, after the messages were handled.
         """
-        self._background.answer_for_those_done()
+        self._background.send_finished_answers()
         self._commit_answers.give_due(wait=self.hold.is_due)
         return self.hold.holds_step()
 
@@ -274,7 +274,7 @@ class Controller:
         finish_with_output(streamer, req, abort)
         return True
 
-    def begin_anew(self, req: Req) -> None:
+    def enqueue_again(self, req: Req) -> None:
         """Queue ``req`` again, on a prefill server that released its KV."""
         self.versions.forget_tokens(req)
         self.enqueue(req)
@@ -367,7 +367,7 @@ class Controller:
         if (
             get_model().remote_instance_weight_loader_start_seed_via_transfer_engine
             # ranks may have received different numbers of tensors before the message
-            and is_true_of_any(written)
+            and is_true_on_any_rank(written)
         ):
             self.memory_release.overwritten(
                 "a dropped session's client may have written them over RDMA"

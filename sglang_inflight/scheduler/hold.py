@@ -85,7 +85,7 @@ class Hold:
             return False
         if self._weights_since is None:
             self._weights_since = time.perf_counter()
-        self._pause.stay_alive()
+        self._pause.report_alive()
         self._pause.sleep()
         return True
 

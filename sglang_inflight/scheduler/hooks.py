@@ -28,8 +28,8 @@ from sglang_inflight.scheduler.fixes.prefilled_again import (
 from sglang_inflight.scheduler.fixes.sampling import unmask_rows_without_tokens
 from sglang_inflight.scheduler.fixes.session_turns import (
     detach_refused,
-    end_turns_given_up,
-    hand_back,
+    end_turns_of_aborted,
+    move_kv_to_turn,
 )
 from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.nodes.consistency import check_nodes_match
@@ -104,7 +104,7 @@ def hold_back_while_draining(
     return scheduler.inflight.admit(lambda: schedule(scheduler, *args, **kwargs))
 
 
-def ask_for_no_kv_while_draining(
+def request_no_kv_while_draining(
     ask: Callable[..., Any], prealloc: PatchedPreallocQueue, *args: Any, **kwargs: Any
 ) -> Any:
     return prealloc.scheduler.inflight.ask_for_kv(lambda: ask(prealloc, *args, **kwargs))
@@ -114,7 +114,7 @@ def enqueue(scheduler: PatchedScheduler, req: Req, *args: Any, **kwargs: Any) ->
     scheduler.inflight.enqueue(req)
 
 
-def abort_its_own(
+def abort_own_requests(
     abort: Callable[..., None], scheduler: PatchedScheduler, recv_req: AbortRequest
 ) -> None:
     if scheduler.inflight.before_abort(recv_req):
@@ -164,17 +164,17 @@ def refuse_names_in_use(pull: Callable[[object], list[Any] | None], receiver: ob
     return NAMES.take(pull(receiver))
 
 
-def take_in_step(
+def sync_control_calls(
     process: Callable[..., None], scheduler: PatchedScheduler, recv_reqs: list[Any]
 ) -> None:
     process(scheduler, CONTROL_SYNC.take(recv_reqs))
 
 
-def tell_of_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return CONTROL_SYNC.tell(row)
+def append_call_count(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return CONTROL_SYNC.append_count(row)
 
 
-def tell_of_no_calls(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+def append_count_of_absent_rank(row: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return CONTROL_SYNC.count_for_absent_rank(row)
 
 
@@ -182,7 +182,7 @@ def take_counts(_: None, exchanged: MLPSyncBatchInfo, *args: Any, **kwargs: Any)
     CONTROL_SYNC.take_counts(exchanged)
 
 
-def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler) -> None:
+def skip_idle_work_while_held(idle: Callable[..., None], scheduler: PatchedScheduler) -> None:
     """Skip SGLang's idle work while a turn is held or a control call waits.
 
     A pipeline's loop without a launch counts as idle, and its pools would fail the idle check.
@@ -192,14 +192,14 @@ def stay_idle_while_held(idle: Callable[..., None], scheduler: PatchedScheduler)
         idle(scheduler)
 
 
-def count_those_held(
+def include_held_batches(
     collect: Callable[..., list[Any]], scheduler: PatchedScheduler
 ) -> list[ScheduleBatch | None]:
     """Add the prefilled requests of a pipeline's held microbatches."""
-    return [*collect(scheduler), *_owed_a_turn(scheduler)]
+    return [*collect(scheduler), *_held_batches(scheduler)]
 
 
-def _owed_a_turn(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
+def _held_batches(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
     if get_parallel().pp_size == 1 or not scheduler.inflight.hold.keeps_back_requests:
         return []
     return [batch for batch in scheduler.last_mbs if batch is not None]
@@ -214,12 +214,12 @@ def is_idle(
     """
     if kwargs.get("for_health_check") and scheduler.inflight.hold.is_on:
         return False
-    if any(not req.finished() for batch in _owed_a_turn(scheduler) for req in batch.reqs):
+    if any(not req.finished() for batch in _held_batches(scheduler) for req in batch.reqs):
         return False
     return is_fully_idle(scheduler, *args, **kwargs)
 
 
-def name_the_call(
+def copy_request_id(
     sender: SenderWrapper, output: Any, recv_obj: object = None, *args: Any, **kwargs: Any
 ) -> None:
     """Copy the request's id to the answer, so that no other caller takes the answer."""
@@ -269,7 +269,7 @@ def end_turn(keep: Callable[..., bool], sessions: PatchedStreamingSession, req: 
     if slot is None:
         return keep(sessions, req)
     if not req.finished():
-        hand_back(sessions, slot, req)
+        move_kv_to_turn(sessions, slot, req)
         return False
     controller = sessions.cache.req_to_token_pool.inflight
     return controller.end_turn(lambda: keep(sessions, req), req)
@@ -328,18 +328,18 @@ def follow_from_host(
         controller.follow_from_host(transfers)
 
 
-def note_who_made_it(
+def send_handover(
     scheduler: PatchedScheduler, req: Req, last_chunk: bool = False, *args: Any, **kwargs: Any
 ) -> None:
     if last_chunk:
         scheduler.inflight.handover.send(req)
 
 
-def begin_anew(_: None, scheduler: PatchedScheduler, req: Req) -> None:
-    scheduler.inflight.begin_anew(req)
+def enqueue_again(_: None, scheduler: PatchedScheduler, req: Req) -> None:
+    scheduler.inflight.enqueue_again(req)
 
 
-def label_what_is_received(
+def receive_handover(
     commit: Callable[..., None], queue: PatchedTransferQueue, decode_req: DecodeRequest
 ) -> None:
     queue.scheduler.inflight.handover.receive(lambda: commit(queue, decode_req), decode_req)
@@ -397,7 +397,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ),
     (
         f"{_DECODE}.DecodePreallocQueue.pop_preallocated",
-        ask_for_no_kv_while_draining,
+        request_no_kv_while_draining,
         HookType.AROUND,
     ),
     (f"{_SCHEDULER}.get_next_batch_to_run", hold_the_turn, HookType.AROUND),
@@ -407,21 +407,21 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         refuse_names_in_use,
         HookType.AROUND,
     ),
-    (f"{_SCHEDULER}.process_input_requests", take_in_step, HookType.AROUND),
-    (f"{_EXCHANGE}._get_local_tensor", tell_of_calls, HookType.AFTER),
-    (f"{_EXCHANGE}._get_fallback_tensor", tell_of_no_calls, HookType.AFTER),
+    (f"{_SCHEDULER}.process_input_requests", sync_control_calls, HookType.AROUND),
+    (f"{_EXCHANGE}._get_local_tensor", append_call_count, HookType.AFTER),
+    (f"{_EXCHANGE}._get_fallback_tensor", append_count_of_absent_rank, HookType.AFTER),
     (f"{_EXCHANGE}.all_gather", take_counts, HookType.AFTER),
-    (f"{_SCHEDULER}.on_idle", stay_idle_while_held, HookType.AROUND),
-    (f"{_SCHEDULER}._collect_inflight_batches", count_those_held, HookType.AROUND),
+    (f"{_SCHEDULER}.on_idle", skip_idle_work_while_held, HookType.AROUND),
+    (f"{_SCHEDULER}._collect_inflight_batches", include_held_batches, HookType.AROUND),
     (f"{_SCHEDULER}._add_request_to_queue", enqueue, HookType.BEFORE),
-    (f"{_SCHEDULER}.abort_request", abort_its_own, HookType.AROUND),
+    (f"{_SCHEDULER}.abort_request", abort_own_requests, HookType.AROUND),
     (f"{_SCHEDULER}._abort_on_queued_limit", keep_accepted, HookType.AROUND),
     (f"{_SCHEDULER}.process_batch_result", label_after_result, HookType.AFTER),
     (f"{_SCHEDULER}.record_weight_version_change", change_label, HookType.REPLACE),
     # hook the defining module: SGLang then replaces the name in every importing module
     (f"{_SPANS}.compute_weight_version_spans", write_spans, HookType.AROUND),
     (f"{_SCHEDULER}._poll_timeout_aborts", stop_clocks_while_held, HookType.AROUND),
-    (f"{_SENDER}.send_output", name_the_call, HookType.BEFORE),
+    (f"{_SENDER}.send_output", copy_request_id, HookType.BEFORE),
     (f"{_SENDER}.send_output", end_with_output, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_idle, HookType.AROUND),
     (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
@@ -438,15 +438,15 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_DECODE}.DecodeReqToTokenPool.free", read_before_release, HookType.BEFORE),
     (f"{_SESSIONS}.try_cache_finished_req", end_turn, HookType.AROUND),
     (f"{_SESSION}.create_req", detach_refused, HookType.AFTER),
-    (f"{_BATCH}.retract_decode", end_turns_given_up, HookType.AFTER),
+    (f"{_BATCH}.retract_decode", end_turns_of_aborted, HookType.AFTER),
     (f"{_REQ}.reset_for_retract", keep_output, HookType.AROUND),
     (f"{_FORWARD_BATCH}.init_new", embed_tokens, HookType.AFTER),
     (f"{_PROCESSOR}._append_prefill_hidden_states", append_hidden_states, HookType.AROUND),
-    (f"{_PREFILL}.send_kv_chunk", note_who_made_it, HookType.BEFORE),
-    (f"{_PREFILL}.optimistic_release_and_requeue", begin_anew, HookType.AFTER),
+    (f"{_PREFILL}.send_kv_chunk", send_handover, HookType.BEFORE),
+    (f"{_PREFILL}.optimistic_release_and_requeue", enqueue_again, HookType.AFTER),
     (
         f"{_DECODE}.DecodeTransferQueue._commit_transfer_to_req",
-        label_what_is_received,
+        receive_handover,
         HookType.AROUND,
     ),
     (f"{_KV}.backup_kv_cache", back_up_versions, HookType.BEFORE),

@@ -56,7 +56,7 @@ class RequestNames:
         # accepted names whose requests have not reached the scheduler yet
         self._taken: set[str] = set()
 
-    def adopt(self, scheduler: Scheduler, boundary: Boundary) -> None:
+    def bind(self, scheduler: Scheduler, boundary: Boundary) -> None:
         self._scheduler, self._boundary = scheduler, boundary
 
     def take(self, messages: list[Any] | None) -> list[Any] | None:

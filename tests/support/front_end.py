@@ -188,8 +188,8 @@ class OneRank:
         done = transition(self.pauses, event)
         self.pauses = done.pauses
         answers: list[RankAnswer] = []
-        for saying in done.sayings:
-            match saying:
+        for reply in done.replies:
+            match reply:
                 case Grant(call):
                     mode = self.pauses.mode if self.is_paused else None
                     said: RankAnswer = Paused(

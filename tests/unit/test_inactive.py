@@ -84,10 +84,10 @@ def test_hooks_skip_objects_without_frontend() -> None:
         called.append(args)
         return "ours"
 
-    adopted, other = _Manager(), _Manager()
-    adopted.inflight = object()  # type: ignore[attr-defined]
+    with_frontend, other = _Manager(), _Manager()
+    with_frontend.inflight = object()  # type: ignore[attr-defined]
     say = _Manager.say
-    for owner, is_ours in ((adopted, True), (other, False), (_Engine(adopted), True)):
+    for owner, is_ours in ((with_frontend, True), (other, False), (_Engine(with_frontend), True)):
         called.clear()
         answers = {
             replace_if_active(ours)[0](say, owner, "so"),

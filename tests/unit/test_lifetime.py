@@ -26,7 +26,7 @@ def play(doing: Play) -> str:
     return asyncio.run(run())
 
 
-async def wait_attended(lifetime: Lifetime, awaited: asyncio.Future[str]) -> asyncio.Task[str]:
+async def wait_begun(lifetime: Lifetime, awaited: asyncio.Future[str]) -> asyncio.Task[str]:
     """Start a task waiting for ``awaited``."""
 
     async def wait() -> str:
@@ -40,7 +40,7 @@ async def wait_attended(lifetime: Lifetime, awaited: asyncio.Future[str]) -> asy
 
 def test_unless_shut_down_returns_answer() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
-        waiting = await wait_attended(lifetime, awaited)
+        waiting = await wait_begun(lifetime, awaited)
         awaited.set_result("done")
         return await waiting
 
@@ -49,7 +49,7 @@ def test_unless_shut_down_returns_answer() -> None:
 
 def test_shutdown_before_the_answer_is_outcome_unknown() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
-        waiting = await wait_attended(lifetime, awaited)
+        waiting = await wait_begun(lifetime, awaited)
         lifetime.end("it was shut down")
         return await waiting
 
@@ -62,7 +62,7 @@ def test_shutdown_hides_error_of_awaited_call(how: str) -> None:
     """SGLang cancels its tasks at a shutdown, whatever the outcome of the call."""
 
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
-        waiting = await wait_attended(lifetime, awaited)
+        waiting = await wait_begun(lifetime, awaited)
         lifetime.end("it was shut down")
         if how == "cancelled":
             awaited.cancel()
@@ -76,7 +76,7 @@ def test_shutdown_hides_error_of_awaited_call(how: str) -> None:
 
 def test_answer_before_shutdown_is_returned() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
-        waiting = await wait_attended(lifetime, awaited)
+        waiting = await wait_begun(lifetime, awaited)
         awaited.set_result("done")
         await asyncio.sleep(0)
         lifetime.end("it was shut down")
@@ -87,7 +87,7 @@ def test_answer_before_shutdown_is_returned() -> None:
 
 def test_unless_shut_down_raises_callers_error() -> None:
     async def doing(lifetime: Lifetime, awaited: asyncio.Future[str]) -> str:
-        waiting = await wait_attended(lifetime, awaited)
+        waiting = await wait_begun(lifetime, awaited)
         awaited.set_exception(Conflict("another one is going on"))
         return await waiting
 

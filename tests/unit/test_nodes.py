@@ -19,11 +19,11 @@ from sglang_inflight.scheduler.nodes.consistency import describe_this_node, find
 from sglang_inflight.scheduler.nodes.relay import (
     FRAME_BYTES,
     SILENCE_S,
-    TELL_S,
-    Door,
+    WARN_EVERY_S,
     Relay,
-    Whereabouts,
-    open_door,
+    RelayAddress,
+    RelaySocket,
+    open_relay_socket,
 )
 from sglang_inflight.scheduler.nodes.reply_transport import RemoteReplies
 from sglang_inflight.unsupported import Unsupported
@@ -72,16 +72,18 @@ def test_settings_must_match_between_nodes(
 
 
 @pytest.mark.parametrize(
-    ("meeting", "bound", "told", "is_ipv6"),
+    ("meeting", "bound", "announced", "is_ipv6"),
     [
         ("127.0.0.1:5000", "127.0.0.1", "127.0.0.1", False),
         ("localhost:5000", "127.0.0.1", "127.0.0.1", False),
         ("[::1]:5000", "[::1]", "[::1]", True),
     ],
 )
-def test_relay_binds_meeting_interface(meeting: str, bound: str, told: str, is_ipv6: bool) -> None:
+def test_relay_binds_meeting_interface(
+    meeting: str, bound: str, announced: str, is_ipv6: bool
+) -> None:
     address = choose_address(meeting)
-    assert (address.bound, address.told, address.is_ipv6) == (bound, told, is_ipv6)
+    assert (address.bound, address.announced, address.is_ipv6) == (bound, announced, is_ipv6)
 
 
 def test_local_loopback_name_binds_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,21 +91,23 @@ def test_local_loopback_name_binds_all_interfaces(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(address, "_own_address_towards", lambda host, port: "127.0.1.1")
     chosen = choose_address("head-node:5000")
-    assert (chosen.bound, chosen.told) == ("0.0.0.0", "head-node")
+    assert (chosen.bound, chosen.announced) == ("0.0.0.0", "head-node")
 
 
 class Relayed:
     """A relay with test sockets for its front end and for ``node``."""
 
-    def __init__(self, context: zmq.Context[Any], door: Door, node: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self, context: zmq.Context[Any], relay_socket: RelaySocket, node: zmq.Socket[bytes]
+    ) -> None:
         messages.make_known()
         self._front_end = context.socket(zmq.PULL)
         self._front_end.bind("inproc://front-end")
         sending = context.socket(zmq.PUSH)
         sending.connect("inproc://front-end")
-        self.door = door
+        self.relay_socket = relay_socket
         self.node = node
-        self.relay = Relay(sending, door)
+        self.relay = Relay(sending, relay_socket)
 
     def received(self) -> list[Any]:
         """Return the messages received by the front end."""
@@ -121,7 +125,7 @@ def relayed() -> Iterator[Relayed]:
     listening.bind("inproc://relay")
     node = context.socket(zmq.PUSH)
     node.connect("inproc://relay")
-    yield Relayed(context, Door(listening, ends, Whereabouts("", b"")), node)
+    yield Relayed(context, RelaySocket(listening, ends, RelayAddress("", b"")), node)
     context.destroy(linger=0)
 
 
@@ -129,15 +133,15 @@ def relayed() -> Iterator[Relayed]:
 def reachable() -> Iterator[Relayed]:
     """A relay on a port open to strangers."""
     context: zmq.Context[Any] = zmq.Context()
-    door = open_door(context, LOOPBACK)
-    yield Relayed(context, door, connect_node(context, door.whereabouts))
+    relay_socket = open_relay_socket(context, LOOPBACK)
+    yield Relayed(context, relay_socket, connect_node(context, relay_socket.address))
     context.destroy(linger=0)
 
 
 LOOPBACK = Address("127.0.0.1", "127.0.0.1", is_ipv6=False)
 
 
-def connect_node(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[bytes]:
+def connect_node(context: zmq.Context[Any], where: RelayAddress) -> zmq.Socket[bytes]:
     """Open a socket like another node's."""
     node = context.socket(zmq.PUSH)
     node.curve_serverkey = where.key
@@ -148,7 +152,7 @@ def connect_node(context: zmq.Context[Any], where: Whereabouts) -> zmq.Socket[by
 
 def connect_stranger(relayed: Relayed) -> socket.socket:
     """Open a TCP connection to the relay's port without ZeroMQ."""
-    port = int(relayed.door.whereabouts.endpoint.rpartition(":")[2])
+    port = int(relayed.relay_socket.address.endpoint.rpartition(":")[2])
     return socket.create_connection(("127.0.0.1", port), timeout=60)
 
 
@@ -169,16 +173,16 @@ def test_relay_drops_and_counts_other_messages(
     relay.take([content, content], 0.0)
     relay.take([], 0.0)
     assert relayed.received() == []
-    relay.look(TELL_S + 1)
+    relay.look(WARN_EVERY_S + 1)
     assert "3 messages there were not answers" in caplog.text
 
 
 def test_answer_longer_than_a_frame_arrives_whole(
     reachable: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RemoteReplies, "_say_that_we_are_here", lambda far: None)
+    monkeypatch.setattr(RemoteReplies, "_send_pulses", lambda far: None)
     answer = Failed(call_id="one", tp_rank=1, message="no" * FRAME_BYTES, error="Conflict")
-    RemoteReplies(*reachable.door.whereabouts).send(answer)
+    RemoteReplies(*reachable.relay_socket.address).send(answer)
     assert listen_until_received(reachable) == [answer]
 
 
@@ -187,7 +191,7 @@ def test_answer_with_wrong_key_is_refused(
 ) -> None:
     context: zmq.Context[Any] = zmq.Context()
     public, _ = zmq.curve_keypair()
-    stranger = connect_node(context, reachable.door.whereabouts._replace(key=public))
+    stranger = connect_node(context, reachable.relay_socket.address._replace(key=public))
     stranger.send(encode(Done(call_id="stranger")))
     until_logged(reachable, caplog, "connections ended at the port")
     reachable.node.send(encode(Done(call_id="one")))
@@ -205,7 +209,7 @@ def until_logged(relayed: Relayed, caplog: pytest.LogCaptureFixture, words: str)
     now = 0.0
     while words not in caplog.text:
         relayed.relay.listen()
-        now += TELL_S + 1
+        now += WARN_EVERY_S + 1
         relayed.relay.look(now)
 
 
@@ -243,8 +247,8 @@ def test_oversized_frame_of_a_stranger_is_refused(
 def test_silent_stranger_is_disconnected(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
     monkeypatch.setattr("sglang_inflight.scheduler.nodes.relay.HANDSHAKE_S", 0.1)
     context: zmq.Context[Any] = zmq.Context()
-    door = open_door(context, LOOPBACK)
-    relayed = Relayed(context, door, connect_node(context, door.whereabouts))
+    relay_socket = open_relay_socket(context, LOOPBACK)
+    relayed = Relayed(context, relay_socket, connect_node(context, relay_socket.address))
     with connect_stranger(relayed) as stranger:
         stranger.sendall(words)
         while stranger.recv(1 << 10):
@@ -255,7 +259,7 @@ def test_silent_stranger_is_disconnected(monkeypatch: pytest.MonkeyPatch, words:
 def test_libzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", lambda capability: False)
     with pytest.raises(Unsupported, match="install pyzmq's own wheel"):
-        open_door(zmq.Context(), LOOPBACK)
+        open_relay_socket(zmq.Context(), LOOPBACK)
 
 
 def test_silence_and_its_end_are_reported_once(relayed: Relayed) -> None:

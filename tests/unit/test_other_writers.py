@@ -36,7 +36,7 @@ class MemoryRelease:
     def overwritten(self, why: str) -> None:
         self.noticed.append(why)
 
-    def brought_back_by_sglang(self, tags: list[str] | None) -> None:
+    def resumed_by_sglang(self, tags: list[str] | None) -> None:
         self.noticed.append(tags)
 
 
@@ -55,7 +55,7 @@ def handle(
     memory_release: MemoryRelease, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Any], None]:
     """SGLang's handling of a request, on a scheduler with a plugin's methods."""
-    monkeypatch.setattr(other_writers, "is_true_of_any", bool)
+    monkeypatch.setattr(other_writers, "is_true_on_any_rank", bool)
 
     class Extended(Scheduler):
         def __init__(self) -> None:

@@ -112,7 +112,7 @@ class Rank:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Rank:
-    monkeypatch.setattr(module, "is_true_of_any", lambda here: here)
+    monkeypatch.setattr(module, "is_true_on_any_rank", lambda here: here)
     return Rank()
 
 
@@ -138,7 +138,7 @@ def test_abort_answer_counts_aborted_requests(rank: Rank) -> None:
     [(call_id, said)] = rank.answers.given
     assert (call_id, "took its place" in said) == ("first", True)
     rank.scheduler.running = set()
-    rank.pause._go_through(Drained(time.monotonic()))
+    rank.pause._make_transition(Drained(time.monotonic()))
     call_id, answer = rank.answers.given[-1]
     assert (call_id, answer.aborted, answer.running) == ("second", 2, 0)
     assert rank.pause._aborted == {}
@@ -151,7 +151,7 @@ def test_lease_starts_at_the_grant(rank: Rank, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(pp_size=1))
     over: list[Any] = []
-    monkeypatch.setattr(module, "as_first_rank_says", lambda here: over)
+    monkeypatch.setattr(module, "broadcast_from_first_rank", lambda here: over)
     rank.ask("wait", "first", lease_s=1.0)
     now = 50.0
     assert not rank.pause.holds_the_loop()
@@ -160,7 +160,7 @@ def test_lease_starts_at_the_grant(rank: Rank, monkeypatch: pytest.MonkeyPatch, 
         over.append(WaitOver("p", 1e9))
         rank.pause._check_the_clock()
     else:
-        rank.pause._go_through(Drained(now))
+        rank.pause._make_transition(Drained(now))
     assert rank.state() == "frozen"
     assert rank.pause.describe().holders[0].lease_left_s == 1.0
 

@@ -35,12 +35,12 @@ from sglang_inflight.scheduler.pause.machine import (
     MemoryAway,
     MemoryBack,
     Move,
+    NotifyGenerationContinues,
     PauseState,
     Refuse,
     Released,
     Retract,
     RunOn,
-    SayThatGenerationContinues,
     Transition,
     WaitOver,
     transition,
@@ -134,26 +134,26 @@ def check(before: HeldPauses, event: Event, done: Transition) -> None:
     # each call is answered once, or waits
     calls: list[Any] = [each.call for each in before.waiting]
     calls += [event.call] if isinstance(event, Asked | Continued) else []
-    answered = [each.call for each in done.sayings if isinstance(each, Grant | Released | Refuse)]
+    answered = [each.call for each in done.replies if isinstance(each, Grant | Released | Refuse)]
     assert ids([*answered, *(each.call for each in pauses.waiting)]) == ids(calls)
     # each answer is true at its time
-    for saying in done.sayings:
-        if isinstance(saying, Grant):
+    for reply in done.replies:
+        if isinstance(reply, Grant):
             assert pauses.state is FROZEN
-            assert saying.call.yields or saying.call.pause_id in held
-        elif isinstance(saying, Released):
-            assert saying.call.pause_id not in held
-            assert saying.call.pause_id is not None or held in ([], [MEMORY])
-        elif isinstance(saying, Refuse):
-            assert saying.why
+            assert reply.call.yields or reply.call.pause_id in held
+        elif isinstance(reply, Released):
+            assert reply.call.pause_id not in held
+            assert reply.call.pause_id is not None or held in ([], [MEMORY])
+        elif isinstance(reply, Refuse):
+            assert reply.why
             # except by a later call
-            assert saying.call.pause_id not in held or isinstance(event, Asked)
+            assert reply.call.pause_id not in held or isinstance(event, Asked)
             # memory is named as the reason only while it holds generation back
-            assert (MEMORY in held) or "cannot go on" not in saying.why
-    continues = any(isinstance(saying, SayThatGenerationContinues) for saying in done.sayings)
+            assert (MEMORY in held) or "cannot go on" not in reply.why
+    continues = any(isinstance(reply, NotifyGenerationContinues) for reply in done.replies)
     ended = before.state is not RUNNING and pauses.state is RUNNING
     assert continues == (ended and isinstance(event, LeaseOver))
-    lease_over = any(isinstance(saying, LeaseExpired) for saying in done.sayings)
+    lease_over = any(isinstance(reply, LeaseExpired) for reply in done.replies)
     assert lease_over == (isinstance(event, LeaseOver) and before.find(event.pause_id) is not None)
 
     # no step touches released memory, and only its return lets generation go on
@@ -346,18 +346,18 @@ def test_mode_makes_its_first_moves(mode: str, moves: tuple[type, ...]) -> None:
 def test_retract_drains_when_server_requires_it() -> None:
     call = PauseCall(call_id="a retracts", mode="retract", pause_id="a")
     asked = transition(HeldPauses(), Asked(call, 0.0, (*machine.DRAINING_MODES, "retract")))
-    assert (asked.pauses.state, asked.moves, asked.sayings) == (DRAINING, (Drain(),), ())
+    assert (asked.pauses.state, asked.moves, asked.replies) == (DRAINING, (Drain(),), ())
     drained = transition(asked.pauses, Drained(0.0))
     assert (drained.pauses.state, drained.pauses.mode) == (FROZEN, "retract")
-    assert drained.sayings == (Grant(call),)
+    assert drained.replies == (Grant(call),)
 
 
 def test_pause_refusal_names_reason() -> None:
     pauses = after("a wait")
-    refused, granted = transition(pauses, EVENTS["b in_place"](2)).sayings
+    refused, granted = transition(pauses, EVENTS["b in_place"](2)).replies
     assert isinstance(refused, Refuse)
     assert refused.why == "The pause was not granted: a pause of mode in_place took its place."
     assert isinstance(granted, Grant)
-    [unheld] = transition(HeldPauses(), EVENTS["b continues"](1)).sayings
+    [unheld] = transition(HeldPauses(), EVENTS["b continues"](1)).replies
     assert isinstance(unheld, Refuse)
     assert unheld.why == "pause_id 'b' is not held: it was released, or its lease ran out"

@@ -16,7 +16,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_inflight.frontend.workers.hooks import tell_workers_apart
+from sglang_inflight.frontend.workers.hooks import separate_workers
 from sglang_inflight.scheduler import request_names
 from sglang_inflight.scheduler.request_names import RequestNames
 
@@ -52,7 +52,7 @@ class Rank:
             ipc_channels=SimpleNamespace(send_to_tokenizer=sender), _deferred_input_requests=[]
         )
         boundary: Any = SimpleNamespace(live_requests=lambda: self.live.values())
-        self.names.adopt(scheduler, boundary)
+        self.names.bind(scheduler, boundary)
 
     def _send(self, output: AbortReq, recv_obj: Any) -> None:
         assert output.finished_reason is not None
@@ -163,7 +163,7 @@ def test_detokenizer_separates_workers_with_same_name() -> None:
     detokenizer.tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(map(chr, ids)))
 
     def step(*rows: tuple[str, list[int], bool]) -> list[str]:
-        made = tell_workers_apart(
+        made = separate_workers(
             DetokenizerManager.handle_batch_token_id_out, detokenizer, output(*rows)
         )
         assert made.rids == ["x"] * len(rows)

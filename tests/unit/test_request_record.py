@@ -106,7 +106,7 @@ def test_fence_keeps_callers_extra_key(queues: Queues, fence: PrefixFence) -> No
 def test_moved_request_is_cached_again_after_retraction(fence: PrefixFence) -> None:
     """No commit has raised the fence yet."""
     req = request()
-    fence.keep_out(req)
+    fence.keep_out_of_cache(req)
     assert req.skip_radix_cache_insert
     fence.admit(req)
     assert not req.skip_radix_cache_insert

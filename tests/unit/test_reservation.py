@@ -39,9 +39,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     for module in (host_memory, topology):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(mode, "smallest", lambda here: here)
-    monkeypatch.setattr(reservation, "smallest", lambda here: here)
-    monkeypatch.setattr(reservation, "is_true_of_any", lambda here: here)
+    monkeypatch.setattr(mode, "min_over_ranks", lambda here: here)
+    monkeypatch.setattr(reservation, "min_over_ranks", lambda here: here)
+    monkeypatch.setattr(reservation, "is_true_on_any_rank", lambda here: here)
     monkeypatch.setattr(reservation, "why_no_update", lambda in_place: None)
     return parallel
 
@@ -201,7 +201,7 @@ def test_unstageable_model_reserves_nothing(
 def test_unstageable_other_rank_reserves_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Any
 ) -> None:
-    monkeypatch.setattr(reservation, "is_true_of_any", lambda here: True)
+    monkeypatch.setattr(reservation, "is_true_on_any_rank", lambda here: True)
     reserved = reserve(server(monkeypatch, free_gb=60), "device", HALF)
     assert reserved is not None
     assert reserved.storage == {}
@@ -210,7 +210,7 @@ def test_unstageable_other_rank_reserves_nothing(
 def test_failed_reservation_falls_back_or_refuses(
     monkeypatch: pytest.MonkeyPatch, host: Any
 ) -> None:
-    monkeypatch.setattr(reservation, "set_aside", lambda weights, device: None)
+    monkeypatch.setattr(reservation, "reserve_storage", lambda weights, device: None)
     scheduler = server(monkeypatch, free_gb=60)
     reserved = reserve(scheduler, "auto", HALF)
     assert reserved is not None

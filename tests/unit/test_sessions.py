@@ -14,7 +14,7 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_inflight.scheduler import boundary
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.fixes.session_turns import end_turns_given_up
+from sglang_inflight.scheduler.fixes.session_turns import end_turns_of_aborted
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.request_record import record_of
 
@@ -89,7 +89,7 @@ def test_turn_ended_for_memory_unblocks_its_session(scheduler: Scheduler) -> Non
         assert req.session is not None
         req.session._inflight = True
     without_session = Req("plain", "", [1], SamplingParams(max_new_tokens=1))
-    end_turns_given_up(cast(Any, ([retracted], 0.0, [given_up, without_session])))
+    end_turns_of_aborted(cast(Any, ([retracted], 0.0, [given_up, without_session])))
     assert retracted.session is not None
     assert retracted.session._inflight
     assert given_up.session is not None

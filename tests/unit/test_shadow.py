@@ -18,7 +18,7 @@ from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.reservation import set_aside, what_a_shadow_copies
+from sglang_inflight.scheduler.update.reservation import reserve_storage, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -204,7 +204,7 @@ def test_list_of_weights_shares_shadow_memory() -> None:
 
     model = Model(keep)
     keep(model.attention)
-    assert len(what_a_shadow_copies([model])) == len({"weight", "bias", "table", "products"})
+    assert len(tensors_copied_by_shadow([model])) == len({"weight", "bias", "table", "products"})
     shadow = stage(model)
     assert shadow.find_derived() is None
     clone: Any = shadow.model.get_submodule("attention")
@@ -362,13 +362,13 @@ def test_failed_shadow_frees_its_memory() -> None:
 def test_reserved_memory_of_replaced_tensor_is_freed() -> None:
     """A target's embeddings replace a draft's own after the reservation."""
     model = Model()
-    storage = set_aside(what_a_shadow_copies([model]), CPU)
+    storage = reserve_storage(tensors_copied_by_shadow([model]), CPU)
     assert storage is not None
     replaced = weakref.ref(model.attention.weight)
     model.attention.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     model.cached = dict(model.named_parameters())
     parameters = ShadowParameters(storage)
-    parameters.keep_reserved_for(what_a_shadow_copies([model]))
+    parameters.keep_reserved_for(tensors_copied_by_shadow([model]))
     assert replaced() is None
     assert len(storage) == 3
 
@@ -385,7 +385,7 @@ def test_forgotten_shadow_empties_torch_caches(monkeypatch: pytest.MonkeyPatch) 
 
 def test_shadow_uses_reserved_memory() -> None:
     model = Model()
-    storage = set_aside(what_a_shadow_copies([model, model]), CPU)
+    storage = reserve_storage(tensors_copied_by_shadow([model, model]), CPU)
     assert storage is not None
     kept = {id(k.original): k.storage.data_ptr() for k in storage.values()}
     assert len(kept) == 4
@@ -413,7 +413,7 @@ def test_partial_reservation_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "empty_like", full)
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    assert set_aside(what_a_shadow_copies([model]), CPU) is None
+    assert reserve_storage(tensors_copied_by_shadow([model]), CPU) is None
     assert emptied == [True]
 
 

@@ -47,15 +47,15 @@ def test_pipeline_with_a_pending_turn_is_not_idle(stage: Any) -> None:
 
     assert not hooks.is_idle(sglang_sees_nothing, stage)
     checked: list[object] = []
-    hooks.stay_idle_while_held(checked.append, stage)
+    hooks.skip_idle_work_while_held(checked.append, stage)
     assert checked == []
-    assert hooks.count_those_held(lambda _: [], stage) == [stage.last_mbs[0]]
+    assert hooks.include_held_batches(lambda _: [], stage) == [stage.last_mbs[0]]
 
     stage.inflight.hold.keeps_back_requests = False
     assert hooks.is_idle(sglang_sees_nothing, stage)
-    hooks.stay_idle_while_held(checked.append, stage)
+    hooks.skip_idle_work_while_held(checked.append, stage)
     assert checked == [stage]
-    assert hooks.count_those_held(lambda _: [], stage) == []
+    assert hooks.include_held_batches(lambda _: [], stage) == []
 
 
 def test_finished_request_keeps_no_pipeline_busy(stage: Any) -> None:

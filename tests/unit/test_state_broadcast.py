@@ -20,7 +20,7 @@ from sglang_inflight.frontend.workers.protocol import (
     ServerState,
     Uses,
     line,
-    read_told,
+    read_owner_message,
 )
 from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
@@ -57,7 +57,7 @@ class Server:
 def with_a_server(tmp_path: Path, doing: Callable[[Server], Awaitable[None]]) -> None:
     async def run() -> None:
         server = Server(tmp_path)
-        async with await asyncio.start_unix_server(server.broadcast.attend, server.path):
+        async with await asyncio.start_unix_server(server.broadcast.serve_worker, server.path):
             async with asyncio.timeout(60):
                 await doing(server)
 
@@ -65,7 +65,7 @@ def with_a_server(tmp_path: Path, doing: Callable[[Server], Awaitable[None]]) ->
 
 
 async def told(reader: asyncio.StreamReader) -> ServerState:
-    state = read_told(await reader.readline())
+    state = read_owner_message(await reader.readline())
     assert isinstance(state, ServerState)
     return state
 
@@ -113,7 +113,7 @@ def test_wait_acked_skips_dead_workers(tmp_path: Path) -> None:
 def test_silent_worker_delays_only_one_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(state_broadcast, "HEARING_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(state_broadcast, "ACK_TIMEOUT_S", 0.05)
 
     async def do(server: Server) -> None:
         reader, writer = await server.connect()
@@ -148,10 +148,10 @@ def test_wait_acked_waits_for_moves(tmp_path: Path) -> None:
         reader, writer = await server.connect()
         await told(reader)
         server.now = msgspec.structs.replace(FIRST, adapters=(new,))
-        server.broadcast.tell_of_move(["r"], "a", "b")
+        server.broadcast.post_move(["r"], "a", "b")
         heard: asyncio.Future[Any] = asyncio.ensure_future(server.broadcast.wait_acked())
         assert (await told(reader)).adapters == (new,)
-        assert read_told(await reader.readline()) == Moved(["r"], "a", "b")
+        assert read_owner_message(await reader.readline()) == Moved(["r"], "a", "b")
         writer.write(line(Ack(2)))
         writer.write(line(AdapterRefs({"b": 1})))
         await server.counted.get()

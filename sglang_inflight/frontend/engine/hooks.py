@@ -10,7 +10,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
-from sglang_inflight.frontend.hook_guard import is_adopted
+from sglang_inflight.frontend.hook_guard import has_frontend
 from sglang_inflight.unsupported import ask_in_a_launch, launch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _home(engine: PatchedEngine) -> asyncio.AbstractEventLoop:
     home = getattr(engine.tokenizer_manager, "event_loop", None) or vars(engine).get("loop")
     if home is None:
         raise AttributeError("this engine was not fully constructed, and has no event loop")
-    if not is_adopted(engine):
+    if not has_frontend(engine):
         return vars(engine).get("loop", home)
     share(home)
     return home

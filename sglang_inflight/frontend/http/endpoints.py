@@ -162,13 +162,13 @@ def describe_refusal(error: InflightError) -> dict[str, Any]:
 def fails_on_shutdown(lifetime: Lifetime) -> type[APIRoute]:
     """Return a route class; calls still waiting at the end of ``lifetime`` get its error."""
 
-    class AttendedRoute(APIRoute):
+    class ShutdownAwareRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             answer = super().get_route_handler()
 
-            async def attend(request: Request) -> Response:
+            async def answer_unless_shut_down(request: Request) -> Response:
                 return await lifetime.unless_shut_down(answer(request))
 
-            return attend
+            return answer_unless_shut_down
 
-    return AttendedRoute
+    return ShutdownAwareRoute

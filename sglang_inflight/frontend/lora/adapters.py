@@ -161,7 +161,7 @@ class Adapters:
                         await self._unload(own_name)
                         self._tokenizer_manager.lora_ref_cache.pop(own_name, None)
                         raise
-                await self._hand_over(name, own_name, new_id, move)
+                await self._exchange_name(name, own_name, new_id, move)
             self._versions[name] = (body.path, version)
         return AdapterLoaded(
             success=True,
@@ -188,7 +188,9 @@ class Adapters:
         assert request.lora_id is not None
         return request.lora_id
 
-    async def _hand_over(self, name: str, own_name: str, new_id: str, move: _Move | None) -> None:
+    async def _exchange_name(
+        self, name: str, own_name: str, new_id: str, move: _Move | None
+    ) -> None:
         """Give ``name`` to the adapter loaded as ``own_name``.
 
         The registry's lock makes the exchange atomic for requests. ``lora_update_lock`` keeps
@@ -251,7 +253,7 @@ class Adapters:
             return ref.lora_id
         return self._tokenizer_manager.pending_lora_unloads.get(name)
 
-    async def take_back(self, name: str, lora_id: str) -> None:
+    async def unload_failed(self, name: str, lora_id: str) -> None:
         """Unload the remains of a failed load; do not wait for their requests."""
         tokenizer_manager = self._tokenizer_manager
         if tokenizer_manager.pending_lora_unloads.get(name) == lora_id:
@@ -317,7 +319,7 @@ class Adapters:
         retracted = {answer.dp_rank: answer.retracted for answer in answers}
         await count_as_moved(self._tokenizer_manager, rids, old_id, move.to_id)
         if self.broadcast is not None and rids:
-            self.broadcast.tell_of_move(sorted(rids), old_id, move.to_id)
+            self.broadcast.post_move(sorted(rids), old_id, move.to_id)
             await self.broadcast.wait_acked()
         await new.decrement()
         return len(rids), sum(retracted.values())

@@ -47,7 +47,7 @@ async def _load_everywhere(
     except (Refused, HandlerFailed) as error:
         result = LoRAUpdateOutput(success=False, error_message=str(error))
     if not result.success and request.lora_id is not None:
-        await tm.inflight.adapters.take_back(request.lora_name, request.lora_id)
+        await tm.inflight.adapters.unload_failed(request.lora_name, request.lora_id)
     return result
 
 

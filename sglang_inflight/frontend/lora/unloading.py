@@ -36,7 +36,7 @@ async def refuse_to_unload_in_a_pause(
         # is_pause may be out of date
         await tm.inflight.pauses.ask_status()
         if tm.is_pause and (users := _users(tm, obj.lora_name)):
-            raise Conflict(_say(obj.lora_name, users))
+            raise Conflict(_describe_users(obj.lora_name, users))
     return await unload(tm, obj, *args)
 
 
@@ -54,7 +54,7 @@ async def stop_unloading_in_a_pause(
         while not unloading.done():
             await asyncio.wait({unloading}, timeout=LOOK_S)
             if tm.is_pause and not unloading.done() and (users := _users(tm, obj.lora_name)):
-                raise ValueError(_say(obj.lora_name, users))
+                raise ValueError(_describe_users(obj.lora_name, users))
         return await unloading
     finally:
         unloading.cancel()
@@ -69,7 +69,7 @@ async def _unload_when_ranks_let(
         if result.success or ADAPTER_IN_USE not in (result.error_message or ""):
             return result
         if tm.is_pause:
-            raise ValueError(_say_not(obj.lora_name, result.error_message))
+            raise ValueError(_describe_refusal(obj.lora_name, result.error_message))
         await asyncio.sleep(LOOK_S)
 
 
@@ -86,7 +86,7 @@ async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
     if oldest is None:
         return f"--max-loaded-loras is {most}, and all of them are pinned"
     if tm.is_pause and (users := _users(tm, oldest)):
-        return f"--max-loaded-loras is {most}, and {_say(oldest, users)}"
+        return f"--max-loaded-loras is {most}, and {_describe_users(oldest, users)}"
     return None
 
 
@@ -98,10 +98,10 @@ def _users(tm: PatchedTokenizerManager, name: str) -> int:
     return counter.value() if counter is not None else 0
 
 
-def _say(name: str, users: int) -> str:
+def _describe_users(name: str, users: int) -> str:
     requests = f"{users} paused request{'s' if users > 1 else ''}"
-    return _say_not(name, f"{requests} cannot finish. Continue or abort, then unload it")
+    return _describe_refusal(name, f"{requests} cannot finish. Continue or abort, then unload it")
 
 
-def _say_not(name: str, why: str) -> str:
+def _describe_refusal(name: str, why: str) -> str:
     return f"the adapter {name!r} cannot be unloaded while generation is paused: {why}"

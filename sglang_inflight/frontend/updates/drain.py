@@ -97,10 +97,10 @@ class NoRequestsRunning:
             yield
         finally:
             acquiring.cancel()
-            await asyncio.shield(asyncio.ensure_future(_give_back(lock, acquiring)))
+            await asyncio.shield(asyncio.ensure_future(_release(lock, acquiring)))
 
 
-async def _give_back(lock: RWLock, acquiring: asyncio.Future[None]) -> None:
+async def _release(lock: RWLock, acquiring: asyncio.Future[None]) -> None:
     await asyncio.wait({acquiring})
     if not acquiring.cancelled() and acquiring.exception() is None:
         await lock.release_writer()

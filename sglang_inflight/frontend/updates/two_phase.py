@@ -21,7 +21,7 @@ from sglang_inflight.errors import ERRORS, Conflict, HalfDone, RankSilent, Refus
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
 from sglang_inflight.frontend.bodies import OnBusy
 from sglang_inflight.frontend.metrics import Metrics
-from sglang_inflight.frontend.ranks import Ranks, require_success, say_which
+from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event
@@ -249,7 +249,7 @@ class TwoPhase:
         failed = [answer for answer in answers if isinstance(answer, Failed)]
         nothing_changed = all(issubclass(ERRORS[a.error], Refused) for a in failed)
         if failed and (len(failed) < len(answers) or not nothing_changed):
-            raise HalfDone(f"The {what} was not done on every rank: {say_which(failed)}")
+            raise HalfDone(f"The {what} was not done on every rank: {describe_failures(failed)}")
         return require_success(answers)
 
     async def rename(self, call: RenameCall) -> None:

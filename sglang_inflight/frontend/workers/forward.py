@@ -89,7 +89,7 @@ class Forward:
         self._open += 1
         self._answered.clear()
         try:
-            await self._hand_on(scope, receive, send)
+            await self._forward_call(scope, receive, send)
         finally:
             self._open -= 1
             if not self._open:
@@ -99,7 +99,7 @@ class Forward:
         """Wait until no call waits for the owner's answer."""
         await self._answered.wait()
 
-    async def _hand_on(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _forward_call(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _Body(receive)
         asking = asyncio.ensure_future(self._ask(scope, body))
         leaving = asyncio.ensure_future(body.until_gone())
@@ -113,7 +113,7 @@ class Forward:
             with suppress(httpx.WriteError):
                 async for _ in body.chunks():
                     pass
-            await refusal(_not_asked(error))(scope, receive, send)
+            await refusal(_owner_unreachable(error))(scope, receive, send)
             return
         except httpx.TransportError as error:
             if not body.is_cut_off:
@@ -154,7 +154,7 @@ class Forward:
             )
 
 
-def _not_asked(error: httpx.ConnectError) -> InflightError:
+def _owner_unreachable(error: httpx.ConnectError) -> InflightError:
     kind = Exhausted if Exhausted.is_cause_of(error) else Gone
     return kind(f"this tokenizer worker cannot ask the owner of the server's state: {error}")
 

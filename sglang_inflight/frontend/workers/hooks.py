@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _owner: Owner | None = None
 
 
-def invite_workers(write: Callable[..., Any], obj: Any, name: str) -> Any:
+def add_owner_endpoint(write: Callable[..., Any], obj: Any, name: str) -> Any:
     """Hook around writing the workers' start arguments: start the owner and add its endpoint."""
     global _owner
     if why_inactive() is not None:
@@ -30,12 +30,12 @@ def invite_workers(write: Callable[..., Any], obj: Any, name: str) -> Any:
     port_args, server_args, scheduler_info = obj
     _owner = Owner(server_args, port_args)
     _owner.start()
-    invited = copy.copy(port_args)
-    setattr(invited, ATTRIBUTE, _owner.owner_endpoint)
-    return write((invited, server_args, scheduler_info), name)
+    extended = copy.copy(port_args)
+    setattr(extended, ATTRIBUTE, _owner.owner_endpoint)
+    return write((extended, server_args, scheduler_info), name)
 
 
-def tell_the_owner(
+def route_to_owner(
     distribute: Callable[..., Awaitable[None]], router: object, recv_obj: Any
 ) -> Awaitable[None]:
     """Hook around the router: send the ranks' unsolicited messages to the owner."""
@@ -44,7 +44,7 @@ def tell_the_owner(
     return distribute(router, recv_obj)
 
 
-def tell_workers_apart(detokenize: Callable[..., Any], detokenizer: object, recv_obj: Any) -> Any:
+def separate_workers(detokenize: Callable[..., Any], detokenizer: object, recv_obj: Any) -> Any:
     """Hook around detokenizing: make the names of different workers' requests different.
 
     Replicas may have requests of one name from different workers. The detokenizer keeps its state
@@ -62,15 +62,15 @@ def tell_workers_apart(detokenize: Callable[..., Any], detokenizer: object, recv
 _MIXIN = "sglang.srt.managers.multi_tokenizer_mixin"
 
 HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
-    (f"{_MIXIN}.write_to_shared_memory", invite_workers, HookType.AROUND),
+    (f"{_MIXIN}.write_to_shared_memory", add_owner_endpoint, HookType.AROUND),
     (
         f"{_MIXIN}.MultiTokenizerRouter._distribute_result_to_workers",
-        tell_the_owner,
+        route_to_owner,
         HookType.AROUND,
     ),
     (
         "sglang.srt.managers.detokenizer_manager.DetokenizerManager.handle_batch_token_id_out",
-        tell_workers_apart,
+        separate_workers,
         HookType.AROUND,
     ),
 ]

@@ -149,7 +149,7 @@ class Owner:
         )
         made.broadcast = manager.inflight.adapters.broadcast = broadcast
         manager.inflight.in_background(
-            self._shutdown_signal.listen(lambda: self._go(manager, broadcast))
+            self._shutdown_signal.listen(lambda: self._shut_down(manager, broadcast))
         )
         manager.set_engine_state_changed_callback(broadcast.post)
         app: FastAPI = sys.modules[HTTP_SERVER].app
@@ -163,7 +163,7 @@ class Owner:
         # no access log here: the called worker logs each call
         logging.getLogger("uvicorn.access").addFilter(lambda _: False)
         async with await asyncio.start_unix_server(
-            broadcast.attend, self.owner_endpoint.state, limit=LONGEST_LINE
+            broadcast.serve_worker, self.owner_endpoint.state, limit=LONGEST_LINE
         ):
             self._serves.set_result(None)
             await uvicorn.Server(config).serve(sockets=[calls])
@@ -181,7 +181,7 @@ class Owner:
             reloadable=_rows(manager.lora_ref_cache),
         )
 
-    def _go(self, manager: PatchedTokenizerManager, broadcast: StateBroadcast) -> None:
+    def _shut_down(self, manager: PatchedTokenizerManager, broadcast: StateBroadcast) -> None:
         """Shut down: release all pauses, take none, and end the ranks after the last request."""
         if manager.gracefully_exit:
             return

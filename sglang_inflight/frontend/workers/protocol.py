@@ -80,12 +80,12 @@ class Idle(msgspec.Struct, tag=True, frozen=True):
     """A worker that received SIGTERM has finished its last request."""
 
 
-Told = ServerState | Moved | Abort
-Said = Ack | Aborted | AdapterRefs | Idle
+OwnerMessage = ServerState | Moved | Abort
+WorkerMessage = Ack | Aborted | AdapterRefs | Idle
 
-read_told = msgspec.json.Decoder(ServerState | Moved | Abort).decode
-read_said = msgspec.json.Decoder(Ack | Aborted | AdapterRefs | Idle).decode
+read_owner_message = msgspec.json.Decoder(ServerState | Moved | Abort).decode
+read_worker_message = msgspec.json.Decoder(Ack | Aborted | AdapterRefs | Idle).decode
 
 
-def line(content: Told | Said) -> bytes:
+def line(content: OwnerMessage | WorkerMessage) -> bytes:
     return msgspec.json.encode(content) + b"\n"

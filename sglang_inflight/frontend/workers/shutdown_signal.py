@@ -38,15 +38,15 @@ class ShutdownSignal:
         # SGLang's handler, or a user's
         self._end_of_a_child = signal.getsignal(signal.SIGQUIT)
 
-    async def listen(self, told: Callable[[], None]) -> None:
-        """Wait for signals forever, on any event loop. SIGTERM and SIGINT call ``told``."""
+    async def listen(self, on_signal: Callable[[], None]) -> None:
+        """Wait for signals forever, on any event loop. SIGTERM and SIGINT call ``on_signal``."""
         loop = asyncio.get_running_loop()
         while True:
             numbers = await loop.sock_recv(self._read, 64)
             if signal.SIGQUIT in numbers:
                 self._end()
             if _TELL.intersection(numbers):
-                told()
+                on_signal()
 
     def _end(self) -> None:
         """End the server, unless SGLang's own handler is still installed and does so."""

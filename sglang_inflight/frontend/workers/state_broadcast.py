@@ -18,21 +18,21 @@ from sglang_inflight.frontend.workers.protocol import (
     ServerState,
     Uses,
     line,
-    read_said,
+    read_worker_message,
 )
 
 logger = logging.getLogger(__name__)
 
 # long: a worker tokenizes on its event loop, and may be stopped in a debugger
-HEARING_TIMEOUT_S = 10.0
+ACK_TIMEOUT_S = 10.0
 
 
 class _Reader:
-    """One worker's connection. ``heard`` is the number of the last acked state."""
+    """One worker's connection. ``acked`` is the number of the last acked state."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self.writer = writer
-        self.heard = 0
+        self.acked = 0
         # true: a wait has timed out, and later waits skip the worker until its next ack
         self.is_silent = False
         self.is_drained = False
@@ -67,23 +67,23 @@ class StateBroadcast:
         self._aborts = 0
         self._state = msgspec.structs.replace(read(), number=1)
         self._readers: set[_Reader] = set()
-        self._heard = asyncio.Condition()
+        self._changed = asyncio.Condition()
 
     def post(self) -> None:
         """Send the state if it has changed."""
         state = msgspec.structs.replace(self._read(), number=self._state.number)
         if state != self._state:
-            self._tell(state)
+            self._send(state)
 
-    def tell_of_move(self, rids: list[str], from_id: str, to_id: str) -> None:
+    def post_move(self, rids: list[str], from_id: str, to_id: str) -> None:
         """Tell workers that requests moved. Each worker knows the new adapter by then."""
         self.post()
         for reader in self._readers:
             reader.writer.write(line(Moved(rids, from_id, to_id)))
         # a new state number: its ack covers the move
-        self._tell(self._state)
+        self._send(self._state)
 
-    def _tell(self, state: ServerState) -> None:
+    def _send(self, state: ServerState) -> None:
         self._state = msgspec.structs.replace(state, number=self._state.number + 1)
         for reader in self._readers:
             reader.writer.write(line(self._state))
@@ -103,13 +103,13 @@ class StateBroadcast:
             return [each for each in asked & self._readers if number not in each.aborted]
 
         try:
-            async with asyncio.timeout(HEARING_TIMEOUT_S), self._heard:
-                await self._heard.wait_for(lambda: not waited_for())
+            async with asyncio.timeout(ACK_TIMEOUT_S), self._changed:
+                await self._changed.wait_for(lambda: not waited_for())
         except TimeoutError:
             logger.error(
                 "%d tokenizer workers have not acked within %g s the abort of requests named %s",
                 len(waited_for()),
-                HEARING_TIMEOUT_S,
+                ACK_TIMEOUT_S,
                 names,
             )
         return sum(each.aborted.pop(number, 0) for each in asked)
@@ -122,38 +122,40 @@ class StateBroadcast:
         self.post()
         number = self._state.number
         try:
-            async with asyncio.timeout(HEARING_TIMEOUT_S), self._heard:
-                await self._heard.wait_for(lambda: not self._behind(number))
+            async with asyncio.timeout(ACK_TIMEOUT_S), self._changed:
+                await self._changed.wait_for(lambda: not self._behind(number))
         except TimeoutError:
             silent = self._behind(number)
             logger.error(
                 "%d tokenizer workers have not acked the served version within %g s, and may "
                 "name an older one",
                 len(silent),
-                HEARING_TIMEOUT_S,
+                ACK_TIMEOUT_S,
             )
             for reader in silent:
                 reader.is_silent = True
 
     def _behind(self, number: int) -> list[_Reader]:
-        return [each for each in self._readers if each.heard < number and not each.is_silent]
+        return [each for each in self._readers if each.acked < number and not each.is_silent]
 
-    async def attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve_worker(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         """Serve a worker's connection until it ends."""
         one = _Reader(writer)
         self._readers.add(one)
         writer.write(line(self._state))
         try:
-            while said := await reader.readline():
-                match read_said(said):
+            while message := await reader.readline():
+                match read_worker_message(message):
                     case Ack(number=number):
-                        one.heard, one.is_silent = number, False
-                        async with self._heard:
-                            self._heard.notify_all()
+                        one.acked, one.is_silent = number, False
+                        async with self._changed:
+                            self._changed.notify_all()
                     case Aborted(number=number, count=count):
                         one.aborted[number] = count
-                        async with self._heard:
-                            self._heard.notify_all()
+                        async with self._changed:
+                            self._changed.notify_all()
                     case AdapterRefs(uses=uses):
                         before, one.uses = one.uses, uses
                         await self._count(before, uses)
@@ -166,8 +168,8 @@ class StateBroadcast:
             self._readers.discard(one)
             self._end_when_all_are_drained()
             await self._count(one.uses, {})
-            async with self._heard:
-                self._heard.notify_all()
+            async with self._changed:
+                self._changed.notify_all()
             writer.close()
 
     def end_when_drained(self) -> None:

@@ -12,7 +12,7 @@ from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.moving import count_as_moved
-from sglang_inflight.frontend.sglangs_pause import let_requests_in
+from sglang_inflight.frontend.sglangs_pause import admit_requests
 from sglang_inflight.frontend.workers import aborting
 from sglang_inflight.frontend.workers.adapter_refcounts import WorkersRegistry, as_sglangs
 from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
@@ -25,11 +25,11 @@ from sglang_inflight.frontend.workers.protocol import (
     AdapterRefs,
     Idle,
     Moved,
-    Said,
     ServerState,
     Uses,
+    WorkerMessage,
     line,
-    read_told,
+    read_owner_message,
 )
 from sglang_inflight.frontend.workers.reloading import reload
 
@@ -64,13 +64,13 @@ class Worker:
         self._forward = forward
         self._adapters = WorkersRegistry(self._uses_have_changed)
         tokenizer_manager.lora_registry = self._adapters
-        self._told_uses: Uses = {}
-        self._tells_uses_soon = False
+        self._sent_uses: Uses = {}
+        self._will_send_uses = False
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(owner_endpoint.state))
         # unbuffered: read the first line only, because the event loop reads the rest
         with connection.makefile("rb", buffering=0) as file:
-            first = read_told(file.readline())
+            first = read_owner_message(file.readline())
         assert isinstance(first, ServerState)
         self._state = first
         self._act(first)
@@ -82,7 +82,7 @@ class Worker:
 
     def end(self) -> None:
         """Report the worker idle. SGLang would end the schedulers, and other workers' requests."""
-        self._say(Idle())
+        self._send(Idle())
 
     async def until_answered(self) -> None:
         """Wait for the owner's answers to forwarded calls; ending the schedulers fails them."""
@@ -114,20 +114,20 @@ class Worker:
         reader, self._writer = await asyncio.open_unix_connection(
             sock=connection, limit=LONGEST_LINE
         )
-        self._tell_uses()
-        self._say(Ack(self._state.number))
-        while told := await reader.readline():
-            match read_told(told):
+        self._send_uses()
+        self._send(Ack(self._state.number))
+        while message := await reader.readline():
+            match read_owner_message(message):
                 case ServerState() as state:
                     self._act(state)
                     await self._adapters.flush_lookups()
-                    self._tell_uses()
-                    self._say(Ack(state.number))
+                    self._send_uses()
+                    self._send(Ack(state.number))
                 case Abort(number=number, names=names):
-                    self._say(Aborted(number, self._frontend.aborts.here(names)))
+                    self._send(Aborted(number, self._frontend.aborts.here(names)))
                 case Moved(rids=rids, from_id=from_id, to_id=to_id):
                     await count_as_moved(self._tokenizer_manager, rids, from_id, to_id)
-                    self._tell_uses()
+                    self._send_uses()
 
     def _act(self, state: ServerState) -> None:
         tokenizer_manager, before = self._tokenizer_manager, self._state
@@ -143,7 +143,7 @@ class Worker:
         tokenizer_manager.initial_weights_loaded = state.initial_weights_loaded
         tokenizer_manager.is_pause = state.paused
         if before.paused and not state.paused:
-            keep(tokenizer_manager.asyncio_tasks, let_requests_in(tokenizer_manager))
+            keep(tokenizer_manager.asyncio_tasks, admit_requests(tokenizer_manager))
         self._frontend.is_hollow = state.hollow
         self._adapters.replace_all(state.adapters)
         refs = map(as_sglangs, state.reloadable)
@@ -151,17 +151,17 @@ class Worker:
 
     def _uses_have_changed(self) -> None:
         """Send the counts once for all changes in one turn of the event loop."""
-        if not self._tells_uses_soon:
-            self._tells_uses_soon = True
-            asyncio.get_running_loop().call_soon(self._tell_uses)
+        if not self._will_send_uses:
+            self._will_send_uses = True
+            asyncio.get_running_loop().call_soon(self._send_uses)
 
-    def _tell_uses(self) -> None:
-        self._tells_uses_soon = False
+    def _send_uses(self) -> None:
+        self._will_send_uses = False
         uses = self._adapters.uses()
-        if uses != self._told_uses and self._writer is not None:
-            self._told_uses = uses
-            self._say(AdapterRefs(uses))
+        if uses != self._sent_uses and self._writer is not None:
+            self._sent_uses = uses
+            self._send(AdapterRefs(uses))
 
-    def _say(self, said: Said) -> None:
+    def _send(self, message: WorkerMessage) -> None:
         if self._writer is not None:
-            self._writer.write(line(said))
+            self._writer.write(line(message))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import BeamCoordinator, Scheduler
 
 
-def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
+def restart_beam_searches(scheduler: Scheduler, running: set[Req]) -> None:
     """Restart the beam searches among ``running``, before all of these are retracted."""
     for batch in scheduler._collect_inflight_batches():
         if batch is not None:
@@ -27,10 +27,10 @@ def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
     # in the same order on every rank
     for req in sorted(running, key=lambda req: req.rid):
         if req.beam_group is not None:
-            _begin_anew(scheduler.beam_coordinator, req, req.beam_group)
+            _restart(scheduler.beam_coordinator, req, req.beam_group)
 
 
-def _begin_anew(coordinator: BeamCoordinator, req: Req, old: BeamGroupFields) -> None:
+def _restart(coordinator: BeamCoordinator, req: Req, old: BeamGroupFields) -> None:
     coordinator._free_member_rows(old)
     coordinator.retire_group(req)
     group = BeamGroup(

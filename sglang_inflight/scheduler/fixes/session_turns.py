@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req, Session
 
 
-def hand_back(sessions: StreamingSession, slot: SessionSlot, req: Req) -> None:
+def move_kv_to_turn(sessions: StreamingSession, slot: SessionSlot, req: Req) -> None:
     """Move the session's KV to the retracted turn, so that the retraction frees it.
 
     The session stays in flight, and the turn recomputes the history when it runs again. The
@@ -36,7 +36,7 @@ def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) 
         req.session = None
 
 
-def end_turns_given_up(retracted: tuple[list[Req], float, list[Req]], *args: object) -> None:
+def end_turns_of_aborted(retracted: tuple[list[Req], float, list[Req]], *args: object) -> None:
     """End the session's turn for requests aborted for lack of memory, so that the next may run."""
     _, _, given_up = retracted
     for req in given_up:

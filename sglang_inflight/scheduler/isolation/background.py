@@ -44,7 +44,7 @@ class BackgroundHandlers:
 
         return begin
 
-    def answer_for_those_done(self) -> None:
+    def send_finished_answers(self) -> None:
         """Send the answers of finished handlers. Called at every step boundary."""
         while self._done:
             request, output = self._done.popleft()

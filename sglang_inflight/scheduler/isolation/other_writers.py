@@ -33,7 +33,7 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.memory.copies import Copy
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.update.checks.digest import Digest
@@ -84,7 +84,7 @@ class OtherWriters:
         elif isinstance(request, ResumeMemoryOccupationReqInput):
             resume: MemoryRequest = request
             yield
-            self._memory_release.brought_back_by_sglang(resume.tags)
+            self._memory_release.resumed_by_sglang(resume.tags)
         else:
             yield
 
@@ -95,7 +95,7 @@ class OtherWriters:
             return
         if action != _RESET:
             raise Refused(f"unknown action {action!r}; there are {', '.join((*_READ, _RESET))}")
-        kept = self._keep_what_no_update_brings()
+        kept = self._copy_tensors_not_in_checkpoints()
         # the forward in flight still reads these weights
         self._boundary.drain()
         try:
@@ -106,23 +106,23 @@ class OtherWriters:
                 "/weights_checker has overwritten them (reset_tensors)"
             )
 
-    def _keep_what_no_update_brings(self) -> Copy:
+    def _copy_tensors_not_in_checkpoints(self) -> Copy:
         """Copy the tensors that updates cannot restore.
 
         Raise ``Conflict`` if any rank must keep its weights.
         """
         kept: Copy | None = None
-        refusal = self._memory_release.why_not_overwritten() or self._who_would_be_ended()
+        refusal = self._memory_release.why_not_overwritten() or self._why_requests_would_end()
         if refusal is None:
             try:
                 kept = self._memory_release.copy_beside_updates()
             except (OSError, RuntimeError) as error:
                 refusal = f"tensors outside checkpoints could not be copied: {error}"
-        if is_true_of_any(refusal is not None) or kept is None:
+        if is_true_on_any_rank(refusal is not None) or kept is None:
             raise Conflict(f"{_RESET}: {refusal or 'another rank refuses it'}")
         return kept
 
-    def _who_would_be_ended(self) -> str | None:
+    def _why_requests_would_end(self) -> str | None:
         if self._scheduler._engine_paused:
             return None
         running = len(self._boundary.running_requests())
@@ -147,7 +147,7 @@ class OtherWriters:
         try:
             yield
         finally:
-            if is_true_of_any(self._read() != before):
+            if is_true_on_any_rank(self._read() != before):
                 self._memory_release.overwritten(f"the RPC {method!r} has written them")
 
     def _read(self) -> str:

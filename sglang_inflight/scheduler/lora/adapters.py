@@ -131,7 +131,7 @@ class Adapters:
             retracted = self._boundary.retract()
         moved = self._requests_of(call.from_id)
         for req in self._hold_kv(moved):
-            self._fence.keep_out(req)
+            self._fence.keep_out_of_cache(req)
         for req in moved:
             req.lora_id = call.to_id
             if req.extra_key is not None:

@@ -35,7 +35,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.memory.copies import Copy, copy_of
 from sglang_inflight.scheduler.memory.machine import (
     KINDS,
@@ -135,7 +135,7 @@ class MemoryRelease:
         events = self._events_of(call)
         after = move(self._memory, events)
         refusal = self._why_not(call, after)
-        if is_true_of_any(refusal is not None) or after is None:
+        if is_true_on_any_rank(refusal is not None) or after is None:
             raise Conflict(refusal or "memory is not released: another rank refuses it")
         self._pause.hold_for_memory(f"{_list(call.tags)} are being released. {BRINGS_BACK}")
         # a commit after the freeze may still be swapping, on another stream than the copy's
@@ -160,20 +160,20 @@ class MemoryRelease:
         moved: dict[str, int] = {}
         failure: Exception | None = None
         try:
-            self._give_back(prepared, moved)
+            self._release_memory(prepared, moved)
         except Exception as error:
             failure = error
-        if is_true_of_any(failure is not None):
+        if is_true_on_any_rank(failure is not None):
             self._return([kind for kind in prepared.events if kind in released(self._memory)], {})
-            self._settle()
+            self._update_hold()
             raise HalfDone(
                 "some ranks released their memory, and resumed all of it except the shadow: "
                 f"{failure or 'another rank failed'}"
             )
-        self._settle()
+        self._update_hold()
         self._answer(call, moved, started)
 
-    def _give_back(self, prepared: _Prepared, moved: dict[str, int]) -> None:
+    def _release_memory(self, prepared: _Prepared, moved: dict[str, int]) -> None:
         before = bytes_in_use(self._device)
         self._staging.forget_shadows()
         trim(self._device)
@@ -197,7 +197,7 @@ class MemoryRelease:
         """Cancel the release. Succeed also where this rank refused it."""
         if self._prepared is not None:
             self._take_prepared().given_up = True
-            self._settle()
+            self._update_hold()
         # answered after the staging thread's last read of the weights
         self._staging.when_idle(call, Done)
 
@@ -243,9 +243,9 @@ class MemoryRelease:
             return "memory cannot be released: a weight update is open. End or abort it first"
         if WEIGHTS in tags and get_model().weight_cache_mode != "off":
             return "weights are shared with other engines (--weight-cache-mode): keep them"
-        return self._who_needs(tags)
+        return self._why_needed(tags)
 
-    def _who_needs(self, tags: list[str]) -> str | None:
+    def _why_needed(self, tags: list[str]) -> str | None:
         # first, because it processes a result, and that may end requests
         is_idle = self._boundary.is_fully_idle()
         running = len(self._boundary.running_requests())
@@ -306,10 +306,10 @@ class MemoryRelease:
             self._return(call.tags, moved)
         except Exception as error:
             failure = error
-        if is_true_of_any(failure is not None):
+        if is_true_on_any_rank(failure is not None):
             raise HalfDone(f"memory did not come back: {failure or 'another rank failed'}")
         self._until_filled = call.until_filled
-        self._settle()
+        self._update_hold()
         self._answer(call, moved, started)
 
     def _after_return(self, tags: list[str]) -> Memory | None:
@@ -339,16 +339,16 @@ class MemoryRelease:
 
         One rank alone would make a step without the others.
         """
-        if is_true_of_any(self._live.hollow is not None):
+        if is_true_on_any_rank(self._live.hollow is not None):
             self._live.hollow = self._live.hollow or "another rank misses some of them"
             return
         after = move(self._memory, {WEIGHTS: Event.FILLED})
         assert after is not None
         self._memory = after
         was_frozen = self._pause.state is PauseState.FROZEN
-        self._settle()
+        self._update_hold()
         if was_frozen and self._pause.state is PauseState.RUNNING:
-            self._answers.tell_that_generation_continues()
+            self._answers.send_generation_continues()
 
     # ---- another writer ----------------------------------------------------------------
 
@@ -394,11 +394,11 @@ class MemoryRelease:
         else:
             roles = [role for role, _ in self._scheduler.weight_updater._select_runners("all")]
             self._live.become_dirty(why, roles)
-        self._settle()
+        self._update_hold()
         # ``/ready`` depends on it
-        self._answers.tell_that_generation_continues()
+        self._answers.send_generation_continues()
 
-    def brought_back_by_sglang(self, tags: list[str] | None) -> None:
+    def resumed_by_sglang(self, tags: list[str] | None) -> None:
         """Forget the version's name after SGLang's own resume, on a server without pauses.
 
         Without a backup the weights' contents are unknown, and SGLang serves them as they are.
@@ -417,7 +417,7 @@ class MemoryRelease:
         where = {kind: self._memory[kind].value for kind in KINDS}
         return MemoryStatus(**where, hollow=self._live.hollow)
 
-    def _settle(self) -> None:
+    def _update_hold(self) -> None:
         """Hold generation back while memory is released or weights are awaited; else release it."""
         if away := released(self._memory):
             self._pause.hold_for_memory(f"{_list(away)} are released. {BRINGS_BACK}")

@@ -11,13 +11,13 @@ from sglang.srt.utils.network import NetworkAddress, get_local_ip_auto
 
 @dataclass(frozen=True)
 class Address:
-    """``bound`` is the listening address, ``told`` is the address for other nodes.
+    """``bound`` is the listening address, ``announced`` is the address for other nodes.
 
     An IPv6 address is in brackets, as in a URL.
     """
 
     bound: str
-    told: str
+    announced: str
     is_ipv6: bool
 
 

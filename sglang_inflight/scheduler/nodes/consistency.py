@@ -50,7 +50,7 @@ def check_nodes_match() -> None:
     until = monotonic() + WAIT_S
     ranks_of_a_node = group.world_size // parallel.nnodes
     # by node; None: the node did not answer
-    heard: dict[int, Account | None] = {}
+    accounts: dict[int, Account | None] = {}
     for rank in group.ranks:
         key, node = _KEY.format(rank=rank), rank // ranks_of_a_node
         try:
@@ -58,9 +58,9 @@ def check_nodes_match() -> None:
             account: Account | None = json.loads(store.get(key))
         except DistStoreError:
             account = None
-        if heard.get(node, here) is not None:
-            heard[node] = account
-    if (sentence := find_difference(heard)) is not None:
+        if accounts.get(node, here) is not None:
+            accounts[node] = account
+    if (sentence := find_difference(accounts)) is not None:
         logger.critical("%s", sentence)
         raise Unsupported(sentence)
 
@@ -78,17 +78,17 @@ def describe_this_node() -> dict[str, str]:
     }
 
 
-def find_difference(heard: Mapping[int, Account | None]) -> str | None:
+def find_difference(accounts: Mapping[int, Account | None]) -> str | None:
     """Return an error text about silent nodes, or about a node unlike the first, or None."""
-    silent = [f"node {node}" for node, account in heard.items() if account is None]
+    silent = [f"node {node}" for node, account in accounts.items() if account is None]
     if silent:
         return (
             f"{' and '.join(silent)} did not report SGLang Inflight within {WAIT_S:g} s: install "
             "the same sglang-inflight on every node, let SGLANG_PLUGINS load it, and use the same "
             "settings"
         )
-    first, reference = next(iter(heard.items()))
-    for node, account in heard.items():
+    first, reference = next(iter(accounts.items()))
+    for node, account in accounts.items():
         for name, value in (reference or {}).items():
             if account is not None and account.get(name) != value:
                 return (

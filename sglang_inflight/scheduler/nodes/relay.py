@@ -42,58 +42,58 @@ HANDSHAKE_S = 5.0
 SILENCE_S = 15.0
 # time between two looks for silent ranks, and between two warnings about strangers
 LOOK_S = 1.0
-TELL_S = 60.0
+WARN_EVERY_S = 60.0
 # most messages between two looks, so that a stranger's flood cannot keep the relay from looking
 MOST_AT_ONCE = 10_000
 
 Rank = tuple[int, int, int]
 
 
-class Whereabouts(NamedTuple):
+class RelayAddress(NamedTuple):
     """``key`` is the listening socket's public key for CURVE, in Z85. Only ranks may know it."""
 
     endpoint: str
     key: bytes
 
 
-class Door(NamedTuple):
+class RelaySocket(NamedTuple):
     """The listening socket for other nodes, and its monitor for ended connections."""
 
     listening: zmq.Socket[bytes]
     ends: zmq.Socket[bytes]
-    whereabouts: Whereabouts
+    address: RelayAddress
 
 
 class Relay:
-    """Relays the door's messages, on its own thread. Only this thread uses the sockets.
+    """Relays the socket's messages, on its own thread. Only this thread uses the sockets.
 
     The first rank's loop cannot do it: it may wait in a collective for the silent rank. Any
     message but our answers is dropped, and no message is unpickled.
     """
 
-    def __init__(self, front_end: zmq.Socket[bytes], door: Door) -> None:
+    def __init__(self, front_end: zmq.Socket[bytes], relay_socket: RelaySocket) -> None:
         self._front_end = front_end
-        self._listening, self._ends, _ = door
+        self._listening, self._ends, _ = relay_socket
         self._poller = zmq.Poller()
         self._poller.register(self._listening, zmq.POLLIN)
         self._poller.register(self._ends, zmq.POLLIN)
         self._decode = msgspec.msgpack.Decoder(_ANY_ANSWER).decode
         # time.monotonic() of each rank's last message
-        self._heard: dict[Rank, float] = {}
+        self._last_message_at: dict[Rank, float] = {}
         self._silent: set[Rank] = set()
         self._ended = 0
         self._no_answers = 0
-        self._told_at = -TELL_S
+        self._warned_at = -WARN_EVERY_S
 
     @classmethod
-    def start(cls, ipc_name: str) -> Whereabouts:
+    def start(cls, ipc_name: str) -> RelayAddress:
         """Start the relay's thread. ``ipc_name`` is the front end's socket."""
         context: zmq.Context[Any] = zmq.Context(1)
-        door = open_door(context, choose_address(get_parallel().dist_init_addr))
-        relay = cls(get_zmq_socket(context, zmq.PUSH, ipc_name, False), door)
+        relay_socket = open_relay_socket(context, choose_address(get_parallel().dist_init_addr))
+        relay = cls(get_zmq_socket(context, zmq.PUSH, ipc_name, False), relay_socket)
         threading.Thread(target=relay._run, name="relay", daemon=True).start()
-        logger.info("Ranks of other nodes answer at %s", door.whereabouts.endpoint)
-        return door.whereabouts
+        logger.info("Ranks of other nodes answer at %s", relay_socket.address.endpoint)
+        return relay_socket.address
 
     def _run(self) -> None:
         while True:
@@ -128,10 +128,10 @@ class Relay:
             return
         if isinstance(said, RankAnswer):
             rank = said.dp_rank, said.pp_rank, said.tp_rank
-            self._heard[rank] = now
+            self._last_message_at[rank] = now
             if rank in self._silent:
                 self._silent.discard(rank)
-                self._tell(rank, is_silent=False)
+                self._report_silence(rank, is_silent=False)
         if not isinstance(said, Pulse):
             sock_send(self._front_end, said)
 
@@ -144,11 +144,11 @@ class Relay:
 
     def look(self, now: float) -> None:
         """Report silent ranks to the front end, and warn about strangers."""
-        for rank, heard in self._heard.items():
-            if now - heard > SILENCE_S and rank not in self._silent:
+        for rank, last in self._last_message_at.items():
+            if now - last > SILENCE_S and rank not in self._silent:
                 self._silent.add(rank)
-                self._tell(rank, is_silent=True)
-        if (self._ended or self._no_answers) and now - self._told_at > TELL_S:
+                self._report_silence(rank, is_silent=True)
+        if (self._ended or self._no_answers) and now - self._warned_at > WARN_EVERY_S:
             logger.warning(
                 "%d connections ended at the port for this server's other nodes, and %d messages "
                 "there were not answers. They changed nothing. A connection ends if it does not "
@@ -158,9 +158,9 @@ class Relay:
                 self._no_answers,
                 HANDSHAKE_S,
             )
-            self._ended, self._no_answers, self._told_at = 0, 0, now
+            self._ended, self._no_answers, self._warned_at = 0, 0, now
 
-    def _tell(self, rank: Rank, *, is_silent: bool) -> None:
+    def _report_silence(self, rank: Rank, *, is_silent: bool) -> None:
         dp_rank, pp_rank, tp_rank = rank
         sock_send(
             self._front_end,
@@ -173,7 +173,7 @@ class Relay:
         )
 
 
-def open_door(context: zmq.Context[Any], address: Address) -> Door:
+def open_relay_socket(context: zmq.Context[Any], address: Address) -> RelaySocket:
     """Listen on a port for this server's nodes only.
 
     Raise ``Unsupported`` if libzmq was built without CURVE.
@@ -192,7 +192,7 @@ def open_door(context: zmq.Context[Any], address: Address) -> Door:
     listening.ipv6 = address.is_ipv6
     ends = _watch_ends(context, listening)
     port = listening.bind_to_random_port(f"tcp://{address.bound}")
-    return Door(listening, ends, Whereabouts(f"tcp://{address.told}:{port}", key))
+    return RelaySocket(listening, ends, RelayAddress(f"tcp://{address.announced}:{port}", key))
 
 
 def _watch_ends(context: zmq.Context[Any], listening: zmq.Socket[bytes]) -> zmq.Socket[bytes]:

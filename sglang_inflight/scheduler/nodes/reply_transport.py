@@ -12,7 +12,7 @@ from sglang.srt.managers.io_struct import sock_send
 from sglang.srt.utils.network import get_zmq_socket, is_zmq_endpoint_ipv6
 
 from sglang_inflight.messages import BaseReq, Pulse
-from sglang_inflight.scheduler.collectives import as_first_rank_of_all_says
+from sglang_inflight.scheduler.collectives import broadcast_from_first_rank_of_all
 from sglang_inflight.scheduler.nodes.relay import FRAME_BYTES, Relay
 from sglang_inflight.scheduler.zmq_context import zmq_context
 from sglang_inflight.sglang_types.runtime_context import get_parallel
@@ -41,7 +41,7 @@ def find_reply_transport(ipc_name: str) -> ReplyTransport:
     relay: list[str | bytes] = []
     if group.rank == group.ranks[0]:
         relay = [*Relay.start(ipc_name)]
-    endpoint, key = as_first_rank_of_all_says(relay)
+    endpoint, key = broadcast_from_first_rank_of_all(relay)
     if parallel.node_rank == 0:
         return LocalReplies(ipc_name)
     assert isinstance(endpoint, str)
@@ -82,7 +82,7 @@ class RemoteReplies:
         self._socket.curve_publickey, self._socket.curve_secretkey = zmq.curve_keypair()
         self._socket.connect(endpoint)
         self._lock = threading.Lock()
-        threading.Thread(target=self._say_that_we_are_here, name="pulse", daemon=True).start()
+        threading.Thread(target=self._send_pulses, name="pulse", daemon=True).start()
 
     def send(self, message: BaseReq) -> None:
         content = self._encode(message)
@@ -90,7 +90,7 @@ class RemoteReplies:
         with self._lock:
             self._socket.send_multipart(frames)
 
-    def _say_that_we_are_here(self) -> None:
+    def _send_pulses(self) -> None:
         dp_rank, pp_rank, tp_rank = own_rank()
         pulse = Pulse(dp_rank=dp_rank, pp_rank=pp_rank, tp_rank=tp_rank)
         while True:

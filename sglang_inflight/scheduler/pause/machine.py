@@ -194,11 +194,11 @@ class LeaseExpired:
 
 
 @dataclass(frozen=True)
-class SayThatGenerationContinues:
+class NotifyGenerationContinues:
     """Generation continues without a call: the last lease expired."""
 
 
-Reply = Grant | Released | Refuse | LeaseExpired | SayThatGenerationContinues
+Reply = Grant | Released | Refuse | LeaseExpired | NotifyGenerationContinues
 
 
 @dataclass(frozen=True)
@@ -244,14 +244,14 @@ class HeldPauses:
 
 
 class Transition(NamedTuple):
-    """The moves are made first, then ``pauses`` applies, then the sayings are sent.
+    """The moves are made first, then ``pauses`` applies, then the replies are sent.
 
     So an answer reports the state after the moves.
     """
 
     pauses: HeldPauses
     moves: tuple[Move, ...] = ()
-    sayings: tuple[Reply, ...] = ()
+    replies: tuple[Reply, ...] = ()
 
 
 def transition(pauses: HeldPauses, event: Event) -> Transition:
@@ -280,7 +280,7 @@ def _ask(pauses: HeldPauses, asked: Asked) -> Transition:
         return _renew(pauses, held, asked)
     if call.yields and pauses.state is PauseState.FROZEN:
         # a drain would let requests run that another holder froze, and no request runs now
-        return Transition(pauses, sayings=(Grant(call),))
+        return Transition(pauses, replies=(Grant(call),))
     assert call.mode is not None
     return _take(pauses, asked, call.mode)
 
@@ -288,14 +288,14 @@ def _ask(pauses: HeldPauses, asked: Asked) -> Transition:
 def _renew(pauses: HeldPauses, held: Holder | None, asked: Asked) -> Transition:
     call = asked.call
     if held is None:
-        return Transition(pauses, sayings=(_refuse_unheld(call, call.pause_id),))
+        return Transition(pauses, replies=(_refuse_unheld(call, call.pause_id),))
     mode = call.mode or held.mode
     if pauses.state is not PauseState.FROZEN or mode != held.mode:
         return _take(pauses, asked, mode)
     # stay frozen: renewing a granted "wait" must not drain again
     renewed = replace(held, expires_at=_after(asked.now, call.lease_s))
     holders = tuple(renewed if holder is held else holder for holder in pauses.holders)
-    return Transition(replace(pauses, holders=holders), sayings=(Grant(call),))
+    return Transition(replace(pauses, holders=holders), replies=(Grant(call),))
 
 
 def _take(pauses: HeldPauses, asked: Asked, mode: PauseMode) -> Transition:
@@ -327,27 +327,27 @@ def _continue(pauses: HeldPauses, call: ContinueCall) -> Transition:
     memory = pauses.memory
     if memory is not None and call.pause_id in (None, MEMORY):
         if call.pause_id is None and pauses.taken_since_memory_went:
-            return Transition(replace(pauses, holders=(memory,)), sayings=(Released(call),))
+            return Transition(replace(pauses, holders=(memory,)), replies=(Released(call),))
         why = f"generation cannot go on: {memory.why}"
-        return Transition(pauses, sayings=(Refuse(call, why),))
+        return Transition(pauses, replies=(Refuse(call, why),))
     if call.pause_id is None:
         _, refusals = _withdraw(pauses, "generation was continued before it was granted")
         moves = _run_on(pauses, torch_empty_cache=call.torch_empty_cache)
         return Transition(HeldPauses(), moves, (*refusals, Released(call)))
     if pauses.find(call.pause_id) is None:
-        return Transition(pauses, sayings=(_refuse_unheld(call, call.pause_id),))
+        return Transition(pauses, replies=(_refuse_unheld(call, call.pause_id),))
     left = _release(pauses, call.pause_id, torch_empty_cache=call.torch_empty_cache)
-    return left._replace(sayings=(*left.sayings, Released(call)))
+    return left._replace(replies=(*left.replies, Released(call)))
 
 
 def _end_lease(pauses: HeldPauses, pause_id: str) -> Transition:
     if pauses.find(pause_id) is None:
         return Transition(pauses)
     left = _release(pauses, pause_id, torch_empty_cache=False)
-    said: tuple[Reply, ...] = (*left.sayings, LeaseExpired(pause_id))
+    replies: tuple[Reply, ...] = (*left.replies, LeaseExpired(pause_id))
     if not left.pauses.holders:
-        said = (*said, SayThatGenerationContinues())
-    return left._replace(sayings=said)
+        replies = (*replies, NotifyGenerationContinues())
+    return left._replace(replies=replies)
 
 
 def _end_wait(pauses: HeldPauses, pause_id: str, now: float) -> Transition:
@@ -360,7 +360,7 @@ def _end_wait(pauses: HeldPauses, pause_id: str, now: float) -> Transition:
         which=lambda waiting: waiting.call.pause_id != pause_id,
     )
     frozen = _freeze_drained(pauses, now)
-    return frozen._replace(sayings=(*refusals, *frozen.sayings))
+    return frozen._replace(replies=(*refusals, *frozen.replies))
 
 
 def _freeze_drained(pauses: HeldPauses, now: float) -> Transition:
@@ -408,7 +408,7 @@ def _release(pauses: HeldPauses, pause_id: str, *, torch_empty_cache: bool) -> T
     if before.state is PauseState.DRAINING and not pauses.waiting:
         # the leaving holder was the only one to ask for this drain
         return Transition(HeldPauses(PauseState.FROZEN, holders), (Freeze(),), refusals)
-    return Transition(replace(pauses, holders=holders), sayings=refusals)
+    return Transition(replace(pauses, holders=holders), replies=refusals)
 
 
 def _run_on(pauses: HeldPauses, *, torch_empty_cache: bool) -> tuple[Move, ...]:

@@ -31,7 +31,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.collectives import as_first_rank_says, is_true_of_any
+from sglang_inflight.scheduler.collectives import broadcast_from_first_rank, is_true_on_any_rank
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import (
     AbortAll,
@@ -48,13 +48,13 @@ from sglang_inflight.scheduler.pause.machine import (
     MemoryAway,
     MemoryBack,
     Move,
+    NotifyGenerationContinues,
     PauseState,
     Refuse,
     Released,
     Reply,
     Retract,
     RunOn,
-    SayThatGenerationContinues,
     WaitOver,
     transition,
 )
@@ -112,11 +112,11 @@ class Pause:
 
     def ask(self, call: PauseCall) -> None:
         """Take or renew a pause. A draining pause is answered when its drain ends."""
-        self._go_through(Asked(call, time.monotonic(), self._transfers.draining_modes))
+        self._make_transition(Asked(call, time.monotonic(), self._transfers.draining_modes))
 
     def resume(self, call: ContinueCall) -> None:
         """Release one pause, or all. The loop runs on when none is left."""
-        self._go_through(Continued(call))
+        self._make_transition(Continued(call))
 
     def end_times(self, over: TimesOver) -> None:
         """End the leases and waits that expired on a pipeline's first rank.
@@ -126,19 +126,19 @@ class Pause:
         if over.seen != self._seen:
             return
         for pause_id in over.leases:
-            self._go_through(LeaseOver(pause_id))
+            self._make_transition(LeaseOver(pause_id))
         for pause_id in over.waits:
-            self._go_through(WaitOver(pause_id, time.monotonic()))
+            self._make_transition(WaitOver(pause_id, time.monotonic()))
 
     # ---- released memory -----------------------------------------------------------
 
     def hold_for_memory(self, why: str) -> None:
         """Make no step until ``memory_is_back``, even when all other pauses are released."""
-        self._go_through(MemoryAway(why))
+        self._make_transition(MemoryAway(why))
 
     def memory_is_back(self) -> None:
         """Run on, unless somebody else holds a pause."""
-        self._go_through(MemoryBack())
+        self._make_transition(MemoryBack())
 
     # ---- the event loop ----------------------------------------------------------
 
@@ -153,13 +153,13 @@ class Pause:
         if self.state is PauseState.DRAINING:
             if self._still_drains():
                 return False
-            self._go_through(Drained(time.monotonic()))
-        self.stay_alive()
-        self._transfers.go_on()
+            self._make_transition(Drained(time.monotonic()))
+        self.report_alive()
+        self._transfers.process_finished()
         self.sleep()
         return True
 
-    def stay_alive(self) -> None:
+    def report_alive(self) -> None:
         """Report to metrics, routers and health checks, as a step's result would."""
         self._scheduler._record_scheduler_state_for_paused_engine()
         self._publish_load()
@@ -180,7 +180,7 @@ class Pause:
     def sleep(self) -> None:
         """Sleep until a message comes, a lease or wait expires, or a transfer is due a look."""
         alarms = [at for at, _ in self._held.alarms]
-        if (look := self._transfers.next_look) is not None:
+        if (look := self._transfers.next_poll) is not None:
             alarms.append(look)
         self._sleeper.sleep(min(alarms, default=None))
 
@@ -218,7 +218,7 @@ class Pause:
 
         The first rank sends its message in every turn until it takes the message in.
         """
-        events = self._what_is_over() if get_parallel().pp_size > 1 else []
+        events = self._expired() if get_parallel().pp_size > 1 else []
         if not events:
             return []
         leases = [event.pause_id for event in events if isinstance(event, LeaseOver)]
@@ -232,29 +232,29 @@ class Pause:
         at the same time, so they get a message instead (``times_over``).
         """
         if self._held.alarms and get_parallel().pp_size == 1:
-            for event in as_first_rank_says(self._what_is_over()):
+            for event in broadcast_from_first_rank(self._expired()):
                 if isinstance(event, WaitOver):
                     # the first rank may be on another machine, with another clock
                     event = replace(event, now=time.monotonic())
-                self._go_through(event)
+                self._make_transition(event)
 
-    def _what_is_over(self) -> list[LeaseOver | WaitOver]:
+    def _expired(self) -> list[LeaseOver | WaitOver]:
         now = time.monotonic()
         return [event for at, event in self._held.alarms if at <= now]
 
-    def _go_through(self, event: Event) -> None:
+    def _make_transition(self, event: Event) -> None:
         """Make the transition of ``event``.
 
         If a move raises, the pauses stay as they were, and no call is answered.
         """
         self._seen += 1
-        held, moves, sayings = transition(self._held, event)
+        held, moves, replies = transition(self._held, event)
         self._retracted = 0
         for move in moves:
             self._make(move)
         self._held = held
-        for saying in sayings:
-            self._say(saying)
+        for reply in replies:
+            self._send_reply(reply)
 
     def _make(self, move: Move) -> None:
         match move:
@@ -273,8 +273,8 @@ class Pause:
             case _:
                 assert_never(move)
 
-    def _say(self, saying: Reply) -> None:
-        match saying:
+    def _send_reply(self, reply: Reply) -> None:
+        match reply:
             case Grant(call):
                 aborted = self._aborted.pop(call.call_id, 0)
                 answer = Paused(
@@ -293,11 +293,11 @@ class Pause:
                 self._answers.fail(refused, Conflict(why))
             case LeaseExpired(pause_id):
                 logger.warning("The lease of pause %s ran out.", pause_id)
-            case SayThatGenerationContinues():
+            case NotifyGenerationContinues():
                 logger.warning("Nobody holds a pause any more: generation continues.")
-                self._answers.tell_that_generation_continues()
+                self._answers.send_generation_continues()
             case _:
-                assert_never(saying)
+                assert_never(reply)
 
     # ---- moves ---------------------------------------------------------------------
 
@@ -314,7 +314,7 @@ class Pause:
 
         KV in transfer from another server does not count, because that server may be paused.
         """
-        return is_true_of_any(
+        return is_true_on_any_rank(
             bool(self._boundary.running_requests())
             or bool(self._boundary.pending_batches)
             or self._scheduler.chunked_req is not None

@@ -50,13 +50,13 @@ class Transfers:
             return (*DRAINING_MODES, "retract")
         return DRAINING_MODES
 
-    def go_on(self) -> None:
+    def process_finished(self) -> None:
         """Process finished transfers. Called on all ranks in each frozen pass: a collective."""
         if self._are_under_way:
             self._scheduler.process_disagg_prefill_inflight_queue()
 
     @property
-    def next_look(self) -> float | None:
+    def next_poll(self) -> float | None:
         """Time of the next poll, of ``time.monotonic()``; None without a transfer."""
         return time.monotonic() + LOOK_S if self._are_under_way else None
 

@@ -13,7 +13,7 @@ from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.rate import RateLimit, choose_rate
-from sglang_inflight.scheduler.update.reservation import Reservation, what_a_shadow_copies
+from sglang_inflight.scheduler.update.reservation import Reservation, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, why_not_updated
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -51,7 +51,7 @@ def make_staging(
     parameters = ShadowParameters(reservation.storage if reservation is not None else {})
     runners = scheduler.weight_updater._select_runners("all")
     models = [ShadowedModel(role, runner, parameters) for role, runner in runners]
-    parameters.keep_reserved_for(what_a_shadow_copies(runner.model for _, runner in runners))
+    parameters.keep_reserved_for(tensors_copied_by_shadow(runner.model for _, runner in runners))
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on
         fuse_scales(model.runner.model)

@@ -25,7 +25,7 @@ from sglang_inflight.answers import WeightsStatus
 from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
@@ -90,7 +90,7 @@ class Commits:
         reason = self._staging.why_no_rollback()
         # a rank without tensors in the last update has no previous version, and ranks that step
         # together change together
-        if is_true_of_any(reason is not None):
+        if is_true_on_any_rank(reason is not None):
             reason = reason or "another rank of this replica has none"
         if reason is not None or previous is None:
             raise Refused(f"there is no previous version to return to: {reason}")

@@ -118,7 +118,7 @@ class InPlaceModel:
         self._is_direct = False
         refresh_derived(self.model)
         before, self._before = self._before, {}
-        if moved := _put_back(before, _places_of(self.model)):
+        if moved := _restore_addresses(before, _places_of(self.model)):
             raise Refused(
                 f"finishing the update moved {moved[0]!r}, and captured CUDA graphs still read "
                 "the old memory: restart the server, or serve this model with "
@@ -138,7 +138,7 @@ def _places_of(model: nn.Module) -> Places:
     return found
 
 
-def _put_back(before: Places, now: Places) -> list[str]:
+def _restore_addresses(before: Places, now: Places) -> list[str]:
     """Bring each tensor of ``now`` to its old address; return the names of failures."""
     moved = []
     for place, old in before.items():

@@ -110,7 +110,7 @@ class Jobs:
         if (reason := why_not_updated(self._models, in_place=in_place)) is not None:
             raise Refused(reason)
         update.roles = {model.role for model in models}
-        _refuse_to_leave_torn(update, update.roles)
+        _refuse_partially_written(update, update.roles)
         for model in self._models:
             model.read_served(update.check)
         self._shadows.build(self._mode_of(update), self._device)
@@ -119,7 +119,7 @@ class Jobs:
         for model in self._models:
             model.begin()
         if update.marks:
-            for live in self._brought_by_updates():
+            for live in self._markable_weights():
                 update.check()
                 for (piece,) in self._rate_limit.cut(live.data):
                     mark(piece)
@@ -204,7 +204,7 @@ class Jobs:
         if update.fills_hollow:
             pass
         elif self._mode is StagingMode.OFF:
-            _refuse_to_leave_torn(update, update.loaded)
+            _refuse_partially_written(update, update.loaded)
             self._check_all_sent(update, whole)
             whole = set()
             for model in models:
@@ -215,7 +215,7 @@ class Jobs:
                 for name, live, shadow in model.shadow.derived_pairs:
                     self._shadows.swap.check(name, live, shadow)
                 if model.role in whole and model.served and not self._unsent(update, {model.role}):
-                    model.keep_what_no_checkpoint_holds(update.check)
+                    model.keep_weights_not_in_checkpoints(update.check)
         digest = self._read_through(update, shadowed, whole)
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
@@ -242,13 +242,13 @@ class Jobs:
     def _count_unwritten(self, update: Update) -> int:
         """Count the marked elements of hollow weights."""
         missing = 0
-        for live in self._brought_by_updates():
+        for live in self._markable_weights():
             for (piece,) in self._rate_limit.cut(live.data):
                 update.check()
                 missing += count_marked(piece)
         return missing
 
-    def _brought_by_updates(self) -> Iterator[torch.Tensor]:
+    def _markable_weights(self) -> Iterator[torch.Tensor]:
         """Yield the weights able to bear marks, except those set by the model itself."""
         for model, name, live, _ in self._weights(self._all_roles):
             if can_mark(live) and name not in model.set_by_the_model:
@@ -385,7 +385,7 @@ class Jobs:
         return [m for m in models if selector == "all" or m.role.split("_")[0] == selector]
 
 
-def _refuse_to_leave_torn(update: Update, brought: set[str]) -> None:
+def _refuse_partially_written(update: Update, brought: set[str]) -> None:
     """Raise ``Refused`` if a partially written model got no tensor: a commit calls it whole."""
     if torn := update.mends - brought:
         raise Refused(

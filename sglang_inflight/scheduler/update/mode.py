@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from sglang_inflight.scheduler.collectives import smallest
+from sglang_inflight.scheduler.collectives import min_over_ranks
 from sglang_inflight.scheduler.memory.host import available_to_this_rank
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def choose_mode(
         mode, reason = StagingMode.OFF, why_not
     else:
         mode, reason = _best(nbytes, device, room, pinned or nbytes, share_of_room)
-    mode = StagingMode(smallest(mode))
+    mode = StagingMode(min_over_ranks(mode))
     logger.info("Weight staging: %s (%s).", mode.name.lower(), reason)
     return mode
 

@@ -12,7 +12,7 @@ from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
 from sglang_inflight.errors import BadSetting
-from sglang_inflight.scheduler.collectives import is_true_of_any, smallest
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank, min_over_ranks
 from sglang_inflight.scheduler.memory.host import pinned_bytes
 from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
@@ -85,7 +85,7 @@ def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservat
     device = next(models[0].parameters()).device
     if device.type == "cpu":
         return None
-    weights = what_a_shadow_copies(models)
+    weights = tensors_copied_by_shadow(models)
     nbytes = sum(weight.nbytes for weight in weights)
     pinned = sum(pinned_bytes(weight) for weight in weights)
     why_not = why_no_update(in_place=False) or next(
@@ -96,19 +96,19 @@ def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservat
         wanted, nbytes, device, room, pinned, share_of_room=share_of_room, why_not=why_not
     )
     # a rank unable to stage votes against every update, so no rank needs a shadow
-    if mode is not StagingMode.DEVICE or is_true_of_any(why_not is not None):
+    if mode is not StagingMode.DEVICE or is_true_on_any_rank(why_not is not None):
         return Reservation(mode)
-    storage = set_aside(weights, device)
+    storage = reserve_storage(weights, device)
     if storage is None and wanted == "device":
         raise BadSetting(
             f"SGLANG_INFLIGHT_STAGING=device: there are no {nbytes >> 20} MiB free on {device} "
             "for a second copy of the weights"
         )
-    mode = StagingMode(smallest(StagingMode.HOST if storage is None else StagingMode.DEVICE))
+    mode = StagingMode(min_over_ranks(StagingMode.HOST if storage is None else StagingMode.DEVICE))
     return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {}, room)
 
 
-def set_aside(
+def reserve_storage(
     weights: Iterable[torch.Tensor], device: torch.device
 ) -> dict[int, ReservedStorage] | None:
     """Return storage for the shadows of ``weights``; None, and none taken, if it does not fit."""
@@ -128,7 +128,7 @@ def set_aside(
     return None
 
 
-def what_a_shadow_copies(models: Iterable[nn.Module]) -> list[torch.Tensor]:
+def tensors_copied_by_shadow(models: Iterable[nn.Module]) -> list[torch.Tensor]:
     """Return the tensors with a copy in a shadow, each once, even if shared with a draft.
 
     A tensor in a weight's memory becomes a view of the weight's shadow, and no copy.

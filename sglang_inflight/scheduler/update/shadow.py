@@ -46,7 +46,7 @@ class ShadowParameters:
         if is_weight:
             self._note_weight((original, shadow))
 
-    def look_anew(self) -> None:
+    def reindex(self) -> None:
         """Index the pairs anew before an update: a commit on a CPU exchanges their memory."""
         pairs = {id(pair[1]): pair for found in self._weights.values() for pair in found}
         self._weights = {}
@@ -150,7 +150,7 @@ class Shadow:
             for place, (value, _) in self._placed.items():
                 self._placed[place] = value, self._checksum_of(value)
         self._written.clear()
-        self._parameters.look_anew()
+        self._parameters.reindex()
         self._derived_at = {memory_key(own): at for at, (_, _, own) in enumerate(self._derived)}
         # held until ``find_derived``: no other tensor can get this memory
         self._memory = {id(shadow): shadow.detach() for _, _, shadow in self.pairs}

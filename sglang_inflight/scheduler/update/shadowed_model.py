@@ -54,7 +54,7 @@ class ShadowedModel:
         self.checkpoint = runner.model_config.model_path
         self._parameters = parameters
         # called before each write of a parameter
-        self.on_write: Callable[[], None] = _tell_nobody
+        self.on_write: Callable[[], None] = _do_nothing
         self._shadow: Shadow | InPlaceModel | None = None
         self._served: Shapes | None = None
         # tensors of this update, held by the model's loader until others come
@@ -143,7 +143,7 @@ class ShadowedModel:
         with Dataflow(shadow.targets(), before_write=shadow.note_write):
             refresh_derived(shadow.model)
 
-    def keep_what_no_checkpoint_holds(self, check: Callable[[], None]) -> None:
+    def keep_weights_not_in_checkpoints(self, check: Callable[[], None]) -> None:
         """Stage the live values of weights that no checkpoint brings.
 
         All tensors of the served checkpoint were received. So the model itself set any unwritten
@@ -338,7 +338,7 @@ def _needs_nothing(name: str) -> bool:
     return False
 
 
-def _tell_nobody() -> None:
+def _do_nothing() -> None:
     pass
 
 

@@ -45,7 +45,7 @@ from sglang_inflight.messages import (
     TransferGivenUp,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
-from sglang_inflight.scheduler.collectives import is_true_of_any
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -323,7 +323,7 @@ class Staging:
         ended = threading.Event()
         of_update = self._of_update(update, call, job)
 
-        def and_tell() -> A:
+        def run_and_signal() -> A:
             try:
                 return of_update()
             finally:
@@ -332,7 +332,7 @@ class Staging:
         self._expect_no_step()
         self.holds_the_loop = True
         try:
-            self._worker.submit(call, and_tell)
+            self._worker.submit(call, run_and_signal)
             ended.wait(call.timeout_s)
         finally:
             self.holds_the_loop = False
@@ -347,7 +347,7 @@ class Staging:
             yield
         finally:
             is_dirty = self._live.dirty is not None
-            if self.mode is StagingMode.OFF and is_true_of_any(is_dirty) and not is_dirty:
+            if self.mode is StagingMode.OFF and is_true_on_any_rank(is_dirty) and not is_dirty:
                 self._live.write_in_place(self._update.roles if self._update else ())
 
 

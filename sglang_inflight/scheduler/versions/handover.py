@@ -111,7 +111,7 @@ class Handover:
         is_mismatched = first.version not in (current, UNKNOWN)
         if is_mismatched:
             self._metrics.prefill_mismatches.inc()
-        if self._ends_mismatched and self._is_so_on_any_rank(is_mismatched):
+        if self._ends_mismatched and self._is_true_on_any_rank(is_mismatched):
             prepare_abort(
                 req,
                 f"The prefill server had version {first.version!r} and the decode server "
@@ -119,7 +119,7 @@ class Handover:
                 status_code=HTTPStatus.SERVICE_UNAVAILABLE,
             )
 
-    def _is_so_on_any_rank(self, here: bool) -> bool:
+    def _is_true_on_any_rank(self, here: bool) -> bool:
         """Return whether ``here`` is true on any rank: a rank may not be able to read its row."""
         group = self._scheduler.disagg_decode_transfer_queue.gloo_group
         said = torch.tensor([here], dtype=torch.int32)

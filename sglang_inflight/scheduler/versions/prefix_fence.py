@@ -39,9 +39,9 @@ class PrefixFence:
         """Keep later prefills from reusing a prefix from before ``epoch``."""
         self._epoch = epoch
         for req in self._boundary.running_requests():
-            self.keep_out(req)
+            self.keep_out_of_cache(req)
         for req in self._boundary.free_sessions():
-            self.keep_out(req)
+            self.keep_out_of_cache(req)
         forget_embeddings()
         for req in self._boundary.requests_without_kv():
             self.admit(req)
@@ -53,9 +53,9 @@ class PrefixFence:
         prefill server's weights.
         """
         if is_of_others and self._epoch:
-            self.keep_out(req)
+            self.keep_out_of_cache(req)
 
-    def keep_out(self, req: Req) -> None:
+    def keep_out_of_cache(self, req: Req) -> None:
         """Keep the KV of ``req`` out of the cache."""
         record = record_of(req)
         if not record.is_fenced_off:

@@ -35,7 +35,7 @@ class RequestRecord:
     was_kept_out: bool = False
 
 
-class _AdoptedReq(Req, Protocol):
+class _PatchedReq(Req, Protocol):
     inflight: RequestRecord
 
 
@@ -43,5 +43,5 @@ def record_of(req: Req) -> RequestRecord:
     """Return the record of ``req``, made at the first call: SGLang makes ``Req`` in many places."""
     record: RequestRecord | None = getattr(req, "inflight", None)
     if record is None:
-        record = cast(_AdoptedReq, req).inflight = RequestRecord()
+        record = cast(_PatchedReq, req).inflight = RequestRecord()
     return record

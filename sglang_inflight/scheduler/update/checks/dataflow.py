@@ -129,7 +129,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current = None
 
     @staticmethod
-    def standing_by() -> AbstractContextManager[None]:
+    def untraced() -> AbstractContextManager[None]:
         """Return a context for our own operations on the loader's thread: none is watched."""
         return torch._C._DisableTorchDispatch()
 

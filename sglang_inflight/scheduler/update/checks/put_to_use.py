@@ -58,7 +58,7 @@ def _without_memory(
     shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, dataflow: Dataflow
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape in shapes.items():
-        with dataflow.standing_by():
+        with dataflow.untraced():
             tensor: Any = torch.empty(shape, dtype=dtype, device=_NOWHERE)
         # SGLang's loaders use no threads for a tensor with this mark
         tensor._sglang_runai_streamer_tensor = True

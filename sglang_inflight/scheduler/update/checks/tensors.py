@@ -91,10 +91,10 @@ class TensorChecks:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``again``, held by the loader in earlier calls, and then ``weights``."""
         for name, tensor in again.items():
-            yield from self._hand_on(name, tensor)
+            yield from self._pass_to_loader(name, tensor)
         pairs = iter(weights)
         while True:
-            with self._dataflow.standing_by():
+            with self._dataflow.untraced():
                 if (pair := next(pairs, None)) is None:
                     break
                 name, tensor = pair
@@ -104,7 +104,7 @@ class TensorChecks:
             self.tensors += 1
             self.bytes += tensor.nbytes
             self.names.add(name)
-            yield from self._hand_on(name, tensor)
+            yield from self._pass_to_loader(name, tensor)
         self._current = None
         self._was_taken_whole = True
         self._dataflow.receive_no_more()
@@ -119,7 +119,9 @@ class TensorChecks:
         reached = self._dataflow.reached
         return {name: t.clone() for name, t in self._waiting.items() if name not in reached}
 
-    def _hand_on(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    def _pass_to_loader(
+        self, name: str, tensor: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         self._current = name, tensor
         key = memory_key(tensor)
         last = self._last_in.get(key)

@@ -87,7 +87,7 @@ class _Trainer:
             torch.get_device_module(device).current_stream().synchronize()
         self._socket.send(b"")
 
-    def tell_of_failure(self) -> None:
+    def send_failure(self) -> None:
         """Answer a waiting trainer with text: it reads text as an error. It may be gone."""
         with suppress(zmq.ZMQError):
             self._socket.send_string("the update was refused", zmq.NOBLOCK)
@@ -124,7 +124,7 @@ def _converse(trainer: _Trainer, device: torch.device, rate_limit: RateLimit) ->
         trainer.acknowledge(device)
     finally:
         if not finished:
-            trainer.tell_of_failure()
+            trainer.send_failure()
 
 
 def _device_key(device: torch.device) -> str:
