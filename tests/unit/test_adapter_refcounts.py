@@ -7,6 +7,9 @@ from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+from sglang.srt.utils import ConcurrentCounter
+
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.workers.adapter_refcounts import (
     OwnersRegistry,
@@ -14,6 +17,8 @@ from sglang_inflight.frontend.workers.adapter_refcounts import (
     as_sglangs,
 )
 from sglang_inflight.frontend.workers.protocol import Adapter, Uses
+from tests.support import ticks
+from tests.support.ticks import until_idle
 
 OLD = Adapter(lora_id="old", lora_name="policy", lora_path="p", pinned=False)
 NEW = Adapter(lora_id="new", lora_name="policy", lora_path="p", pinned=False)
@@ -25,7 +30,7 @@ def run(doing: Callable[[], Awaitable[None]]) -> None:
         async with asyncio.timeout(60):
             await doing()
 
-    asyncio.run(bounded())
+    ticks.run(bounded())
 
 
 def test_adapter_is_counted_until_its_last_request_ends() -> None:
@@ -52,25 +57,32 @@ def test_adapter_is_counted_until_its_last_request_ends() -> None:
     run(do)
 
 
-def test_flush_waits_for_uncounted_lookup() -> None:
+def test_flush_waits_for_uncounted_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lookup found the adapter, and counts it a turn later."""
 
     async def do() -> None:
+        found, may_count = asyncio.Event(), asyncio.Event()
+        increment = ConcurrentCounter.increment
+
+        async def increment_late(counter: ConcurrentCounter, *args: Any, **named: Any) -> None:
+            found.set()
+            await may_count.wait()
+            await increment(counter, *args, **named)
+
+        monkeypatch.setattr(ConcurrentCounter, "increment", increment_late)
         registry = WorkersRegistry(lambda: None)
         registry.replace_all([OLD, OTHER])
-        # hold the counter's lock
-        async with registry._counters["old"]._condition:
-            found = asyncio.ensure_future(registry.acquire("policy"))
-            while not registry._counters["old"]._condition._lock._waiters:
-                await asyncio.sleep(0)
-            registry.replace_all([NEW, OTHER])
-            assert registry.uses() == {}
-            counted = asyncio.ensure_future(registry.flush_lookups())
-            await asyncio.sleep(0)
-            assert not counted.done()
-        await counted
+        lookup = asyncio.ensure_future(registry.acquire("policy"))
+        await found.wait()
+        registry.replace_all([NEW, OTHER])
+        assert registry.uses() == {}
+        flushed = asyncio.ensure_future(registry.flush_lookups())
+        await until_idle()
+        assert not flushed.done()
+        may_count.set()
+        await flushed
         assert registry.uses() == {"old": 1}
-        assert await found == "old"
+        assert await lookup == "old"
 
     run(do)
 
@@ -133,8 +145,7 @@ def test_unload_waits_for_last_counts_of_workers() -> None:
         unloading = asyncio.ensure_future(owner.registry.wait_for_unload("old"))
         await owner.registry.count({}, {"old": 1})
         owner.acked.set()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await until_idle()
         assert not unloading.done()
         await owner.registry.count({"old": 1}, {})
         await unloading

@@ -11,6 +11,7 @@ from sglang.srt.utils.aio_rwlock import RWLock
 from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
+from tests.support.ticks import run, tick, until_idle
 
 PATIENCE_S = 5.0
 
@@ -27,15 +28,27 @@ def no_requests_running(manager: Any) -> Any:
     return NoRequestsRunning(manager, pauses=None)._locked(Deadline(PATIENCE_S))  # type: ignore[arg-type]
 
 
+async def begin_request(manager: Manager) -> asyncio.Task[None]:
+    """Start a request, and return its wait for the lock."""
+    entering = asyncio.create_task(manager.model_update_lock.acquire_reader())
+    await until_idle()
+    return entering
+
+
+async def hold(manager: Manager) -> None:
+    """Hold requests back until cancelled."""
+    async with no_requests_running(manager):
+        await asyncio.Event().wait()
+
+
 async def expect_lock_free(manager: Manager) -> None:
-    """Let a request in, and then an update."""
-    lock = manager.model_update_lock
-    async with asyncio.timeout(PATIENCE_S):
-        async with lock.reader_lock:
-            pass
-        async with no_requests_running(manager):
-            assert lock._writer_active
-    assert not lock._writer_active
+    """Let a request in, and then an update, which holds another request back."""
+    assert (await begin_request(manager)).done()
+    await manager.model_update_lock.release_reader()
+    async with asyncio.timeout(PATIENCE_S), no_requests_running(manager):
+        held = await begin_request(manager)
+        assert not held.done()
+    await held
 
 
 @pytest.mark.parametrize("ticks", range(8))
@@ -44,24 +57,17 @@ def test_cancelled_update_leaves_no_lock_held(ticks: int) -> None:
 
     async def play() -> None:
         manager = Manager()
-        await manager.model_update_lock.acquire_reader()
-
-        async def update() -> None:
-            async with no_requests_running(manager):
-                await asyncio.Event().wait()
-
-        updating = asyncio.create_task(update())
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await begin_request(manager)
+        updating = asyncio.create_task(hold(manager))
+        await until_idle()
         await manager.model_update_lock.release_reader()
-        for _ in range(ticks):
-            await asyncio.sleep(0)
+        await tick(ticks)
         updating.cancel()
         await asyncio.wait({updating})
         assert updating.cancelled()
         await expect_lock_free(manager)
 
-    asyncio.run(play())
+    run(play())
 
 
 def test_pause_ends_wait_for_requests() -> None:
@@ -69,15 +75,15 @@ def test_pause_ends_wait_for_requests() -> None:
 
     async def play() -> None:
         manager = Manager()
-        await manager.model_update_lock.acquire_reader()
+        await begin_request(manager)
         manager.is_pause = True
         async with asyncio.timeout(PATIENCE_S), no_requests_running(manager):
-            assert not manager.model_update_lock._writer_active
+            pass
         await manager.model_update_lock.release_reader()
         manager.is_pause = False
         await expect_lock_free(manager)
 
-    asyncio.run(play())
+    run(play())
 
 
 def test_queued_request_goes_on_after_update_is_cancelled() -> None:
@@ -85,26 +91,17 @@ def test_queued_request_goes_on_after_update_is_cancelled() -> None:
 
     async def play() -> None:
         manager = Manager()
-        lock = manager.model_update_lock
-        await lock.acquire_reader()
-
-        async def update() -> None:
-            async with no_requests_running(manager):
-                await asyncio.Event().wait()
-
-        updating = asyncio.create_task(update())
-        while not lock._waiting_writers:
-            await asyncio.sleep(0)
-        queued = asyncio.create_task(lock.acquire_reader())
-        while len(lock._cond._waiters) < 2:
-            await asyncio.sleep(0)
+        await begin_request(manager)
+        updating = asyncio.create_task(hold(manager))
+        await until_idle()
+        queued = await begin_request(manager)
+        assert not queued.done()
         updating.cancel()
         await asyncio.wait({updating})
         async with asyncio.timeout(PATIENCE_S):
             await queued
-        assert lock._readers == 2
 
-    asyncio.run(play())
+    run(play())
 
 
 def test_request_during_paused_update_is_let_in() -> None:
@@ -112,20 +109,18 @@ def test_request_during_paused_update_is_let_in() -> None:
 
     async def play() -> None:
         manager = Manager()
-        await manager.model_update_lock.acquire_reader()
+        await begin_request(manager)
         manager.is_pause = True
         async with asyncio.timeout(PATIENCE_S), no_requests_running(manager):
-            await asyncio.sleep(0)
-            await manager.model_update_lock.acquire_reader()
-        assert manager.model_update_lock._readers == 2
+            assert (await begin_request(manager)).done()
 
-    asyncio.run(play())
+    run(play())
 
 
 def test_wait_for_requests_times_out() -> None:
     async def play() -> None:
         manager = Manager()
-        await manager.model_update_lock.acquire_reader()
+        await begin_request(manager)
         block = NoRequestsRunning(manager, pauses=None)._locked(Deadline(0.01))  # type: ignore[arg-type]
         with pytest.raises(Conflict, match="requests still ran"):
             async with asyncio.timeout(PATIENCE_S), block:
@@ -133,4 +128,4 @@ def test_wait_for_requests_times_out() -> None:
         await manager.model_update_lock.release_reader()
         await expect_lock_free(manager)
 
-    asyncio.run(play())
+    run(play())

@@ -9,14 +9,16 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_inflight.errors import Conflict
 from sglang_inflight.scheduler.memory import copies
 from sglang_inflight.scheduler.memory.copies import FileCopy, HostCopy
-from sglang_inflight.scheduler.memory.host import available
+from sglang_inflight.scheduler.memory.host import available, available_to_this_rank
 
 GB = 1 << 30
 MACHINE = 100 * GB
+ONE_RANK = {"tp_size": 1, "pp_size": 1, "dp_size": 1, "nnodes": 1, "attn_dp_enabled": False}
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +88,24 @@ def test_cgroup_over_limit_has_no_memory(tmp_path: Path) -> None:
 
 def test_real_cgroup_can_be_read() -> None:
     assert 0 < available() <= MACHINE
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks"),
+    [
+        ({}, 1),
+        ({"tp_size": 8}, 8),
+        ({"tp_size": 2, "pp_size": 4}, 8),
+        ({"tp_size": 4, "dp_size": 2}, 8),
+        # attention DP adds no ranks
+        ({"tp_size": 4, "dp_size": 4, "attn_dp_enabled": True}, 4),
+        ({"tp_size": 8, "nnodes": 2}, 4),
+    ],
+    ids=str,
+)
+def test_host_memory_is_divided_by_ranks_of_one_node(sizes: dict[str, int], ranks: int) -> None:
+    with get_parallel().override(**(ONE_RANK | sizes)):
+        assert available_to_this_rank() == pytest.approx(available() / ranks, rel=0.1)
 
 
 def never() -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import logging
-import textwrap
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from sglang.srt.managers import scheduler as sglangs_scheduler
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_inflight import topology
 from sglang_inflight.errors import BadSetting
-from sglang_inflight.scheduler.memory import host as host_memory
-from sglang_inflight.scheduler.update import mode, reservation
+from sglang_inflight.scheduler.update import reservation
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
@@ -27,30 +28,46 @@ GB = 1 << 30
 # share of the KV cache's room
 HALF = 0.5
 CPU = torch.device("cpu")
+ONE_RANK: dict[str, Any] = {
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "nnodes": 1,
+    "attn_dp_enabled": False,
+    "tp_group": SimpleNamespace(world_size=1),
+}
 # a device without contents, unlike a CPU
 DEVICE = torch.device("meta")
 
 
+@dataclass
+class Host:
+    """Free memory seen by SGLang and by us."""
+
+    available_gb: float = 80
+    device_gb: float = 60
+
+
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A host with 80 GiB free and one rank."""
-    memory = SimpleNamespace(available=80 * GB)
-    parallel = SimpleNamespace(tp_size=1, pp_size=1, dp_size=1, nnodes=1, attn_dp_enabled=False)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    for module in (host_memory, topology):
-        monkeypatch.setattr(module, "get_parallel", lambda: parallel)
-    monkeypatch.setattr(mode, "min_over_ranks", lambda here: here)
-    monkeypatch.setattr(reservation, "min_over_ranks", lambda here: here)
-    monkeypatch.setattr(reservation, "is_true_on_any_rank", lambda here: here)
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """A host with one rank, able to stage updates."""
+    host = Host()
+    memory = SimpleNamespace(mem_fraction_static=0.9)
+    monkeypatch.setattr(
+        psutil, "virtual_memory", lambda: SimpleNamespace(available=host.available_gb * GB)
+    )
+    monkeypatch.setattr(reservation, "get_available_gpu_memory", lambda *_: host.device_gb)
+    monkeypatch.setattr(reservation, "get_schedule", lambda: memory)
     monkeypatch.setattr(reservation, "why_no_update", lambda in_place: None)
-    return parallel
+    with get_parallel().override(**ONE_RANK):
+        yield host
 
 
 @pytest.mark.parametrize(
     ("share", "enough", "too_little"), [(HALF, 40, 32), (Settings.staging_kv_share, 113, 110)]
 )
 def test_auto_mode_leaves_kv_cache_its_share(
-    host: Any, share: float, enough: int, too_little: int
+    host: Host, share: float, enough: int, too_little: int
 ) -> None:
     def chosen(wanted: str, room: int) -> StagingMode:
         return choose_mode(wanted, 16 * GB, DEVICE, room=room * GB, share_of_room=share)
@@ -60,11 +77,9 @@ def test_auto_mode_leaves_kv_cache_its_share(
     assert chosen("device", 1) is StagingMode.DEVICE
 
 
-def test_reservation_warns_in_tokens(
-    monkeypatch: pytest.MonkeyPatch, host: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_reservation_warns_in_tokens(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """With 60 GiB free, SGLang leaves 8 alone, 17 are reserved, and 35 hold 1,000 tokens."""
-    reserved = reserve(server(monkeypatch, free_gb=60), "auto", HALF)
+    reserved = reserve(server(), "auto", HALF)
     assert reserved is not None
     reserved.warn_of_its_cost(1000)
     [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
@@ -73,40 +88,21 @@ def test_reservation_warns_in_tokens(
     assert "SGLANG_INFLIGHT_STAGING=host" in record.getMessage()
 
 
-def test_host_mode_does_not_warn(
-    monkeypatch: pytest.MonkeyPatch, host: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    reserved = reserve(server(monkeypatch, free_gb=60), "host", HALF)
+def test_host_mode_does_not_warn(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    reserved = reserve(server(), "host", HALF)
     assert reserved is not None
     reserved.warn_of_its_cost(1000)
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [{"tp_size": 8}, {"tp_size": 2, "pp_size": 4}, {"tp_size": 4, "dp_size": 2}],
-    ids=str,
-)
-def test_host_memory_is_divided_by_ranks(host: Any, ranks: dict[str, int]) -> None:
-    assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
-    vars(host).update(ranks)
+def test_auto_mode_falls_back_to_host_and_off(host: Host) -> None:
+    host.available_gb = 10
+    assert choose_mode("auto", 9 * GB, DEVICE, room=0) is StagingMode.HOST
     assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.OFF
     assert choose_mode("auto", 16 * GB, CPU) is StagingMode.OFF
-    assert choose_mode("auto", 9 * GB, DEVICE, room=0) is StagingMode.HOST
 
 
-def test_attention_dp_adds_no_ranks(host: Any) -> None:
-    vars(host).update(tp_size=4, dp_size=4, attn_dp_enabled=True)
-    assert choose_mode("auto", 16 * GB, DEVICE, room=0) is StagingMode.HOST
-
-
-def test_host_memory_is_divided_by_ranks_of_one_node(host: Any) -> None:
-    vars(host).update(tp_size=8, nnodes=2)
-    assert choose_mode("auto", 18 * GB, DEVICE, room=0) is StagingMode.HOST
-    assert choose_mode("auto", 20 * GB, DEVICE, room=0) is StagingMode.OFF
-
-
-def test_pinned_memory_is_rounded_up_like_torch(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+def test_pinned_memory_is_rounded_up_like_torch(host: Host) -> None:
     """The 61 GiB of Qwen2.5-32B take 114 GiB of pinned host memory."""
     hidden, ffn, layers, vocabulary = 5120, 27648, 64, 152064
     shapes = [
@@ -117,12 +113,11 @@ def test_pinned_memory_is_rounded_up_like_torch(monkeypatch: pytest.MonkeyPatch,
         *[nn.Linear(n, m, bias=False, device=DEVICE, dtype=torch.bfloat16) for m, n in shapes]
     )
     assert sum(weight.nbytes for weight in model.parameters()) < 62 * GB
-    scheduler = server(monkeypatch, free_gb=10)
+    host.device_gb = 10
+    scheduler = server()
     scheduler.tp_worker, scheduler.draft_worker = Worker("target", model), None
-    for available, expected in ((80 * GB, StagingMode.OFF), (125 * GB, StagingMode.HOST)):
-        monkeypatch.setattr(
-            psutil, "virtual_memory", lambda free=available: SimpleNamespace(available=free)
-        )
+    for available, expected in ((80, StagingMode.OFF), (125, StagingMode.HOST)):
+        host.available_gb = available
         reserved = reserve(scheduler, "auto", HALF)
         assert reserved is not None
         assert reserved.mode is expected
@@ -139,21 +134,17 @@ class Worker:
         return [(self._role, self.model_runner)]
 
 
-def server(monkeypatch: pytest.MonkeyPatch, *, free_gb: float) -> Any:
+def server() -> Any:
     """Return a target of 16 GiB, and a draft sharing it with 1 GiB of its own."""
     target = nn.Sequential(nn.Linear(2 * GB, 4, bias=False, device=DEVICE, dtype=torch.bfloat16))
     draft = nn.Sequential(
         target[0], nn.Linear(GB // 8, 4, bias=False, device=DEVICE, dtype=torch.bfloat16)
     )
-    monkeypatch.setattr(
-        reservation, "get_schedule", lambda: SimpleNamespace(mem_fraction_static=0.9)
-    )
-    monkeypatch.setattr(reservation, "get_available_gpu_memory", lambda device, gpu_id: free_gb)
     return SimpleNamespace(tp_worker=Worker("target", target), draft_worker=Worker("draft", draft))
 
 
-def test_shared_weight_is_reserved_once(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
-    scheduler = server(monkeypatch, free_gb=60)
+def test_shared_weight_is_reserved_once(host: Host) -> None:
+    scheduler = server()
     reserved = reserve(scheduler, "auto", HALF)
     assert reserved is not None
     assert reserved.mode is StagingMode.DEVICE
@@ -161,37 +152,34 @@ def test_shared_weight_is_reserved_once(monkeypatch: pytest.MonkeyPatch, host: A
     assert sizes == [1 * GB, 16 * GB]
 
 
-def test_sglangs_reserve_is_no_room(monkeypatch: pytest.MonkeyPatch, host: Any) -> None:
+def test_sglangs_reserve_is_no_room(host: Host) -> None:
     """With 40 GiB free, SGLang leaves 8 alone, and half of the rest is less than 17."""
-    reserved = reserve(server(monkeypatch, free_gb=40), "auto", HALF)
+    host.device_gb = 40
+    reserved = reserve(server(), "auto", HALF)
     assert reserved is not None
     assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
 
 
 @pytest.mark.parametrize("wanted", ["host", "off"])
-def test_host_and_off_modes_reserve_nothing(
-    monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
-) -> None:
-    reserved = reserve(server(monkeypatch, free_gb=60), wanted, HALF)
+def test_host_and_off_modes_reserve_nothing(host: Host, wanted: str) -> None:
+    reserved = reserve(server(), wanted, HALF)
     assert reserved is not None
     assert (reserved.mode.name.lower(), reserved.storage) == (wanted, {})
 
 
 @pytest.mark.parametrize("wanted", ["auto", "device"])
 def test_refused_updates_reserve_nothing(
-    monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
+    monkeypatch: pytest.MonkeyPatch, host: Host, wanted: str
 ) -> None:
     monkeypatch.setattr(reservation, "why_no_update", lambda in_place: "weights are shared")
-    reserved = reserve(server(monkeypatch, free_gb=60), wanted, HALF)
+    reserved = reserve(server(), wanted, HALF)
     assert reserved is not None
     assert reserved.storage == {}
 
 
 @pytest.mark.parametrize("wanted", ["auto", "device"])
-def test_unstageable_model_reserves_nothing(
-    monkeypatch: pytest.MonkeyPatch, host: Any, wanted: str
-) -> None:
-    scheduler = server(monkeypatch, free_gb=60)
+def test_unstageable_model_reserves_nothing(host: Host, wanted: str) -> None:
+    scheduler = server()
     scheduler.draft_worker.model_runner.model[1].use_intel_amx_backend = True
     reserved = reserve(scheduler, wanted, HALF)
     assert reserved is not None
@@ -199,19 +187,19 @@ def test_unstageable_model_reserves_nothing(
 
 
 def test_unstageable_other_rank_reserves_nothing(
-    monkeypatch: pytest.MonkeyPatch, host: Any
+    monkeypatch: pytest.MonkeyPatch, host: Host
 ) -> None:
     monkeypatch.setattr(reservation, "is_true_on_any_rank", lambda here: True)
-    reserved = reserve(server(monkeypatch, free_gb=60), "device", HALF)
+    reserved = reserve(server(), "device", HALF)
     assert reserved is not None
     assert reserved.storage == {}
 
 
 def test_failed_reservation_falls_back_or_refuses(
-    monkeypatch: pytest.MonkeyPatch, host: Any
+    monkeypatch: pytest.MonkeyPatch, host: Host
 ) -> None:
     monkeypatch.setattr(reservation, "reserve_storage", lambda weights, device: None)
-    scheduler = server(monkeypatch, free_gb=60)
+    scheduler = server()
     reserved = reserve(scheduler, "auto", HALF)
     assert reserved is not None
     assert (reserved.mode, reserved.storage) == (StagingMode.HOST, {})
@@ -226,13 +214,16 @@ def test_cpu_reserves_nothing_at_start() -> None:
     assert reserve(scheduler, "auto", HALF) is None
 
 
-def test_sglang_loads_models_before_memory_pools() -> None:
-    """The reservation's hook depends on this order."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(Scheduler.init_model_worker)))
-    calls = [
-        node.func.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    ]
-    order = ["init_tp_model_worker", "maybe_init_draft_worker", "init_memory_pools"]
-    assert sorted(order, key=calls.index) == order
+def test_sglang_loads_models_before_memory_pools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reservation needs all models, and the pools take the rest of the memory."""
+    begun: list[str] = []
+    settings = SimpleNamespace(is_startup_weight_load_overlap=False)
+    monkeypatch.setattr(sglangs_scheduler, "get_model", lambda: settings)
+    loading = SimpleNamespace(
+        init_tp_model_worker=lambda: begun.append("target"),
+        maybe_init_draft_worker=lambda: begun.append("draft"),
+        init_memory_pools=lambda: sys.exit("the pools"),
+    )
+    with pytest.raises(SystemExit, match="the pools"):
+        inspect.unwrap(Scheduler.init_model_worker)(loading)
+    assert begun == ["target", "draft"]
