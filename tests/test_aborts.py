@@ -80,7 +80,7 @@ def test_client_disconnect_spares_a_request_with_a_longer_name(
     leaving = Generation(vllm_server, tokens=8, rid="c1", stream=stream)
     staying = Generation(vllm_server, tokens=ENDLESS, rid="c12")
     until_waiting(vllm_server, 2)
-    leaving.leave()
+    leaving.disconnect()
     until_waiting(vllm_server, 1)
     resume(vllm_server)
     expect_all_go_on([staying])

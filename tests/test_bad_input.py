@@ -84,13 +84,13 @@ class Untouched:
         self._stream.wait_for_tokens(self._stream.count + 2)
         assert set(self._stream.tokens) == {marker.token(0)}
         if self._stream.count > ENDLESS // 2:
-            self._stream.leave()
+            self._stream.disconnect()
             self._stream = self._start()
 
     def close(self) -> None:
         # a failed test's open session would take in later updates
         self.post(ABORT, {})
-        self._stream.leave()
+        self._stream.disconnect()
         self._client.close()
 
     def _start(self) -> Generation:

@@ -1,4 +1,4 @@
-"""Callers that wait for each other, leave, retry, or call at once, all on one server."""
+"""Callers that wait for each other, disconnect, retry, or call at once, all on one server."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def test_blocking_update_ignores_a_pause_whose_lease_ended(
     expect_to_run_on(server, running, [0])
 
 
-# ---- callers that leave ----------------------------------------------------------------------
+# ---- callers that disconnect ---------------------------------------------------------------
 
 
-def leave(server: Server, path: str, body: dict[str, Any]) -> None:
+def call_and_disconnect(server: Server, path: str, body: dict[str, Any]) -> None:
     """Send a call and close the connection before its answer."""
     with pytest.raises(httpx.ReadTimeout):
         server.post(path, body, timeout=for_the_answer(SHORT_S))
@@ -166,7 +166,7 @@ def test_queued_update_is_dropped_when_its_caller_leaves(
     server: Server, v2: dict[str, Any]
 ) -> None:
     named = begin(server)
-    leave(server, DISK, {**v2, **LIVE})
+    call_and_disconnect(server, DISK, {**v2, **LIVE})
     until_disconnect_noticed(server, DISK)
     succeed(send_v1(server, **named))
     succeed(server.post(END, {**named, "non_blocking": True}))
@@ -177,7 +177,7 @@ def test_queued_update_is_dropped_when_its_caller_leaves(
 def test_queued_rollback_is_dropped_when_its_caller_leaves(server: Server) -> None:
     succeed(send_v1(server))
     named = begin(server)
-    leave(server, "/inflight/rollback", {})
+    call_and_disconnect(server, "/inflight/rollback", {})
     until_disconnect_noticed(server, "/inflight/rollback")
     succeed(server.post("/abort_weight_update", named))
     expect_served(server, 1)
@@ -185,7 +185,7 @@ def test_queued_rollback_is_dropped_when_its_caller_leaves(server: Server) -> No
 
 def test_draining_pause_is_released_when_its_caller_leaves(server: Server) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
-    leave(server, "/pause_generation", {"mode": "wait"})
+    call_and_disconnect(server, "/pause_generation", {"mode": "wait"})
     until("nobody holds a pause", lambda: not status(server)["holders"])
     expect_served(server, 0)
     expect_to_run_on(server, running, [0])
@@ -195,7 +195,7 @@ def test_blocking_update_admits_requests_when_its_caller_leaves(
     server: Server, v2: dict[str, Any]
 ) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
-    leave(server, DISK, v2)
+    call_and_disconnect(server, DISK, v2)
     until("nobody holds requests back", lambda: not status(server)["holders"])
     until_idle(server)
     expect_served(server, 0)

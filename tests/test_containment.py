@@ -13,7 +13,7 @@ import pytest
 from harness import marker
 from harness.server import Server, for_the_answer, free_port
 from harness.starting import UPSTREAM
-from tests.support.engine import play
+from tests.support.engine import run_script
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -159,7 +159,7 @@ class TestEngine:
         pool.discard()
         folder = tmp_path_factory.mktemp("containment")
         plugins = {"SGLANG_PLUGINS": "inflight_reference"} if UPSTREAM else {}
-        answers: dict[str, Any] = play(
+        answers: dict[str, Any] = run_script(
             "tests.support.engine_containment", checkpoints / "v0", folder, plugins
         )
         return answers

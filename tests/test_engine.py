@@ -9,7 +9,7 @@ import pytest
 
 from harness import marker
 from sglang_inflight.client import cover_exactly, read_spans
-from tests.support.engine import play
+from tests.support.engine import run_script
 from tests.support.engine_calls import NONSENSE, TOKENS
 from tests.support.pool import ServerPool
 
@@ -22,7 +22,7 @@ def answers(
 ) -> dict[str, Any]:
     pool.discard()
     folder = tmp_path_factory.mktemp("engine")
-    answers: dict[str, Any] = play("tests.support.engine_calls", checkpoints, folder)
+    answers: dict[str, Any] = run_script("tests.support.engine_calls", checkpoints, folder)
     return answers
 
 

@@ -50,7 +50,7 @@ def test_health_check_passes_while_paused(server: Server, call: Call, mode: str)
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_pause_and_continue_over_grpc(server: Server, call: Call, mode: str) -> None:
+def test_pause_and_continue_work_over_grpc(server: Server, call: Call, mode: str) -> None:
     running = start_running(server, 2, tokens=ENDLESS)
     assert mode.encode() in call("PauseGeneration", field(1, mode))
     assert status(server)["mode"] == mode
@@ -67,7 +67,9 @@ def test_unknown_pause_mode_is_refused(server: Server, call: Call) -> None:
     expect_all_go_on(running)
 
 
-def test_update_from_disk_over_grpc(server: Server, call: Call, checkpoints: Path) -> None:
+def test_update_from_disk_goes_live_over_grpc(
+    server: Server, call: Call, checkpoints: Path
+) -> None:
     assert call("UpdateWeightsFromDisk", field(1, str(checkpoints / "v1"))).startswith(YES)
     expect_served(server, 1)
     refused = call("UpdateWeightsFromDisk", field(1, "/nowhere"))

@@ -29,7 +29,7 @@ PIECE = SMALL_POOL // 10
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
-def test_kv_versions_of_a_running_request(
+def test_kv_versions_are_exact_for_a_running_request(
     any_server: Server, checkpoints: Path, kv: str, stream: bool
 ) -> None:
     (asked,) = start(any_server, 1, tokens=ENDLESS, input_ids=prompt(40), stream=stream)
@@ -48,7 +48,9 @@ def test_kv_versions_of_a_running_request(
     expect_aborted(beside)
 
 
-def test_kv_versions_of_an_update_while_paused(any_server: Server, checkpoints: Path) -> None:
+def test_kv_versions_are_exact_across_an_update_while_paused(
+    any_server: Server, checkpoints: Path
+) -> None:
     """Frozen requests keep their KV; retracted requests get new KV."""
     generations = start_running(any_server, 2, tokens=ENDLESS)
     pause(any_server, "in_place")
@@ -65,7 +67,9 @@ def test_kv_versions_of_an_update_while_paused(any_server: Server, checkpoints: 
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
-def test_kv_versions_of_a_reused_prefix(any_server: Server, checkpoints: Path, kv: str) -> None:
+def test_reused_prefix_keeps_its_kv_versions(
+    any_server: Server, checkpoints: Path, kv: str
+) -> None:
     input_ids = prompt(64)
     (first,) = start(any_server, 1, tokens=4, input_ids=input_ids)
     assert kv_runs(expect_whole(first)) == [("v0", 67)]
@@ -83,7 +87,9 @@ def test_kv_versions_of_a_reused_prefix(any_server: Server, checkpoints: Path, k
         assert kv_runs(output) == [("v1", 67)]
 
 
-def test_kv_versions_of_a_prefix_with_three_versions(any_server: Server, checkpoints: Path) -> None:
+def test_prefix_of_three_versions_keeps_its_kv_versions(
+    any_server: Server, checkpoints: Path
+) -> None:
     """Each prompt extends the previous one, and so adds its part to the cache."""
     input_ids = prompt(192)
     expected: list[Any] = []
@@ -101,7 +107,7 @@ def test_kv_versions_of_a_prefix_with_three_versions(any_server: Server, checkpo
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep"])
-def test_kv_versions_of_a_commit_during_prefill(
+def test_kv_versions_are_exact_across_a_commit_during_prefill(
     any_server: Server, checkpoints: Path, kv: str
 ) -> None:
     pause(any_server, "in_place")

@@ -16,7 +16,7 @@ import pytest
 from harness import marker
 from harness.server import Server, schedulers
 from tests.support import lora, trl
-from tests.support.engine import play
+from tests.support.engine import run_script
 from tests.support.load import (
     ENDLESS,
     Generation,
@@ -656,7 +656,7 @@ def test_bad_shape_on_one_rank_unloads_the_adapter_on_the_other(server: Server) 
 def test_engine_replaces_adapters_of_running_requests(pool: ServerPool, tmp_path: Path) -> None:
     pool.discard()
     model = lora.build_model(tmp_path / "model")
-    answers = play("tests.support.engine_adapters", model, tmp_path)
+    answers = run_script("tests.support.engine_adapters", model, tmp_path)
     assert answers["refused"] == [False, True]
     for way in ("move", "async"):
         output = answers[way]

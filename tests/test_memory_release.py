@@ -170,7 +170,9 @@ def test_released_memory_is_returned_and_resumed(server: Server, versions: Path,
         assert serving(server) == served
 
 
-def test_update_between_resumed_weights_and_resumed_cache(server: Server, versions: Path) -> None:
+def test_update_works_between_resumed_weights_and_resumed_cache(
+    server: Server, versions: Path
+) -> None:
     """Trainers sharing the device resume the weights, update, then resume the cache."""
     frozen = start_running(server, 2, tokens=100)
     pause(server, "retract")
@@ -366,7 +368,9 @@ def test_dead_trainer_loses_its_session_and_pause_while_memory_stays_released(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_vllm_sleep_and_wake_up(server: Server, versions: Path, level: int) -> None:
+def test_vllm_sleep_keeps_requests_until_wake_up(
+    server: Server, versions: Path, level: int
+) -> None:
     frozen = start_running(server, 2, tokens=100)
     slept = server.post(f"/sleep?level={level}&mode=keep")
     assert (slept["status_code"], slept["status"], slept["level"]) == (200, "sleeping", level)

@@ -496,7 +496,7 @@ def test_client_disconnect_ends_its_waiting_request(server: Server, stream: bool
     (leaving,) = start(server, 1, tokens=8, input_ids=input_ids, stream=stream)
     (staying,) = start(server, 1, tokens=8, stream=stream)
     until_waiting(server, 2)
-    leaving.leave()
+    leaving.disconnect()
     until_waiting(server, 1)
     resume(server)
     expect_whole(staying)

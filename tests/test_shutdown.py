@@ -34,7 +34,7 @@ TOKENS = 600
 
 
 @pytest.fixture
-def leaving(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> Iterator[Server]:
+def own_server(pool: ServerPool, checkpoints: Path, tmp_path: Path) -> Iterator[Server]:
     """A server of the test's own, to be shut down."""
     pool.discard()
     flags = ("--weight-version", "v0")
@@ -50,40 +50,40 @@ def expect_exit(server: Server) -> None:
     until("it has gone", lambda: not server.is_alive())
 
 
-def test_sigterm_ends_pauses_so_that_requests_end(leaving: Server) -> None:
+def test_sigterm_ends_pauses_so_that_requests_end(own_server: Server) -> None:
     """SGLang waits for running requests before it exits."""
     # keeps the server alive until the test aborts this request
-    (long,) = start_running(leaving, 1, tokens=ENDLESS)
-    (short,) = start_running(leaving, 1, tokens=TOKENS)
-    pause(leaving, "in_place")
-    (seen, _) = settle(leaving, [long, short])
-    send_sigterm(leaving)
+    (long,) = start_running(own_server, 1, tokens=ENDLESS)
+    (short,) = start_running(own_server, 1, tokens=TOKENS)
+    pause(own_server, "in_place")
+    (seen, _) = settle(own_server, [long, short])
+    send_sigterm(own_server)
     until("the pause has ended", lambda: long.count > seen)
-    assert leaving.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
+    assert own_server.post("/pause_generation", {"mode": "in_place"})["status_code"] == 409
     expect_whole(short)
     long.abort()
-    expect_exit(leaving)
+    expect_exit(own_server)
 
 
-def test_sigterm_answers_waiting_calls(leaving: Server) -> None:
+def test_sigterm_answers_waiting_calls(own_server: Server) -> None:
     """One call waits for a trainer, the other for its turn; neither ever comes."""
-    joining = Call(leaving, "/init_weights_update_group", empty_rendezvous())
-    until("the ranks wait for the trainer", lambda: staging(leaving)[0]["groups"])
-    succeed(leaving.post("/begin_weight_update", {"non_blocking": True}))
+    joining = Call(own_server, "/init_weights_update_group", empty_rendezvous())
+    until("the ranks wait for the trainer", lambda: staging(own_server)[0]["groups"])
+    succeed(own_server.post("/begin_weight_update", {"non_blocking": True}))
     body = {"model_path": "/nowhere", "non_blocking": True, "flush_cache": False}
-    queued = Call(leaving, "/update_weights_from_disk", body)
-    send_sigterm(leaving)
+    queued = Call(own_server, "/update_weights_from_disk", body)
+    send_sigterm(own_server)
     for call in (joining, queued):
         answer = call.answer()
         assert answer["status_code"] == 504, answer
         assert "the server was shut down" in answer["message"]
-    expect_exit(leaving)
+    expect_exit(own_server)
 
 
-def test_request_after_the_ranks_exited_answers_503(leaving: Server) -> None:
+def test_request_after_the_ranks_exited_answers_503(own_server: Server) -> None:
     """The request's first bytes came before, so the server waits for the rest."""
-    Generation(leaving, tokens=1).output()
-    url = urlsplit(leaving.url)
+    Generation(own_server, tokens=1).output()
+    url = urlsplit(own_server.url)
     body = json.dumps({"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}).encode()
     head = (
         f"POST /generate HTTP/1.1\r\nHost: {url.netloc}\r\n"
@@ -94,15 +94,15 @@ def test_request_after_the_ranks_exited_answers_503(leaving: Server) -> None:
     with socket.create_connection((url.hostname, url.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + body[:5])
         # an answered call proves that the server has read these bytes
-        pass_boundaries(leaving, 1)
-        send_sigterm(leaving)
-        until("it waits", lambda: "Waiting for connections" in leaving.log_text())
+        pass_boundaries(own_server, 1)
+        send_sigterm(own_server)
+        until("it waits", lambda: "Waiting for connections" in own_server.log_text())
         connection.sendall(body[5:])
         response = HTTPResponse(connection)
         response.begin()
         assert response.status == 503
         assert b"shut down" in response.read()
-    expect_exit(leaving)
+    expect_exit(own_server)
 
 
 def test_sigterm_answers_requests_held_by_an_abandoned_session(
@@ -111,14 +111,14 @@ def test_sigterm_answers_requests_held_by_an_abandoned_session(
     """The trainer is gone and the weights are partially written."""
     pool.discard()
     env = {"SGLANG_INFLIGHT_STAGING": "off"}
-    with serve(checkpoints / "v0", log=tmp_path / "server.log", env=env) as leaving:
+    with serve(checkpoints / "v0", log=tmp_path / "server.log", env=env) as own_server:
         sampling = {"max_new_tokens": ENDLESS, "ignore_eos": True}
-        held = Call(leaving, "/generate", {"input_ids": [5], "sampling_params": sampling})
-        until("it runs", lambda: status(leaving)["running"] == 1)
-        succeed(leaving.post("/begin_weight_update", {}))
+        held = Call(own_server, "/generate", {"input_ids": [5], "sampling_params": sampling})
+        until("it runs", lambda: status(own_server)["running"] == 1)
+        succeed(own_server.post("/begin_weight_update", {}))
         head = {"lm_head.weight": marker.tensors(1)["lm_head.weight"]}
-        succeed(leaving.post("/update_weights_from_tensor", tensor_body(head)))
-        assert staging(leaving)[0]["dirty"]
-        send_sigterm(leaving)
+        succeed(own_server.post("/update_weights_from_tensor", tensor_body(head)))
+        assert staging(own_server)[0]["dirty"]
+        send_sigterm(own_server)
         assert held.answer()["status_code"] == 503
-        expect_exit(leaving)
+        expect_exit(own_server)

@@ -23,7 +23,9 @@ def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_kv_versions_with_more_slots_than_the_smaller_pool(versions: Path, tmp_path: Path) -> None:
+def test_kv_versions_are_exact_with_more_slots_than_the_smaller_pool(
+    versions: Path, tmp_path: Path
+) -> None:
     flags = (
         "--max-total-tokens", str(SLOTS), "--swa-full-tokens-ratio", str(OF_WINDOWS / SLOTS),
         "--chunked-prefill-size", "256", "--weight-version", "v0",

@@ -84,7 +84,7 @@ def mixed_load(server: Server) -> Load:
 
 
 @pytest.mark.guards_fix
-def test_spans_of_an_update_while_frozen(server: Server, checkpoints: Path) -> None:
+def test_spans_are_exact_across_an_update_while_frozen(server: Server, checkpoints: Path) -> None:
     """The last token before the pause, under overlap, belongs to the old weights."""
     generations = start_running(server, 4, tokens=ENDLESS)
     for version in (1, 2):
@@ -110,7 +110,9 @@ def test_every_chunk_has_exact_spans(server: Server, checkpoints: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_spans_of_an_update_while_paused(any_server: Server, checkpoints: Path, mode: str) -> None:
+def test_spans_are_exact_across_an_update_while_paused(
+    any_server: Server, checkpoints: Path, mode: str
+) -> None:
     load = mixed_load(any_server)
     pause(any_server, mode)
     update(any_server, checkpoints, 1, flush_cache=mode == "retract")
@@ -120,7 +122,9 @@ def test_spans_of_an_update_while_paused(any_server: Server, checkpoints: Path, 
 
 
 @pytest.mark.parametrize("kv", KV_FIELDS)
-def test_spans_of_an_update_in_flight(any_server: Server, checkpoints: Path, kv: str) -> None:
+def test_spans_are_exact_across_an_update_in_flight(
+    any_server: Server, checkpoints: Path, kv: str
+) -> None:
     load = mixed_load(any_server)
     receipt = update(any_server, checkpoints, 1, non_blocking=True, **KV_FIELDS[kv])
     assert (receipt["base_version"], receipt["weight_version"]) == ("v0", "v1")
@@ -133,7 +137,9 @@ def test_spans_of_an_update_in_flight(any_server: Server, checkpoints: Path, kv:
 
 
 @pytest.mark.parametrize("kv", ["fence", "recompute"])
-def test_spans_of_a_commit_during_prefill(any_server: Server, checkpoints: Path, kv: str) -> None:
+def test_spans_are_exact_across_a_commit_during_prefill(
+    any_server: Server, checkpoints: Path, kv: str
+) -> None:
     """A prompt half computed by the old weights yields tokens of the new ones."""
     running = start_running(any_server, 2, tokens=ENDLESS)
     pause(any_server, "in_place")
@@ -192,7 +198,9 @@ def test_renaming_the_version_starts_a_span_but_no_epoch(server: Server) -> None
     ]  # fmt: skip
 
 
-def test_spans_of_a_stop_string_from_the_new_weights(any_server: Server, checkpoints: Path) -> None:
+def test_spans_are_exact_for_a_stop_string_from_the_new_weights(
+    any_server: Server, checkpoints: Path
+) -> None:
     """The stop string itself is cut from the text."""
     sampling = {"stop": [word(1)]}
     streams = start_running(any_server, 2, tokens=ENDLESS, sampling=sampling)
@@ -206,7 +214,7 @@ def test_spans_of_a_stop_string_from_the_new_weights(any_server: Server, checkpo
         assert count_of(output, 1) == 1
 
 
-def test_spans_under_a_grammar(any_server: Server, checkpoints: Path) -> None:
+def test_spans_are_exact_under_a_grammar(any_server: Server, checkpoints: Path) -> None:
     """The grammar masks each step by the earlier tokens."""
     words = "|".join(word(version) for version in range(6))
     sampling = {"regex": f"({words})*"}
@@ -216,7 +224,7 @@ def test_spans_under_a_grammar(any_server: Server, checkpoints: Path) -> None:
         assert versions_of(output) == ["v0", "v1"]
 
 
-def test_spans_of_openai_completions(any_server: Server, checkpoints: Path) -> None:
+def test_openai_completions_have_exact_spans(any_server: Server, checkpoints: Path) -> None:
     body = {
         "model": "default",
         "prompt": prompt(),
@@ -235,7 +243,9 @@ def test_spans_of_openai_completions(any_server: Server, checkpoints: Path) -> N
     assert set(labels) == {"v0", "v1"}
 
 
-def test_spans_of_a_hundred_updates_under_load(any_server: Server, checkpoints: Path) -> None:
+def test_spans_are_exact_over_a_hundred_updates_under_load(
+    any_server: Server, checkpoints: Path
+) -> None:
     """Updates follow each other at once, with every KV policy, while requests come and go."""
     policies = itertools.cycle(["fence", "keep", "recompute"])
     lasting, passing = start_running(any_server, 4, tokens=ENDLESS), []

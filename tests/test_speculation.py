@@ -49,7 +49,7 @@ def server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]
 
 
 @pytest.mark.parametrize("kv", ["fence", "keep", "recompute"])
-def test_spans_and_kv_versions_of_updates_in_flight(
+def test_spans_and_kv_versions_are_exact_across_updates_in_flight(
     server: Server, checkpoints: Path, kv: str
 ) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
@@ -71,7 +71,7 @@ def expect_kv(output: Output, kv: str) -> None:
         assert kv_runs(output) == kv_without_reuse(output, 16)
 
 
-def test_kv_versions_of_a_reused_prefix(server: Server, checkpoints: Path) -> None:
+def test_reused_prefix_keeps_its_kv_versions(server: Server, checkpoints: Path) -> None:
     """The cache holds the KV of accepted tokens only."""
     input_ids = prompt(16)
     (first,) = start_running(server, 1, tokens=ENDLESS, input_ids=input_ids)
@@ -91,7 +91,9 @@ def test_kv_versions_of_a_reused_prefix(server: Server, checkpoints: Path) -> No
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-def test_spans_of_updates_while_paused(server: Server, checkpoints: Path, mode: str) -> None:
+def test_spans_are_exact_across_updates_while_paused(
+    server: Server, checkpoints: Path, mode: str
+) -> None:
     running = start_running(server, 3, tokens=ENDLESS)
     for version in (1, 2):
         pause(server, mode)

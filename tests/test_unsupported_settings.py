@@ -13,7 +13,7 @@ from harness.starting import end, start
 from sglang_inflight import unsupported
 from sglang_inflight.client import Client
 from sglang_inflight.errors import NotOffered
-from tests.support.engine import play
+from tests.support.engine import run_script
 from tests.support.load import Generation
 from tests.support.pool import ServerPool
 from tests.support.updates import expect_served
@@ -54,16 +54,18 @@ def launcher(tmp_path: Path) -> tuple[str, ...]:
 def test_unsupported_flags_are_refused_at_the_start(
     checkpoints: Path, tmp_path: Path, why: str
 ) -> None:
-    is_refused(IN_A_FORK, checkpoints, tmp_path, why)
+    expect_start_refused(IN_A_FORK, checkpoints, tmp_path, why)
 
 
 def test_unsupported_flags_are_refused_when_python_launches(
     launcher: tuple[str, ...], checkpoints: Path, tmp_path: Path
 ) -> None:
-    is_refused(launcher, checkpoints, tmp_path, unsupported.NO_FIRST_UPDATE)
+    expect_start_refused(launcher, checkpoints, tmp_path, unsupported.NO_FIRST_UPDATE)
 
 
-def is_refused(command: tuple[str, ...], checkpoints: Path, folder: Path, why: str) -> None:
+def expect_start_refused(
+    command: tuple[str, ...], checkpoints: Path, folder: Path, why: str
+) -> None:
     log = folder / "log"
     arguments = [*command, "--model-path", str(checkpoints / "v0"), *REFUSED[why]]
     env = ENV if why == unsupported.NO_FIRST_UPDATE else {}
@@ -86,12 +88,12 @@ def test_inactive_server_runs_as_sglang_ships_it(
     command, cwd = (launcher, tmp_path) if by_python else (None, None)
     log = tmp_path / "log"
     with serve(checkpoints / "v0", *flags, log=log, env=env, command=command, cwd=cwd) as server:
-        refuses_what_is_ours(server, checkpoints, why)
-        does_what_is_sglangs(server, checkpoints)
+        expect_our_calls_refused(server, checkpoints, why)
+        expect_sglangs_calls_work(server, checkpoints)
         assert server.log_text().count("runs as SGLang ships it") == 1
 
 
-def refuses_what_is_ours(server: Server, checkpoints: Path, why: str) -> None:
+def expect_our_calls_refused(server: Server, checkpoints: Path, why: str) -> None:
     said = server.get("/inflight/status")
     assert said == {"active": False, "message": why, "status_code": 200}
     with Client(server.url) as client, pytest.raises(NotOffered, match="needs"):
@@ -113,7 +115,7 @@ def refuses_what_is_ours(server: Server, checkpoints: Path, why: str) -> None:
     assert (generation.status, why in str(generation.refusal)) == (400, True)
 
 
-def does_what_is_sglangs(server: Server, checkpoints: Path) -> None:
+def expect_sglangs_calls_work(server: Server, checkpoints: Path) -> None:
     """Check SGLang's own calls, one with a field of ours at its default."""
     expect_served(server, 0)
     v1 = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "non_blocking": False}
@@ -129,7 +131,7 @@ def test_inactive_engine_runs_as_sglang_ships_it(
     checkpoints: Path, pool: ServerPool, tmp_path: Path
 ) -> None:
     pool.discard()
-    said = play("tests.support.inactive_engine", checkpoints, tmp_path)
+    said = run_script("tests.support.inactive_engine", checkpoints, tmp_path)
     assert said["refused"].startswith(unsupported.ONE_TOKENIZER)
     assert said["status"] == {"active": False, "message": unsupported.ONE_TOKENIZER}
     for call in ("pause", "async rollback"):

@@ -155,7 +155,7 @@ def test_cache_salt_separates_prefixes(vllm_server: Server) -> None:
     assert cached() == 0
 
 
-def test_spans_of_an_update_in_flight(vllm_server: Server, checkpoints: Path) -> None:
+def test_spans_are_exact_across_an_update_in_flight(vllm_server: Server, checkpoints: Path) -> None:
     rollouts = make_rollouts(vllm_server, 3)
     update(vllm_server, checkpoints, 1, non_blocking=True, kv_cache="recompute")
     expect_versions_of(rollouts, [0, 1])

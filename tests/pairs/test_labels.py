@@ -49,7 +49,7 @@ def test_prompt_and_first_token_have_the_prefill_servers_version(
     assert mismatches(pair) - before == (prefill != decode)
 
 
-def test_spans_of_updates_on_both_servers(pair: Pair, checkpoints: Path) -> None:
+def test_spans_are_exact_across_updates_on_both_servers(pair: Pair, checkpoints: Path) -> None:
     generation = pair.generate(tokens=2000, input_ids=prompt(40))
     for version in (1, 2):
         generation.wait_for_tokens(generation.count + 3)
@@ -62,7 +62,7 @@ def test_spans_of_updates_on_both_servers(pair: Pair, checkpoints: Path) -> None
     assert set(versions_by_tokens(output)) == {"v0", "v1", "v2"}
 
 
-def test_kv_versions_of_a_prompt_with_two_versions(pair: Pair, checkpoints: Path) -> None:
+def test_prompt_of_two_versions_keeps_its_kv_versions(pair: Pair, checkpoints: Path) -> None:
     """One part was in the prefill server's cache, and for some pairs in the decode server's."""
     input_ids = prompt(96)
     pair.generate(tokens=2, input_ids=input_ids[:64]).output()
@@ -73,7 +73,9 @@ def test_kv_versions_of_a_prompt_with_two_versions(pair: Pair, checkpoints: Path
     expect_labels(output, prompt_by=["v0"] * 64 + ["v1"] * 32)
 
 
-def test_kv_versions_of_a_prefix_in_the_decode_servers_cache(pair: Pair, checkpoints: Path) -> None:
+def test_prefix_in_the_decode_servers_cache_keeps_its_kv_versions(
+    pair: Pair, checkpoints: Path
+) -> None:
     """The transfer skips that prefix, so its KV keeps its version."""
     input_ids = prompt(96)
     pair.generate(tokens=2, input_ids=input_ids[:64]).output()

@@ -11,7 +11,7 @@ from harness.starting import ROOT, end, start
 TIMEOUT_S = 280
 
 
-def play(module: str, model: Path, folder: Path, env: dict[str, str] | None = None) -> Any:
+def run_script(module: str, model: Path, folder: Path, env: dict[str, str] | None = None) -> Any:
     """Run ``python -m module MODEL FILE``, and return the JSON from FILE."""
     file, log = folder / "answers.json", folder / "engine.log"
     with log.open("wb") as sink:

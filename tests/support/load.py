@@ -182,7 +182,7 @@ class Generation:
         """Ask the server to abort the request, which keeps its tokens so far."""
         ask(self._server, "POST", "/abort_request", {"rid": self.rid})
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection without a word, like a killed client."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -356,7 +356,7 @@ class Soak:
     def leave_a_request(self) -> None:
         stream = self._choose.choice(self._streams)
         self._given_up.add(stream)
-        stream.leave()
+        stream.disconnect()
         self.numbers.faults["client left its stream"] += 1
 
     def kill_the_trainer(self) -> None:

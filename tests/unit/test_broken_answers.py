@@ -286,7 +286,7 @@ def test_refused_renewal_stops_renewing(
         (errors.HalfDone, 4),
     ],
 )
-def test_exit_code_of_an_error(
+def test_error_type_chooses_exit_code(
     server: BrokenServer, kind: type[errors.InflightError], code: int
 ) -> None:
     server.answers[ROLLBACK] = (kind.status, refusal(kind))
@@ -295,7 +295,7 @@ def test_exit_code_of_an_error(
 
 
 @pytest.mark.parametrize("answer", [(200, b"<html>hello</html>"), (500, b"")])
-def test_exit_code_of_a_wrong_answer(server: BrokenServer, answer: tuple[int, bytes]) -> None:
+def test_wrong_answer_exits_4(server: BrokenServer, answer: tuple[int, bytes]) -> None:
     server.answers[ROLLBACK] = answer
     result = CliRunner().invoke(app, ["rollback", "--url", server.url])
     assert (result.exit_code, server.url in result.stderr) == (4, True)

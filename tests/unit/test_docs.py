@@ -67,7 +67,7 @@ def test_api_document_names_every_call() -> None:
     assert not {name for name in wanted if name not in text}
 
 
-def test_the_matrix_has_other_rows_than_the_command() -> None:
+def test_matrix_rows_match_the_command() -> None:
     table = table_of(ROOT / "docs" / "matrix.md")
     names = [each.name for each in CONFIGURATIONS]
     assert list(table) == ["", "---", *names], "run make matrix"

@@ -298,7 +298,7 @@ def after(*names: str) -> HeldPauses:
         ),
     ],
 )
-def test_holders_and_modes_after_an_order(
+def test_order_of_calls_leaves_expected_holders_and_modes(
     names: tuple[str, ...], modes: list[tuple[str, str]]
 ) -> None:
     assert [(holder.pause_id, holder.mode) for holder in after(*names).holders] == modes
