@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from harness.marker import VOCAB, token
 from harness.server import Server
-from tests.support.load import ENDLESS, Generation, expect_all_go_on, start_running
+from tests.support.load import requests_run_on
 
 GENERATE, COMPLETIONS = "/generate", "/v1/completions"
 # above the largest 32-bit float, and below the smallest normal one
 LARGE, SMALL = 1e39, 1e-38
-
-
-@contextlib.contextmanager
-def requests_run_on(server: Server) -> Iterator[list[Generation]]:
-    running = start_running(server, 2, tokens=ENDLESS)
-    yield running
-    expect_all_go_on(running)
 
 
 def generate(*, drawn: bool = False, **fields: Any) -> tuple[str, dict[str, Any]]:

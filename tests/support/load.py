@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
@@ -394,6 +394,15 @@ def expect_all_go_on(generations: Iterable[Generation]) -> list[Output]:
 
     until("every request gets more tokens", all_went_on)
     return [expect_aborted(generation) for generation in generations]
+
+
+@contextlib.contextmanager
+def requests_run_on(server: Server) -> Iterator[list[Generation]]:
+    """Keep two requests running through the block, then check that they continue."""
+    running = start_running(server, 2, tokens=ENDLESS)
+    yield running
+    expect_all_go_on(running)
+    assert server.get("/server_info")["status_code"] == 200
 
 
 def expect_aborted(generation: Generation) -> Output:
