@@ -103,7 +103,7 @@ def test_blocking_update_stops_waiting_for_requests_at_the_timeout(
     running = start_running(server, 1, tokens=ENDLESS)
     late = server.post(DISK, {**v2, "timeout_s": SHORT_S})
     refuse(late, "requests still ran", status_code=409)
-    until("nobody holds requests back", lambda: not status(server)["holders"])
+    until("no request is held back", lambda: not status(server)["holders"])
     expect_served(server, 0)
     assert serving(server) == before
     expect_to_run_on(server, running, [0])
@@ -186,7 +186,7 @@ def test_queued_rollback_is_dropped_when_its_caller_leaves(server: Server) -> No
 def test_draining_pause_is_released_when_its_caller_leaves(server: Server) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     call_and_disconnect(server, "/pause_generation", {"mode": "wait"})
-    until("nobody holds a pause", lambda: not status(server)["holders"])
+    until("no pause is held", lambda: not status(server)["holders"])
     expect_served(server, 0)
     expect_to_run_on(server, running, [0])
 
@@ -196,7 +196,7 @@ def test_blocking_update_admits_requests_when_its_caller_leaves(
 ) -> None:
     running = start_running(server, 1, tokens=ENDLESS)
     call_and_disconnect(server, DISK, v2)
-    until("nobody holds requests back", lambda: not status(server)["holders"])
+    until("no request is held back", lambda: not status(server)["holders"])
     until_idle(server)
     expect_served(server, 0)
     expect_to_run_on(server, running, [0])

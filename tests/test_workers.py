@@ -316,7 +316,7 @@ def test_pause_is_released_when_the_caller_of_a_worker_leaves(via_workers: list[
     (running,) = start_running(other, 1, tokens=ENDLESS)
     with pytest.raises(httpx.ReadTimeout):
         one.post("/pause_generation", {"mode": "wait"}, timeout=for_the_answer(0.5))
-    until("nobody holds a pause", lambda: status(other)["holders"] == [])
+    until("no pause is held", lambda: status(other)["holders"] == [])
     expect_all_go_on([running])
 
 

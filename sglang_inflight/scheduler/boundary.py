@@ -16,7 +16,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
 from sglang.srt.managers.schedule_batch import retract_all
 from sglang.srt.managers.scheduler import _make_abort_req
 
-from sglang_inflight.scheduler.fixes.beams import restart_beam_searches
+from sglang_inflight.scheduler.fixes.beams import begin_beams_anew
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.sglang_types.by_version import paused_as_it_was, send_abort_output
@@ -335,7 +335,7 @@ class Boundary:
         self._metrics.retracted.inc(len(running))
         self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in running))
         if any(req.beam_group is not None for req in running):
-            restart_beam_searches(scheduler, running)
+            begin_beams_anew(scheduler, running)
         if get_parallel().pp_size > 1:
             self._retract_microbatches()
         else:

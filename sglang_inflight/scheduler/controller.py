@@ -60,8 +60,7 @@ from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.update.assembly import make_staging
-from sglang_inflight.scheduler.update.commit import Commits
-from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
+from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.handover import Handover

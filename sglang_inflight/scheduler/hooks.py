@@ -13,24 +13,20 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang_inflight.messages import KV_VERSIONS, BaseReq
 from sglang_inflight.scheduler.control_sync import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
-from sglang_inflight.scheduler.fixes.penalties import (
+from sglang_inflight.scheduler.fixes.retracted import (
+    append_hidden_states,
     count_frequencies,
     count_tokens,
+    detach_refused,
+    embed_tokens,
+    end_turns_of_aborted,
+    keep_output,
+    look_for_embeddings,
+    move_kv_to_turn,
     note_presence,
     note_repetition,
 )
-from sglang_inflight.scheduler.fixes.prefilled_again import (
-    append_hidden_states,
-    embed_tokens,
-    keep_output,
-    look_for_embeddings,
-)
 from sglang_inflight.scheduler.fixes.sampling import unmask_rows_without_tokens
-from sglang_inflight.scheduler.fixes.session_turns import (
-    detach_refused,
-    end_turns_of_aborted,
-    move_kv_to_turn,
-)
 from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.nodes.consistency import check_nodes_match
 from sglang_inflight.scheduler.request_names import NAMES

@@ -228,7 +228,7 @@ async def release_named(front: FrontEnd) -> None:
         await front.calls.resume_memory(ResumeMemoryBody())
     assert MEMORY not in front.rank.holders, "it cannot be taken again"
     if front.rank.holders:
-        assert front.rank.holders == ["p"], "a pause that nobody was granted"
+        assert front.rank.holders == ["p"], "a pause was taken without a grant"
         await front.calls.resume(ContinueBody(pause_id="p"))
     if (session := front.two_phase.current) is not None:
         await front.calls.abort(AbortUpdateBody(session_id=session.id))

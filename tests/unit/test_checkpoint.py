@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from sglang_inflight.scheduler.update.sources.checkpoint import read_shapes
+from sglang_inflight.scheduler.update.sources.checkpoint_files import read_shapes
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_inflight.messages import CommitCall, Committed
-from sglang_inflight.scheduler.update.commit_answers import CommitAnswers
+from sglang_inflight.scheduler.update.commit import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from tests.support.device import Device

@@ -15,14 +15,14 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from sglang_inflight.scheduler.fixes import penalties
+from sglang_inflight.scheduler.fixes import retracted
 
 VOCAB, PROMPT, END = 8, 7, 6
 HOOKS = {
-    BatchedFrequencyPenalizer: penalties.count_frequencies,
-    BatchedPresencePenalizer: penalties.note_presence,
-    BatchedRepetitionPenalizer: penalties.note_repetition,
-    BatchedMinNewTokensPenalizer: penalties.count_tokens,
+    BatchedFrequencyPenalizer: retracted.count_frequencies,
+    BatchedPresencePenalizer: retracted.note_presence,
+    BatchedRepetitionPenalizer: retracted.note_repetition,
+    BatchedMinNewTokensPenalizer: retracted.count_tokens,
 }
 # tokens of each request. The last request has no penalties.
 MADE: tuple[list[int], ...] = ([3, 4, 3], [], [5, 5])

@@ -14,7 +14,7 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_inflight.scheduler import boundary
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.fixes.session_turns import end_turns_of_aborted
+from sglang_inflight.scheduler.fixes.retracted import end_turns_of_aborted
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.request_record import record_of
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import BeamCoordinator, Scheduler
 
 
-def restart_beam_searches(scheduler: Scheduler, running: set[Req]) -> None:
+def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
     """Restart the beam searches among ``running``, before all of these are retracted."""
     for batch in scheduler._collect_inflight_batches():
         if batch is not None:

@@ -11,7 +11,8 @@ is in flight (``pause/pipeline_drain.py``). Replicas do not compute together and
 apart.
 
 A commit cannot fail: all fallible work was done while staging. The commit only swaps pointers, or
-enqueues copies between existing tensors (``swap.py``).
+enqueues copies between existing tensors (``swap.py``). The answer comes when the swap is done, with
+the time for which the swap held steps.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from sglang.srt.configs.load_config import LoadConfig
 
 from sglang_inflight.answers import WeightsStatus
 from sglang_inflight.errors import Conflict, HalfDone, Refused
-from sglang_inflight.messages import CommitCall, Committed, KVPolicy, RollbackCall
+from sglang_inflight.messages import CommitCall, Committed, InflightCall, KVPolicy, RollbackCall
+from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
@@ -180,3 +182,46 @@ def _name_checkpoints(sealed: Sealed) -> None:
             load_config=LoadConfig(load_format=load_format),
         )
         runner.model_config.model_path = source.model_path
+
+
+class CommitAnswers:
+    """Answers commits and rollbacks. Only the scheduler's thread touches this object.
+
+    On a device the loop only enqueues a swap, in less than a millisecond. The forwards behind the
+    swap wait for the copies, and the host learns later for how long. So such a commit is answered
+    at the first boundary after the swap's end. If no step is made, the loop is about to sleep, and
+    nothing else would wake it: then the loop waits for the swap.
+    """
+
+    def __init__(self, answers: AnswerChannel, live: LiveWeights, metrics: Metrics) -> None:
+        self._answers = answers
+        self._live = live
+        self._metrics = metrics
+        self._waiting: list[tuple[InflightCall[Committed], Committed, DeviceSwap | None]] = []
+
+    def give(self, call: InflightCall[Committed], committed: Committed) -> None:
+        """Answer ``call``, at once or at a later boundary.
+
+        ``committed.stall_ms`` holds the time on the loop, the whole time on a CPU.
+        """
+        self._waiting.append((call, committed, self._live.last_swap))
+        self.give_due()
+
+    def give_due(self, *, wait: bool = False) -> None:
+        """Answer finished commits, at each boundary. ``wait``: no step is made now."""
+        while self._waiting:
+            call, committed, swap = self._waiting[0]
+            if swap is not None:
+                if wait:
+                    swap.wait()
+                elif not swap.is_done():
+                    return
+                committed.stall_ms = max(committed.stall_ms, swap.milliseconds())
+            del self._waiting[0]
+            self._metrics.commit_stall.observe(committed.stall_ms / 1000)
+            logger.info(
+                "The commit of epoch %d held steps for %.2f ms.",
+                committed.epoch,
+                committed.stall_ms,
+            )
+            self._answers.succeed(call, committed)

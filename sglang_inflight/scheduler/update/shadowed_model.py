@@ -35,7 +35,7 @@ from sglang_inflight.scheduler.update.shadow import (
     weights_of,
 )
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.checkpoint import Shapes, read_shapes
+from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes, read_shapes
 from sglang_inflight.storages import memory_key
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Reads all files of one checkpoint.
+"""Reads all files of one checkpoint, or only the names and shapes of its tensors.
 
 All files are opened before the first tensor, and must be unchanged at the end. So the tensors are
 of one checkpoint, even if the next one is being written over it.
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.error_texts import describe, shorten
@@ -27,6 +30,7 @@ from sglang_inflight.scheduler.update.sources.safetensors_file import Place, Saf
 PIECE_BYTES = 4 << 20
 
 F = TypeVar("F", bound=RegularFile)
+Shapes = dict[str, tuple[int, ...]]
 
 
 def read_safetensors(
@@ -160,3 +164,28 @@ def _refuse_twice(
         for name in names:
             if (first := seen.setdefault(name, file)) != file:
                 raise Refused(f"tensor {shorten(name)!r} is in {first} and in {file}")
+
+
+def read_shapes(model_path: str, *, revision: str | None, cache: str | None) -> Shapes:
+    """Return shapes by name; empty if the checkpoint is not here or not in safetensors.
+
+    ``model_path`` is a directory or a name on the Hub. The files of a name are looked up in
+    ``cache`` (None: the Hub's own) and never fetched.
+    """
+    shapes: Shapes = {}
+    for file in sorted(_find(model_path, revision, cache).glob("*.safetensors")):
+        with closing(SafetensorsFile(str(file), file.name)) as tensors:
+            shapes |= {place.name: place.shape for place in tensors.places}
+    return shapes
+
+
+def _find(model_path: str, revision: str | None, cache: str | None) -> Path:
+    path = Path(model_path)
+    if path.is_dir():
+        return path
+    try:
+        return Path(
+            snapshot_download(model_path, revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except (HFValidationError, LocalEntryNotFoundError):
+        return path

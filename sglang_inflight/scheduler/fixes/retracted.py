@@ -1,0 +1,239 @@
+"""Lets a retracted request go on as if nothing had happened. SGLang forgets parts of it.
+
+**Prefilled again**: SGLang would append the hidden states of the prompt and of all earlier tokens a
+second time. For a request with ``input_embeds`` it would drop the earlier tokens, because it has
+embeddings of the prompt only. But a stream may have sent some of these tokens.
+
+**Penalties**: SGLang counts a request's tokens step by step, in tensors of its batch. In its next
+batch a retracted request would start from zero: ``frequency_penalty``, ``presence_penalty`` and
+``repetition_penalty`` would forget its tokens, and ``min_new_tokens`` more would have to come. The
+hooks run where SGLang makes the tensors, on the scheduler's stream. A request without a retraction
+has no tokens there, or its count changes nothing.
+
+**Turns of a streaming session**: a session runs one turn at a time, from the KV of its last
+finished turn. SGLang takes a retracted turn for a finished one, and a refused turn for the running
+one. A second turn is then admitted, and the scheduler ends when both use the session's KV. Only the
+scheduler's thread touches a session.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from sglang_inflight.sglang_types.runtime_context import get_parallel
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang_inflight.scheduler.sglang_types.pools import SessionSlot, StreamingSession
+    from sglang_inflight.scheduler.sglang_types.req import (
+        ForwardBatch,
+        FrequencyPenalizer,
+        MinNewTokensPenalizer,
+        Penalizer,
+        PresencePenalizer,
+        RepetitionPenalizer,
+        Req,
+        ScheduleBatch,
+        Session,
+    )
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+
+
+# ---- prefilled again -------------------------------------------------------------------------
+
+
+class TokenEmbeddings:
+    """Flag: every model of this process exposes its token embedding.
+
+    Set before the first request, on the scheduler's thread, and only read afterwards.
+    """
+
+    are_known = False
+
+
+def look_for_embeddings(scheduler: Scheduler) -> None:
+    workers = (scheduler.tp_worker, scheduler.draft_worker)
+    runners = [r for w in workers if w is not None for _, r in w.weight_update_runners()]
+    TokenEmbeddings.are_known = all(_embedding_of(r.model) is not None for r in runners)
+
+
+def keep_output(reset: Callable[[Req], None], req: Req) -> None:
+    """Keep the output of a request with ``input_embeds``, which SGLang's ``reset`` empties."""
+    output_ids, events = req.output_ids, req.weight_version_events
+    reset(req)
+    if req.input_embeds is not None and TokenEmbeddings.are_known:
+        req.output_ids, req.weight_version_events = output_ids, events
+
+
+def embed_tokens(
+    forward_batch: ForwardBatch,
+    _: object,
+    batch: ScheduleBatch,
+    model_runner: ModelRunner,
+    *args: object,
+    **kwargs: object,
+) -> None:
+    """Add the embeddings of generated tokens to those that requests brought.
+
+    ``input_embeds`` is float32, of shape (tokens with an embedding in their request, hidden size).
+    Afterwards ``input_embeds`` has a row for each token of the batch. The embedding runs right
+    before the forward, on its stream. So the ranks of a tensor-parallel group embed in the same
+    order, and with the weights of the step.
+    """
+    given = forward_batch.input_embeds
+    if given is None or not batch.forward_mode.is_extend():
+        return
+    places, tokens = _places(batch)
+    if len(places) == tokens:
+        return
+    ids = forward_batch.input_ids
+    whole = given.new_zeros(len(ids), given.shape[1])
+    # later stages of a pipeline embed nothing
+    if get_parallel().pp_rank == 0 and (embed := _embedding_of(model_runner.model)) is not None:
+        whole.copy_(embed(ids))
+    whole[torch.tensor(places, device=given.device)] = given[: len(places)]
+    forward_batch.input_embeds = whole
+
+
+def _places(batch: ScheduleBatch) -> tuple[list[int], int]:
+    """Return the indices of tokens with an embedding in their request, and the token count."""
+    places: list[int] = []
+    start = 0
+    for req, prefix, length in zip(batch.reqs, batch.prefix_lens, batch.extend_lens, strict=True):
+        if req.input_embeds is not None:
+            places += range(start, start + min(max(len(req.input_embeds) - prefix, 0), length))
+        start += length
+    return places, start
+
+
+def _embedding_of(model: torch.nn.Module) -> Embed | None:
+    get: Any = getattr(model, "get_input_embeddings", None)
+    if get is not None:
+        # in some of SGLang's models this method embeds, in others it returns the layer
+        found = get if inspect.signature(get).parameters else get()
+        return cast(Embed, found) if callable(found) else None
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    ]
+    return layers[0] if len(layers) == 1 else None
+
+
+def append_hidden_states(
+    append: Callable[..., int],
+    processor: object,
+    *,
+    req: Req,
+    logits_output: Any,
+    hidden_state_offset: int,
+    extend_input_len: int,
+    store: bool = True,
+    **kwargs: Any,
+) -> int:
+    """Append one row, for the prefill's new token, if ``req`` has earlier tokens.
+
+    ``hidden_states`` has a row (hidden size) for each token. The first token has a block instead
+    (tokens of the prompt, hidden size).
+    """
+    continues = bool(req.output_ids)
+    end = append(
+        processor,
+        req=req,
+        logits_output=logits_output,
+        hidden_state_offset=hidden_state_offset,
+        extend_input_len=extend_input_len,
+        store=store and not continues,
+        **kwargs,
+    )
+    if store and continues and req.return_hidden_states:
+        row = logits_output.hidden_states[end - 1].cpu().tolist()
+        if req.return_hidden_states == "last":
+            req.hidden_states[:] = [row]
+        else:
+            req.hidden_states.append(row)
+    return end
+
+
+# ---- penalties -------------------------------------------------------------------------------
+
+
+def count_frequencies(_: None, penalizer: FrequencyPenalizer) -> None:
+    if (made := _made(penalizer)) is not None:
+        penalties = penalizer.frequency_penalties[made[0], 0]
+        penalizer.cumulated_frequency_penalties.index_put_(made, penalties, accumulate=True)
+
+
+def note_presence(_: None, penalizer: PresencePenalizer) -> None:
+    if (made := _made(penalizer)) is not None:
+        penalties = penalizer.presence_penalties[made[0], 0]
+        penalizer.cumulated_presence_penalties.index_put_(made, penalties)
+
+
+def note_repetition(_: None, penalizer: RepetitionPenalizer) -> None:
+    if (made := _made(penalizer)) is not None:
+        penalties = penalizer.repetition_penalties[made[0], 0]
+        penalizer.cumulated_repetition_penalties.index_put_(made, penalties)
+
+
+def count_tokens(_: None, penalizer: MinNewTokensPenalizer) -> None:
+    lengths = [[len(req.output_ids)] for req in penalizer.orchestrator.reqs()]
+    # avoid a copy to the device, which waits for the stream
+    if any(length for (length,) in lengths):
+        counted = penalizer.len_output_tokens
+        counted.copy_(torch.tensor(lengths, dtype=counted.dtype))
+
+
+def _made(penalizer: Penalizer) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return the rows and tokens to count, or None without tokens."""
+    batch = penalizer.orchestrator.batch
+    rows: list[int] = []
+    tokens: list[int] = []
+    for row, req in enumerate(batch.reqs):
+        # under overlap the next step counts the last token: its own is not sampled by then
+        counted = list(req.output_ids[:-1] if batch.enable_overlap else req.output_ids)
+        rows += [row] * len(counted)
+        tokens += counted
+    if not rows:
+        return None
+    device = penalizer.orchestrator.device
+    return torch.tensor(rows, device=device), torch.tensor(tokens, device=device)
+
+
+# ---- turns of a streaming session ------------------------------------------------------------
+
+
+def move_kv_to_turn(sessions: StreamingSession, slot: SessionSlot, req: Req) -> None:
+    """Move the session's KV to the retracted turn, so that the retraction frees it.
+
+    The session stays in flight, and the turn recomputes the history when it runs again. The
+    session keeps nothing of an unfinished turn. If the turn is aborted meanwhile, the next turn
+    continues from the last finished one.
+    """
+    assert req.session is not None
+    del sessions.slots[req.session.session_id]
+    req.lock, slot.lock = slot.lock, None
+
+
+def detach_refused(req: Req, session: Session, *args: object, **kwargs: object) -> None:
+    """Detach a refused turn from its session, so that it neither ends nor frees the running turn.
+
+    ``create_req`` marks a refused turn by ``to_finish``.
+    """
+    if session.streaming and req.to_finish is not None:
+        req.session = None
+
+
+def end_turns_of_aborted(retracted: tuple[list[Req], float, list[Req]], *args: object) -> None:
+    """End the session's turn for requests aborted for lack of memory, so that the next may run."""
+    _, _, given_up = retracted
+    for req in given_up:
+        if req.session is not None and req.session.streaming:
+            req.session.abort_req()
