@@ -16,8 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 import msgspec
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.answers import MemoryStatus, PauseStatus, Role, StagingStatus, WeightsStatus
-from sglang_inflight.answers import PauseMode as PauseMode
+from sglang_inflight.vocabulary.answers import (
+    MemoryStatus,
+    PauseStatus,
+    Role,
+    StagingStatus,
+    WeightsStatus,
+)
+from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
 
 if TYPE_CHECKING:
 
@@ -173,7 +179,7 @@ class Failed(RankAnswer, kw_only=True):
     """Answer to a call whose handler raised."""
 
     message: str
-    # name of a class in sglang_inflight.errors
+    # name of a class in sglang_inflight.vocabulary.errors
     error: str
 
 

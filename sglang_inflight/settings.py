@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from sglang_inflight import inactive
-from sglang_inflight.errors import BadSetting
+from sglang_inflight.vocabulary.errors import BadSetting
 
 PREFIX = "SGLANG_INFLIGHT_"
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 # busy cores delay a thread's start; a thread without memory never starts
 BEGIN_S = 10.0

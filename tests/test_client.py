@@ -17,7 +17,7 @@ from harness import marker
 from harness.server import Server, free_port
 from sglang_inflight.client import AsyncClient, Client, Progress
 from sglang_inflight.client.async_client import ATTEMPTS
-from sglang_inflight.errors import Conflict, Refused
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 from tests.support.load import ENDLESS, expect_all_go_on, settle, start_running, status, until
 from tests.support.proxy import Proxy
 from tests.support.updates import (

@@ -12,7 +12,7 @@ import pytest
 from harness import marker
 from harness.server import Server, free_port, serve
 from sglang_inflight.client import AsyncFleet, Client, Fleet, FleetRefused, FleetSplit, Sender
-from sglang_inflight.errors import Conflict
+from sglang_inflight.vocabulary.errors import Conflict
 from tests.support.examples import run
 from tests.support.load import ENDLESS, expect_all_go_on, start_running, status, until
 from tests.support.pool import restore

@@ -13,7 +13,7 @@ from harness.server import Server
 from harness.starting import ROOT, end, start
 from sglang_inflight.client import Client, Sender, Session, trainer_group
 from sglang_inflight.client.sender import GROUP_NAME
-from sglang_inflight.errors import Conflict, Refused
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 from tests.support.load import ENDLESS, start_running
 from tests.support.updates import (
     drop_session,

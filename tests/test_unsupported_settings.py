@@ -12,7 +12,7 @@ from harness.server import IN_A_FORK, Server, serve
 from harness.starting import end, start
 from sglang_inflight import unsupported
 from sglang_inflight.client import Client
-from sglang_inflight.errors import NotOffered
+from sglang_inflight.vocabulary.errors import NotOffered
 from tests.support.engine import run_script
 from tests.support.load import Generation
 from tests.support.pool import ServerPool

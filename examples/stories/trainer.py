@@ -20,7 +20,7 @@ import torch
 
 from examples.stories.weights import read_tensors
 from sglang_inflight.client import Client, Sender
-from sglang_inflight.errors import InflightError
+from sglang_inflight.vocabulary.errors import InflightError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

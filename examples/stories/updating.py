@@ -16,7 +16,7 @@ from examples.stories.streams import Streams
 from examples.stories.styles import Style
 from examples.stories.updates import Receipt
 from sglang_inflight.client import AsyncClient
-from sglang_inflight.errors import InflightError
+from sglang_inflight.vocabulary.errors import InflightError
 
 STATUS_EVERY_S = 0.5
 # tokens after which every story is certain to go on

@@ -14,7 +14,7 @@ import httpx
 import typer
 
 from sglang_inflight.client import Client
-from sglang_inflight.errors import Conflict, InflightError, Refused
+from sglang_inflight.vocabulary.errors import Conflict, InflightError, Refused
 
 LOCAL = "http://127.0.0.1:30000"
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from sglang_inflight.answers import Answer
 from sglang_inflight.client import Progress
 from sglang_inflight.client.progress import OnProgress
+from sglang_inflight.vocabulary.answers import Answer
 
 if TYPE_CHECKING:
     from rich.table import Table

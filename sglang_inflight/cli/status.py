@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from sglang_inflight.answers import CONTROL_SYNC, RankStatus
 from sglang_inflight.cli.connection import (
     LOCAL,
     ApiKey,
@@ -19,6 +18,7 @@ from sglang_inflight.cli.connection import (
 )
 from sglang_inflight.cli.output import print_json, print_table, start_table
 from sglang_inflight.client import Client, Status
+from sglang_inflight.vocabulary.answers import CONTROL_SYNC, RankStatus
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -7,7 +7,6 @@ many         ``Fleet``    ``AsyncFleet``
 reads each token's version from an answer.
 """
 
-from sglang_inflight.answers import Begun, Grant, MemoryMoved, Receipt, Release, StagedSoFar, Status
 from sglang_inflight.client.answers import NoAnswer, WrongAnswer
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
@@ -22,6 +21,15 @@ from sglang_inflight.client.spans import (
     in_order,
     read_spans,
     version_per_token,
+)
+from sglang_inflight.vocabulary.answers import (
+    Begun,
+    Grant,
+    MemoryMoved,
+    Receipt,
+    Release,
+    StagedSoFar,
+    Status,
 )
 
 __all__ = [

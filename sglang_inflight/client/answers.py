@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from sglang_inflight.answers import Answer
-from sglang_inflight.errors import (
+from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.errors import (
     ERRORS,
     Conflict,
     InflightError,

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import anyio
 import httpx
 
-from sglang_inflight.answers import Begun, Grant, MemoryMoved, Receipt, Release, StagedSoFar, Status
 from sglang_inflight.client.answers import (
     A,
     Json,
@@ -27,7 +26,16 @@ from sglang_inflight.client.answers import (
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session
-from sglang_inflight.errors import InflightError, NotOffered
+from sglang_inflight.vocabulary.answers import (
+    Begun,
+    Grant,
+    MemoryMoved,
+    Receipt,
+    Release,
+    StagedSoFar,
+    Status,
+)
+from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 logger = logging.getLogger(__name__)
 

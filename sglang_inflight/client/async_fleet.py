@@ -26,13 +26,13 @@ from typing import Any
 import anyio
 import httpx
 
-from sglang_inflight.answers import Answer, Begun, Grant, Receipt, StagedSoFar, Status
 from sglang_inflight.client.answers import NoAnswer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
 from sglang_inflight.client.context_group import ContextGroup, together
 from sglang_inflight.client.progress import OnProgress
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
-from sglang_inflight.errors import Conflict, InflightError
+from sglang_inflight.vocabulary.answers import Answer, Begun, Grant, Receipt, StagedSoFar, Status
+from sglang_inflight.vocabulary.errors import Conflict, InflightError
 
 logger = logging.getLogger(__name__)
 

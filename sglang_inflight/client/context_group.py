@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import anyio
 import httpx
 
-from sglang_inflight.answers import Answer
 from sglang_inflight.client.report import Report
-from sglang_inflight.errors import InflightError
+from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.errors import InflightError
 
 T = TypeVar("T")
 HowItEnded = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sglang_inflight.answers import Status
+from sglang_inflight.vocabulary.answers import Status
 
 
 @dataclass(frozen=True)

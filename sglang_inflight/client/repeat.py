@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import httpx
 
-from sglang_inflight.errors import InflightError, Refused
+from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
 

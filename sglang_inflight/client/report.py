@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from sglang_inflight.answers import Answer
-from sglang_inflight.errors import Conflict, HalfDone, Refused
+from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
 
 Phase = Literal["status", "pause", "resume", "begin", "stage", "seal", "commit", "roll back"]
 

@@ -15,7 +15,7 @@ from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.buckets import Bucket, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.client.buckets import NamedTensor

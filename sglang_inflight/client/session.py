@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sglang_inflight.answers import Begun, Receipt
+from sglang_inflight.vocabulary.answers import Begun, Receipt
 
 
 class Session(Mapping[str, Any]):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from sglang_inflight.errors import InflightError
+from sglang_inflight.vocabulary.errors import InflightError
 
 T = TypeVar("T")
 

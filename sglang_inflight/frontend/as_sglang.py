@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_inflight.answers import Begun, Deferred, Receipt, StagedSoFar
-from sglang_inflight.errors import InflightError, Refused
+from sglang_inflight.vocabulary.answers import Begun, Deferred, Receipt, StagedSoFar
+from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
 

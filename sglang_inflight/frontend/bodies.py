@@ -28,7 +28,6 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightVersionReqInput,
 )
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.as_sglang import as_sglang_reads
 from sglang_inflight.messages import (
     DiskSource,
@@ -41,6 +40,7 @@ from sglang_inflight.messages import (
     Source,
     TensorSource,
 )
+from sglang_inflight.vocabulary.errors import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -7,18 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_inflight.answers import (
-    Begun,
-    Deferred,
-    Grant,
-    MemoryMoved,
-    NamelessGrant,
-    Receipt,
-    Release,
-    StagedSoFar,
-    WindowGrant,
-    WindowRelease,
-)
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -34,6 +22,18 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.vocabulary.answers import (
+    Begun,
+    Deferred,
+    Grant,
+    MemoryMoved,
+    NamelessGrant,
+    Receipt,
+    Release,
+    StagedSoFar,
+    WindowGrant,
+    WindowRelease,
+)
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

@@ -14,7 +14,6 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import ERRORS, HandlerFailed
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import (
     Ranks,
@@ -24,6 +23,7 @@ from sglang_inflight.frontend.ranks import (
 )
 from sglang_inflight.messages import CONTROL_CALL, Failed, RankAnswer
 from sglang_inflight.topology import Rank
+from sglang_inflight.vocabulary.errors import ERRORS, HandlerFailed
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import (

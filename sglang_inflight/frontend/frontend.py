@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_inflight.answers import Status
-from sglang_inflight.errors import InflightError, NotOffered
 from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import Caches
@@ -39,6 +37,8 @@ from sglang_inflight.messages import (
     RankIsSilent,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.answers import Status
+from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

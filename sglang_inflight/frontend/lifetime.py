@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_inflight.errors import Gone, OutcomeUnknown
+from sglang_inflight.vocabulary.errors import Gone, OutcomeUnknown
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

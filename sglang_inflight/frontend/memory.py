@@ -17,8 +17,6 @@ from sglang.srt.managers.io_struct import (
     ResumeMemoryOccupationReqInput,
 )
 
-from sglang_inflight.answers import GONE, MemoryMoved, RankMemory
-from sglang_inflight.errors import HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.frontend.pauses import Pauses
@@ -34,6 +32,8 @@ from sglang_inflight.messages import (
     ResumeCall,
 )
 from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.answers import GONE, MemoryMoved, RankMemory
+from sglang_inflight.vocabulary.errors import HalfDone, RankSilent, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

@@ -20,8 +20,8 @@ from sglang.srt.entrypoints.openai.protocol import (
     TokenizeRequest,
 )
 
-from sglang_inflight.errors import InflightError, NotFound, Refused
 from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
+from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedOpenAIServing

@@ -11,8 +11,6 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from sglang_inflight.answers import MEMORY, Grant, RankGrant, Release
-from sglang_inflight.errors import Conflict, RankSilent, Refused
 from sglang_inflight.frontend.aio import Deadline, SharedCall
 from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.metrics import Metrics
@@ -31,6 +29,8 @@ from sglang_inflight.messages import (
 from sglang_inflight.sglang_types.runtime_context import get_disagg
 from sglang_inflight.topology import Rank
 from sglang_inflight.unsupported import why_no_pause, why_not_sent_for_again
+from sglang_inflight.vocabulary.answers import MEMORY, Grant, RankGrant, Release
+from sglang_inflight.vocabulary.errors import Conflict, RankSilent, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from sglang_inflight.answers import NamelessGrant, Release
-from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.vocabulary.answers import NamelessGrant, Release
+from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import ContinueBody, ResumeMemoryBody
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.vocabulary.errors import InflightError
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedSignalHandler, PatchedTokenizerManager

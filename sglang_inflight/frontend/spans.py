@@ -13,7 +13,7 @@ from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import ADAPTER_VERSIONS
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types.requests import WeightVersionSpan
-from sglang_inflight.version_label import VersionLabel, split_adapter
+from sglang_inflight.vocabulary.labels import VersionLabel, split_adapter
 
 Write = Callable[..., None]
 

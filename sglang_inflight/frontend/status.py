@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_inflight.answers import RankStatus, Status
 from sglang_inflight.messages import Described
+from sglang_inflight.vocabulary.answers import RankStatus, Status
 
 
 def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:

@@ -37,19 +37,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import msgspec
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
 
-from sglang_inflight.answers import (
-    Begun,
-    Deferred,
-    Grant,
-    MemoryMoved,
-    NamelessGrant,
-    Receipt,
-    Release,
-    StagedSoFar,
-    WindowGrant,
-    WindowRelease,
-)
-from sglang_inflight.errors import Conflict, Dropped, InflightError, Refused
 from sglang_inflight.frontend.aio import SharedCall, keep
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -71,6 +58,19 @@ from sglang_inflight.frontend.updates.kv_policy import why_cache_cannot_be_flush
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import KVPolicy, PauseMode
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.answers import (
+    Begun,
+    Deferred,
+    Grant,
+    MemoryMoved,
+    NamelessGrant,
+    Receipt,
+    Release,
+    StagedSoFar,
+    WindowGrant,
+    WindowRelease,
+)
+from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_inflight.errors import ERRORS, Exhausted, InflightError, Refused
 from sglang_inflight.messages import (
     A,
     BaseReq,
@@ -17,6 +16,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.nodes.reply_transport import ReplyTransport
 from sglang_inflight.topology import is_first_of_replica, own_rank
+from sglang_inflight.vocabulary.errors import ERRORS, Exhausted, InflightError, Refused
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.utils import TypeBasedDispatcher
 
-from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     CancelReleaseCall,
     CommitCall,
@@ -71,14 +70,15 @@ from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types.runtime_context import get_model
+from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
-    from sglang_inflight.answers import Role
     from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
     from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
     from sglang_inflight.sglang_types.requests import AbortRequest, ContinueRequest, PauseRequest
     from sglang_inflight.sglang_types.server_args import PortArgs
+    from sglang_inflight.vocabulary.answers import Role
 
 # by SGLang's mode of disaggregation
 _ROLES: dict[str, Role] = {"null": "both", "prefill": "prefill", "decode": "decode"}

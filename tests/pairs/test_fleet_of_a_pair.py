@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sglang_inflight.client import Fleet, FleetRefused, FleetSplit
-from sglang_inflight.errors import Conflict
+from sglang_inflight.vocabulary.errors import Conflict
 from tests.support.load import (
     prompt,
     status,

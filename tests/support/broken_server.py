@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_inflight.answers import (
+from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
     Grant,

@@ -21,7 +21,7 @@ import sglang
 
 from harness import marker
 from harness.server import free_port
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 from tests.support.load import ENDLESS
 
 TOKENS = 600

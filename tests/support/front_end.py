@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.answers import MEMORY, MemoryStatus, PauseStatus, StagingStatus, WeightsStatus
 from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.memory import Memory
@@ -72,6 +71,13 @@ from sglang_inflight.scheduler.pause.machine import (
 )
 from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
+from sglang_inflight.vocabulary.answers import (
+    MEMORY,
+    MemoryStatus,
+    PauseStatus,
+    StagingStatus,
+    WeightsStatus,
+)
 
 FIRST = Rank(0, 0, 0)
 SETTINGS = Settings.from_environment()

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from sglang.srt.platforms import current_platform
 
-from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import (
     TensorBody,
 )
@@ -44,6 +43,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.update.worker import Job
 from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
+from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.ticks import until_idle
 
 SESSION = "s"

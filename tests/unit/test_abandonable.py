@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 import torch
 
-from sglang_inflight.errors import Dropped
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
+from sglang_inflight.vocabulary.errors import Dropped
 
 LONG_S = 60
 

@@ -17,11 +17,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
-from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.lora import adapters, unloading
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody
 from sglang_inflight.frontend.lora.loading import load_everywhere
+from sglang_inflight.vocabulary.errors import Conflict
 
 MOST = 2
 OLD = LoRARef(lora_name="policy", lora_path="/old")

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.frontend import bodies
 from sglang_inflight.frontend.bodies import Body, decode
 from sglang_inflight.frontend.lora import bodies as lora
+from sglang_inflight.vocabulary.errors import Refused
 
 # fields required by SGLang, of each body
 WHOLE: dict[type[Body], dict[str, Any]] = {

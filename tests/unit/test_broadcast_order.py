@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DistributedSource, OpenCall, StageCall, Staged
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -21,6 +20,7 @@ from sglang_inflight.scheduler.update.sources.groups import Group, Groups
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Update
+from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.fakes import ManualWorker
 
 CPU = torch.device("cpu")

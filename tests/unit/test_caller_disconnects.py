@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from sglang_inflight.answers import MEMORY, Begun, Grant
-from sglang_inflight.errors import Conflict, Dropped, InflightError
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -38,6 +36,8 @@ from sglang_inflight.frontend.bodies import (
 from sglang_inflight.frontend.http.endpoints import while_connected, with_body
 from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.messages import ReleaseCall
+from sglang_inflight.vocabulary.answers import MEMORY, Begun, Grant
+from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle

@@ -14,10 +14,10 @@ import torch
 import zmq
 from torch.multiprocessing.reductions import reduce_tensor
 
-from sglang_inflight.errors import Dropped, Refused
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_ipc
+from sglang_inflight.vocabulary.errors import Dropped, Refused
 from tests.support.checkpoint_engine import DEVICE, leaves_once_met
 from tests.unit.fakes import name_device_as_trainers_do
 

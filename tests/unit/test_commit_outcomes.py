@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.errors import (
+from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.frontend.updates.two_phase import TwoPhase
+from sglang_inflight.messages import A, CommitCall, Committed, Failed, InflightCall
+from sglang_inflight.vocabulary.errors import (
     Conflict,
     HalfDone,
     InflightError,
@@ -15,9 +18,6 @@ from sglang_inflight.errors import (
     RankSilent,
     Refused,
 )
-from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates.two_phase import TwoPhase
-from sglang_inflight.messages import A, CommitCall, Committed, Failed, InflightCall
 
 CALL = CommitCall(update_id="u", weight_version="v1", kv_cache="fence")
 COMMITTED = Committed(

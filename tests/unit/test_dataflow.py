@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -16,6 +15,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import (
 )
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
 
 WEIGHT = torch.zeros(8)
 OUTSIDE = torch.ones(8)

@@ -7,9 +7,9 @@ import threading
 import pytest
 import torch
 
-from sglang_inflight.errors import Dropped, Refused
 from sglang_inflight.scheduler.update.checks import digest
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
+from sglang_inflight.vocabulary.errors import Dropped, Refused
 
 Weights = list[tuple[str, torch.Tensor]]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from harness.starting import ROOT
-from sglang_inflight.errors import ERRORS, InflightError
 from sglang_inflight.frontend.http import routes
 from sglang_inflight.settings import PREFIX, Settings
+from sglang_inflight.vocabulary.errors import ERRORS, InflightError
 from tests.matrix.__main__ import IN_README
 from tests.matrix.columns import COLUMNS
 from tests.matrix.configurations import CONFIGURATIONS

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from sglang.srt.utils.aio_rwlock import RWLock
 
-from sglang_inflight.errors import Conflict
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
+from sglang_inflight.vocabulary.errors import Conflict
 from tests.support.ticks import run, tick, until_idle
 
 PATIENCE_S = 5.0

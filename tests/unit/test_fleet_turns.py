@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from sglang_inflight.answers import (
+from sglang_inflight.client import AsyncFleet, Fleet, FleetRefused, FleetSplit
+from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
     Grant,
@@ -26,8 +27,7 @@ from sglang_inflight.answers import (
     StagingStatus,
     Status,
 )
-from sglang_inflight.client import AsyncFleet, Fleet, FleetRefused, FleetSplit
-from sglang_inflight.errors import Conflict
+from sglang_inflight.vocabulary.errors import Conflict
 
 BEGIN, SEAL, END = "/begin_weight_update", "/seal_weight_update", "/end_weight_update"
 PAUSE, RESUME, ROLL_BACK = "/pause_generation", "/continue_generation", "/inflight/rollback"

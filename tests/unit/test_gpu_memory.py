@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import GPUMemorySource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources import gpu_sharing
@@ -26,6 +25,7 @@ from sglang_inflight.scheduler.update.sources.gpu_memory import (
 )
 from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, require_open
 from sglang_inflight.scheduler.update.sources.layouts import Layout
+from sglang_inflight.vocabulary.errors import Refused
 
 CPU = torch.device("cpu")
 UNLIMITED = RateLimit(0, lambda: False)

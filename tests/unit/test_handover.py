@@ -25,7 +25,7 @@ from sglang_inflight.scheduler.versions.handover_note import (
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.token_versions import Versions
-from sglang_inflight.version_label import VersionLabel
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 SIZE, ROOM = 96, (1 << 62) + 5
 LONG = "a very long name " * 12

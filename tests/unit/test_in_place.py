@@ -10,8 +10,8 @@ import torch
 from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from torch import nn
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
+from sglang_inflight.vocabulary.errors import Refused
 
 Finish = Callable[[Any], None]
 

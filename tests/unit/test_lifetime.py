@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.errors import Conflict, Gone, OutcomeUnknown
 from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.vocabulary.errors import Conflict, Gone, OutcomeUnknown
 
 Play = Callable[[Lifetime, "asyncio.Future[str]"], Coroutine[Any, Any, str]]
 

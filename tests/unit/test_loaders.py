@@ -20,7 +20,6 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DIRECT, TensorSource
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.jobs import Jobs
@@ -31,6 +30,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.update import Update
+from sglang_inflight.vocabulary.errors import Refused
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

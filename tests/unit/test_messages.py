@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers import io_struct
 
-from sglang_inflight.answers import (
+from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
+from sglang_inflight.vocabulary.answers import (
     Answer,
     Holder,
     MemoryStatus,
@@ -15,7 +16,6 @@ from sglang_inflight.answers import (
     StagingStatus,
     WeightsStatus,
 )
-from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
 
 DESCRIBED = Described(
     call_id="c",

@@ -18,7 +18,6 @@ from sglang.srt.utils.network import get_free_port
 from torch._C._distributed_c10d import HashStore
 
 from sglang_inflight.client.trainer_group import TrainerGroup
-from sglang_inflight.errors import Dropped, Refused
 from sglang_inflight.nccl_errors import NEVER, errors_cost_the_group_only, name_error_handling
 from sglang_inflight.scheduler.update.sources import groups, process_group
 from sglang_inflight.scheduler.update.sources.groups import Group
@@ -27,6 +26,7 @@ from sglang_inflight.scheduler.update.sources.process_group import (
     construct,
     form_group,
 )
+from sglang_inflight.vocabulary.errors import Dropped, Refused
 
 HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 RENDEZVOUS = datetime.timedelta(seconds=5)

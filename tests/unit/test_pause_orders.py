@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.answers import MEMORY
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
 from sglang_inflight.scheduler.pause import machine
 from sglang_inflight.scheduler.pause.machine import (
@@ -45,6 +44,7 @@ from sglang_inflight.scheduler.pause.machine import (
     WaitOver,
     transition,
 )
+from sglang_inflight.vocabulary.answers import MEMORY
 
 RUNNING, DRAINING, FROZEN = PauseState
 LEASE_S, TIMEOUT_S = 30.0, 60.0

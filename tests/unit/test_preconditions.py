@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from sglang.srt.managers.io_struct import SlowDownReqInput
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.isolation import preconditions
+from sglang_inflight.vocabulary.errors import Refused
 
 NOT_NEEDED: Any = None
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_inflight.answers import CONTROL_SYNC
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources import groups, pulse
 from sglang_inflight.scheduler.update.sources.groups import Group
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
+from sglang_inflight.vocabulary.answers import CONTROL_SYNC
+from sglang_inflight.vocabulary.errors import Refused
 
 PATIENCE = 10_000_000
 

@@ -18,11 +18,11 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
-from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.update import reservation
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.errors import BadSetting
 
 GB = 1 << 30
 # share of the KV cache's room

@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources.safetensors_file import _DTYPES, SafetensorsFile
+from sglang_inflight.vocabulary.errors import Refused
 
 
 def read(path: Path) -> dict[str, torch.Tensor]:

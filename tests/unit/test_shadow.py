@@ -14,7 +14,6 @@ from sglang.srt.model_loader.utils import should_async_load
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -23,6 +22,7 @@ from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.swap import ContentSwap, swap_for
+from sglang_inflight.vocabulary.errors import Refused
 
 CPU = torch.device("cpu")
 Weights = Iterable[tuple[str, torch.Tensor]]

@@ -10,8 +10,8 @@ from multiprocessing import current_process
 
 import pytest
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources import tensors
+from sglang_inflight.vocabulary.errors import Refused
 
 SHARE = """
 import sys

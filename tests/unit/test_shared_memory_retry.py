@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources import tensors
+from sglang_inflight.vocabulary.errors import Refused
 
 LATE = RuntimeError("Shared memory manager connection has timed out\nException raised from recv")
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     DiskSource,
     Done,
@@ -29,6 +28,7 @@ from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingStat
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
+from sglang_inflight.vocabulary.errors import Conflict
 from tests.unit.fakes import ManualWorker
 
 EMPTY, OPEN, SEALED = StagingState

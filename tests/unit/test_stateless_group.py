@@ -17,7 +17,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import Backend
 
 from harness.server import free_port
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import JoinGroupCall
 from sglang_inflight.scheduler.update.sources.groups import Group
 from sglang_inflight.scheduler.update.sources.process_group import Formed, construct
@@ -27,6 +26,7 @@ from sglang_inflight.scheduler.update.sources.stateless_group import (
     StatelessRendezvous,
     _store_with,
 )
+from sglang_inflight.vocabulary.errors import Refused
 from tests.support.load import until
 
 ID = bytes(range(128))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_inflight.answers import MemoryStatus, RankStatus, StagingStatus, Status
 from sglang_inflight.cli.status import _draw
+from sglang_inflight.vocabulary.answers import MemoryStatus, RankStatus, StagingStatus, Status
 
 
 def draw_status(hollow: str | None = None, **of_staging: Any) -> str:

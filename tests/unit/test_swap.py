@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.swap import ContentSwap
+from sglang_inflight.vocabulary.errors import Refused
 
 SPARE_BYTES = 64
 # operations allowed to a commit: views and copies

@@ -12,8 +12,6 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.answers import Release
-from sglang_inflight.errors import Dropped, InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -33,6 +31,8 @@ from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
 from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.frontend.transparent import TransparentCalls
 from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
+from sglang_inflight.vocabulary.answers import Release
+from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from sglang.srt.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources.stateless_group import read_unique_id
+from sglang_inflight.vocabulary.errors import Refused
 
 ID = bytes(range(128))
 VLLM = "vllm.distributed.device_communicators.pynccl_wrapper"

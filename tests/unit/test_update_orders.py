@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.answers import Answer
-from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -29,6 +27,8 @@ from sglang_inflight.messages import (
     RollbackCall,
     SealCall,
 )
+from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.ticks import run, tick
 from tests.unit.fakes import (
     SESSION,

@@ -13,7 +13,7 @@ from sglang_inflight.frontend import spans as answers
 from sglang_inflight.frontend.tokenizer_hooks import take_kv_versions
 from sglang_inflight.scheduler.versions import token_versions as versions
 from sglang_inflight.scheduler.versions.adapter_versions import AdapterVersions
-from sglang_inflight.version_label import AdapterLabel, VersionLabel
+from sglang_inflight.vocabulary.labels import AdapterLabel, VersionLabel
 
 # (version, epoch, tokens) of a request in flight: an unnamed commit, a rollback, a new name
 HISTORY = [("a", 0, 2), ("a", 1, 3), ("b", 2, 1), ("a", 3, 0), ("a", 4, 4), ("c", 4, 2)]

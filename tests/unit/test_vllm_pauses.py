@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.answers import MemoryMoved
-from sglang_inflight.errors import Conflict, OutcomeUnknown
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.http.vllm.bodies import PauseQuery, SleepQuery
 from sglang_inflight.frontend.http.vllm.routes import _Routes
+from sglang_inflight.vocabulary.answers import MemoryMoved
+from sglang_inflight.vocabulary.errors import Conflict, OutcomeUnknown
 from tests.support.ticks import run, until_idle
 from tests.unit.fakes import PausingRank, no_server, pauses_of
 

@@ -16,21 +16,6 @@ import torch
 from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
-from sglang_inflight.answers import (
-    Begun,
-    Deferred,
-    Grant,
-    MemoryMoved,
-    NamelessGrant,
-    Receipt,
-    Release,
-    StagedSoFar,
-    Status,
-    WindowGrant,
-    WindowRelease,
-    describe_inactive,
-)
-from sglang_inflight.errors import InflightError
 from sglang_inflight.frontend.as_sglang import SuccessAndMessage, as_sglang_answers
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -56,6 +41,21 @@ from sglang_inflight.frontend.engine.method import EngineMethod, engine_method, 
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.vocabulary.answers import (
+    Begun,
+    Deferred,
+    Grant,
+    MemoryMoved,
+    NamelessGrant,
+    Receipt,
+    Release,
+    StagedSoFar,
+    Status,
+    WindowGrant,
+    WindowRelease,
+    describe_inactive,
+)
+from sglang_inflight.vocabulary.errors import InflightError
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine

@@ -14,8 +14,6 @@ from starlette._utils import get_route_path
 from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.answers import Inactive
-from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import (
     BeginBody,
     Body,
@@ -31,6 +29,8 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
+from sglang_inflight.vocabulary.answers import Inactive
+from sglang_inflight.vocabulary.errors import NotOffered
 
 # routes of ours, missing in SGLang
 ROUTES = (

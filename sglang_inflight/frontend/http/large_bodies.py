@@ -19,8 +19,8 @@ import msgspec
 import pybase64
 from fastapi import Request
 
-from sglang_inflight.errors import Exhausted, Refused, TooLarge
 from sglang_inflight.messages import Payload, PayloadFile
+from sglang_inflight.vocabulary.errors import Exhausted, Refused, TooLarge
 
 # Decoding this much JSON holds the interpreter for some milliseconds.
 LARGE_STRING_BYTES = 64 << 10

@@ -13,8 +13,6 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from sglang_inflight.answers import Begun, Grant
-from sglang_inflight.errors import InflightError, Refused
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -51,6 +49,8 @@ from sglang_inflight.frontend.http.endpoints import (
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
+from sglang_inflight.vocabulary.answers import Begun, Grant
+from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

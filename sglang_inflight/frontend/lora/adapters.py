@@ -23,14 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
-from sglang_inflight.errors import (
-    Conflict,
-    InflightError,
-    NotFound,
-    NotOffered,
-    RankFailed,
-    Refused,
-)
 from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
 from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
@@ -44,6 +36,14 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.sglang_types.runtime_context import get_lora, get_memory, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.errors import (
+    Conflict,
+    InflightError,
+    NotFound,
+    NotOffered,
+    RankFailed,
+    Refused,
+)
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import (

@@ -10,9 +10,9 @@ from sglang.srt.managers.io_struct import (
     UnloadLoRAAdapterReqInput,
 )
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.bodies import Body, Name, Version, check_version
 from sglang_inflight.messages import AdapterKVPolicy, LoadAdapter, LoadAdapterFromTensors
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class LoadAdapterBody(Body, kw_only=True):

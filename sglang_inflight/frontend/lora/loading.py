@@ -13,9 +13,9 @@ from sglang.srt.managers.io_struct import (
     LoRAUpdateOutput,
 )
 
-from sglang_inflight.errors import HandlerFailed, Refused
 from sglang_inflight.frontend.lora.unloading import why_no_room_in_a_pause
 from sglang_inflight.messages import LoadAdapter, LoadAdapterFromTensors
+from sglang_inflight.vocabulary.errors import HandlerFailed, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import ADAPTER_IN_USE
 from sglang_inflight.sglang_types.runtime_context import get_lora
+from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager

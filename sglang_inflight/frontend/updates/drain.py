@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
-from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.sglang_types.runtime_context import get_disagg, get_serving
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import RWLock, TokenizerManager

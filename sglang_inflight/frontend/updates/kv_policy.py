@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import KVPolicy
 from sglang_inflight.sglang_types.runtime_context import get_memory, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.errors import Refused
 
 logger = logging.getLogger(__name__)
 

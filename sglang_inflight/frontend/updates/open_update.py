@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from sglang_inflight.answers import Receipt
-from sglang_inflight.errors import Conflict, Dropped
 from sglang_inflight.frontend.aio import Deadline, SharedCall
 from sglang_inflight.frontend.updates.phase import Event, Phase, follow
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
@@ -22,6 +20,8 @@ from sglang_inflight.messages import (
     Staged,
     Voted,
 )
+from sglang_inflight.vocabulary.answers import Receipt
+from sglang_inflight.vocabulary.errors import Conflict, Dropped
 
 
 @dataclass

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sglang_inflight.answers import RankReceipt, Receipt
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.messages import Committed
+from sglang_inflight.vocabulary.answers import RankReceipt, Receipt
 
 
 def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Receipt:

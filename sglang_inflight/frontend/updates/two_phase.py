@@ -16,8 +16,6 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from sglang_inflight.answers import Receipt
-from sglang_inflight.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
 from sglang_inflight.frontend.bodies import OnBusy
 from sglang_inflight.frontend.metrics import Metrics
@@ -41,6 +39,8 @@ from sglang_inflight.messages import (
     TensorSource,
 )
 from sglang_inflight.sglang_types.runtime_context import get_disagg
+from sglang_inflight.vocabulary.answers import Receipt
+from sglang_inflight.vocabulary.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

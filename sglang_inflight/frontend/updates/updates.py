@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.answers import Begun, Receipt, StagedSoFar
-from sglang_inflight.errors import Conflict, Dropped, Refused
 from sglang_inflight.frontend.aio import Deadline, keep
 from sglang_inflight.frontend.bodies import (
     AbortUpdateBody,
@@ -34,6 +32,8 @@ from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import RenameCall, RollbackCall
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.answers import Begun, Receipt, StagedSoFar
+from sglang_inflight.vocabulary.errors import Conflict, Dropped, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

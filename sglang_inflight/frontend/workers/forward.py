@@ -16,8 +16,8 @@ from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from sglang_inflight.errors import Exhausted, Gone, InflightError, OutcomeUnknown
 from sglang_inflight.frontend.http.endpoints import refusal
+from sglang_inflight.vocabulary.errors import Exhausted, Gone, InflightError, OutcomeUnknown
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import CALLS, CONTROL_CALL
 from sglang_inflight.scheduler.answers import AnswerChannel, sendable
 from sglang_inflight.scheduler.boundary import Boundary
@@ -37,6 +36,7 @@ from sglang_inflight.scheduler.isolation.background import BackgroundHandlers
 from sglang_inflight.scheduler.isolation.other_writers import OtherWriters
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler

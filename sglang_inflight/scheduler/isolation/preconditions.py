@@ -21,10 +21,10 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.sglang_types.runtime_context import get_device
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sglang_inflight.errors import Conflict, NotFound, RankFailed
 from sglang_inflight.messages import (
     ADAPTER_IN_USE,
     MoveRequestsCall,
@@ -24,7 +23,8 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.lora.fit import why_it_does_not_fit
 from sglang_inflight.scheduler.versions.adapter_versions import FIRST_VERSION, AdapterVersions
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.version_label import AdapterLabel
+from sglang_inflight.vocabulary.errors import Conflict, NotFound, RankFailed
+from sglang_inflight.vocabulary.labels import AdapterLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import LoRAManager, LoRAUpdateOutput

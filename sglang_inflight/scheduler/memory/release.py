@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sglang_inflight.answers import MemoryStatus
-from sglang_inflight.errors import BadSetting, Conflict, Dropped, HalfDone
 from sglang_inflight.messages import (
     CancelReleaseCall,
     Done,
@@ -55,6 +53,8 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.sglang_types.runtime_context import get_exec, get_model, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.answers import MemoryStatus
+from sglang_inflight.vocabulary.errors import BadSetting, Conflict, Dropped, HalfDone
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler

@@ -40,8 +40,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sglang_inflight.answers import MEMORY
 from sglang_inflight.messages import ContinueCall, PauseCall, PauseMode
+from sglang_inflight.vocabulary.answers import MEMORY
 
 # These modes freeze the loop after the last request has ended. The other modes freeze at once.
 DRAINING_MODES: tuple[PauseMode, ...] = ("abort", "wait")

@@ -19,8 +19,6 @@ from sglang.srt.managers.io_struct import (
     PauseGenerationReqInput,
 )
 
-from sglang_inflight.answers import Holder, PauseStatus
-from sglang_inflight.errors import Conflict
 from sglang_inflight.messages import (
     ContinueCall,
     PauseCall,
@@ -61,6 +59,8 @@ from sglang_inflight.scheduler.pause.machine import (
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 from sglang_inflight.scheduler.pause.transfers import Transfers
 from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.vocabulary.answers import Holder, PauseStatus
+from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req

@@ -22,8 +22,6 @@ import time
 
 from sglang.srt.configs.load_config import LoadConfig
 
-from sglang_inflight.answers import WeightsStatus
-from sglang_inflight.errors import Conflict, HalfDone, Refused
 from sglang_inflight.messages import CommitCall, Committed, InflightCall, KVPolicy, RollbackCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
@@ -36,6 +34,8 @@ from sglang_inflight.scheduler.update.update import Sealed
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.vocabulary.answers import WeightsStatus
+from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from torch import nn
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
 
 # (module path and attribute, position in the attribute) of each tensor of a model
 Places = dict[tuple[str, int], torch.Tensor]

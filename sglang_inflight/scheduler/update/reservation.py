@@ -11,7 +11,6 @@ import torch
 from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
-from sglang_inflight.errors import BadSetting
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank, min_over_ranks
 from sglang_inflight.scheduler.memory.host import pinned_bytes
 from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
@@ -22,6 +21,7 @@ from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
 from sglang_inflight.sglang_types.runtime_context import get_schedule
 from sglang_inflight.storages import memory_key
 from sglang_inflight.unsupported import why_no_update
+from sglang_inflight.vocabulary.errors import BadSetting
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner

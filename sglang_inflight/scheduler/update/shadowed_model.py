@@ -12,7 +12,6 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DIRECT, FLATTENED_BUCKET, DiskSource, Source, TensorSource
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write
@@ -37,6 +36,7 @@ from sglang_inflight.scheduler.update.shadow import (
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes, read_shapes
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner

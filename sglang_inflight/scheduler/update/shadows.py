@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.swap import Swap, swap_for
 from sglang_inflight.storages import give_back_freed
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class Shadows:

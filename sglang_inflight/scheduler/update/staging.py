@@ -25,8 +25,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sglang_inflight.answers import StagingStatus
-from sglang_inflight.errors import Conflict, Refused
 from sglang_inflight.messages import (
     A,
     DistributedSource,
@@ -52,6 +50,8 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
+from sglang_inflight.vocabulary.answers import StagingStatus
+from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 
 class StagingState(enum.Enum):

@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import increment_version
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 # size of the spare piece of device memory, kept from the first update on
 SPARE_BYTES = 64 << 20

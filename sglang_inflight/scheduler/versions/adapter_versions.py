@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
-from sglang_inflight.version_label import AdapterLabel, add_adapter
+from sglang_inflight.vocabulary.labels import AdapterLabel, add_adapter
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req

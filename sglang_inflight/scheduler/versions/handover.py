@@ -36,7 +36,7 @@ from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.token_versions import Versions
-from sglang_inflight.version_label import VersionLabel
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req

@@ -42,7 +42,7 @@ from sglang.srt.utils import is_pin_memory_available
 
 from sglang_inflight.scheduler.host_tier import count_host_slots
 from sglang_inflight.scheduler.versions.request_record import Spans, record_of
-from sglang_inflight.version_label import VersionLabel
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.pools import (

@@ -22,7 +22,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.versions.adapter_versions import cut, split_marks
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
-from sglang_inflight.version_label import VersionLabel
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch

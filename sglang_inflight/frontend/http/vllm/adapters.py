@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 
-from sglang_inflight.errors import NotFound
 from sglang_inflight.frontend.http.endpoints import Content
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.lora.bodies import LoadFolderBody, UnloadAdapterBody
+from sglang_inflight.vocabulary.errors import NotFound
 
 
 class LoadBody(LoadFolderBody, kw_only=True):

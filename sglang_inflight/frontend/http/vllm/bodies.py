@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sglang_inflight.errors import NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
     Body,
     DistributedBody,
@@ -19,6 +18,7 @@ from sglang_inflight.frontend.bodies import (
 )
 from sglang_inflight.frontend.bodies import UpdateBody as SGLangsUpdate
 from sglang_inflight.messages import DistributedSource, GPUMemorySource, MeetBy, PauseMode
+from sglang_inflight.vocabulary.errors import NotOffered, Refused
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
 Positive = Annotated[int, msgspec.Meta(ge=1)]

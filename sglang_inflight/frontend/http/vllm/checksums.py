@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
-from sglang_inflight.errors import RankFailed
+from sglang_inflight.vocabulary.errors import RankFailed
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

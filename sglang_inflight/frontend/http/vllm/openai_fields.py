@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     CompletionRequest,
 )
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 # value, token, and the token's text
 Logprob = tuple[float | None, int, str | None]

@@ -13,8 +13,6 @@ from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.answers import MEMORY, MemoryMoved
-from sglang_inflight.errors import Conflict, InflightError, NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
     ContinueBody,
     PauseBody,
@@ -58,6 +56,8 @@ from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
 from sglang_inflight.sglang_types.runtime_context import get_device, get_parallel
+from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
+from sglang_inflight.vocabulary.errors import Conflict, InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager

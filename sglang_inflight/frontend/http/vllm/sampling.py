@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sglang_inflight.errors import NotOffered
 from sglang_inflight.frontend.bodies import Body
+from sglang_inflight.vocabulary.errors import NotOffered
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]

@@ -6,7 +6,6 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.errors import Conflict, NotOffered, Refused
 from sglang_inflight.frontend.bodies import (
     DEFAULT_GROUP,
     AbortUpdateBody,
@@ -30,6 +29,7 @@ from sglang_inflight.frontend.http.vllm.bodies import (
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, Selector
+from sglang_inflight.vocabulary.errors import Conflict, NotOffered, Refused
 
 # how vLLM's clients end a session
 ENDS_IT = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_inflight.answers import Receipt, StagedSoFar
-from sglang_inflight.errors import Refused
 from sglang_inflight.frontend.bodies import DiskBody, decode
 from sglang_inflight.frontend.http.vllm.bodies import WeightDirBody
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.vocabulary.answers import Receipt, StagedSoFar
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class _MayName(msgspec.Struct):

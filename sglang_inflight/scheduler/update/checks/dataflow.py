@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
 
 _COPY = torch.ops.aten.copy_.default
 

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import xxhash
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.threads import start_thread
+from sglang_inflight.vocabulary.errors import Refused
 
 CHUNK_BYTES = 8 << 20
 # threads per rank: more would wait for the bus, or for the host's memory

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.checks.tied_head import TiedHead, is_head
 from sglang_inflight.scheduler.update.error_texts import shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
 
 # A trainer's precision may differ from the server's: these dtypes convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

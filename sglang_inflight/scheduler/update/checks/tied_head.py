@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.vocabulary.errors import Refused
 
 _HEADS = ("lm_head.weight",)
 # in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints

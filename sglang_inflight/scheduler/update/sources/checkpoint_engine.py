@@ -18,7 +18,6 @@ import torch
 import zmq
 from sglang.srt.platforms import current_platform
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import IPCSource
 from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -26,6 +25,7 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.batches import Batches, Weights
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.scheduler.zmq_context import zmq_context
+from sglang_inflight.vocabulary.errors import Refused
 
 POLL_MS = 100
 

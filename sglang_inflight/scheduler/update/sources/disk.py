@@ -26,7 +26,6 @@ from sglang.srt.model_loader.weight_utils import (
     maybe_add_mtp_safetensors,
 )
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import DiskSource
 from sglang_inflight.scheduler.update.error_texts import describe, shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -34,6 +33,7 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.sglang_types.runtime_context import get_model
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelConfig, ModelRunner

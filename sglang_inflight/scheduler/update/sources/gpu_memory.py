@@ -14,7 +14,6 @@ import torch
 from sglang.srt.platforms import current_platform
 from torch.multiprocessing import reductions
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import NEEDS_ONE_GPU, GPUMemorySource
 from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -28,6 +27,7 @@ from sglang_inflight.scheduler.update.sources.gpu_sharing import (
 )
 from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.scheduler.update.sources.unpickling import Function, Unpickler
+from sglang_inflight.vocabulary.errors import Refused
 
 # torch's function that rebuilds such a tensor, and SGLang's replacement in trainers with SGLang
 _REBUILD = frozenset(

@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from sglang_inflight.answers import CONTROL_SYNC
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import (
     DistributedSource,
     Done,
@@ -28,6 +26,8 @@ from sglang_inflight.scheduler.update.sources.process_group import Formed, free_
 from sglang_inflight.scheduler.update.sources.pulse import Pulse
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.topology import own_index
+from sglang_inflight.vocabulary.answers import CONTROL_SYNC
+from sglang_inflight.vocabulary.errors import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 
 @dataclass(frozen=True)

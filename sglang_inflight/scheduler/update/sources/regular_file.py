@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sglang_inflight.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused
 
 
 class _Identity(NamedTuple):

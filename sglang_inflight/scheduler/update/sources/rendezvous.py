@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 from sglang.srt.utils.network import NetworkAddress
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.messages import JoinGroupCall
 from sglang_inflight.scheduler.update.sources.process_group import Formed, form_group
 from sglang_inflight.scheduler.update.sources.stateless_group import StatelessRendezvous
 from sglang_inflight.threads import start_thread
+from sglang_inflight.vocabulary.errors import Refused
 
 # pause between two attempts to connect to the trainer
 LOOK_S = 0.05

@@ -20,13 +20,13 @@ from sglang.srt.utils.network import NetworkAddress
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _abort_process_group
 
-from sglang_inflight.errors import Refused
 from sglang_inflight.scheduler.update.sources.process_group import (
     Formed,
     construct,
     is_nccl,
     last_for_ever,
 )
+from sglang_inflight.vocabulary.errors import Refused
 
 # size of an id of ncclGetUniqueId
 _ID_BYTES = 128
