@@ -24,6 +24,10 @@ from sglang_inflight.vocabulary.answers import (
     WeightsStatus,
 )
 from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
+from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
+from sglang_inflight.vocabulary.bodies import KeepWeights as KeepWeights
+from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
+from sglang_inflight.vocabulary.bodies import Selector as Selector
 
 if TYPE_CHECKING:
 
@@ -65,12 +69,6 @@ else:
 # end of a rank's error text when it refuses to unload an adapter; starts with a count
 ADAPTER_IN_USE = "requests of it have not ended"
 
-KVPolicy = Literal["recompute", "fence", "keep"]
-# for requests that move to another adapter; no "keep", because adapters share no prefixes
-AdapterKVPolicy = Literal["recompute", "fence"]
-# a release either copies the weights to the host or discards them
-KeepWeights = Literal["host", "discard"]
-Selector = Literal["target", "draft", "all"]
 # rendezvous with a trainer: torch.distributed, or vLLM's StatelessProcessGroup
 MeetBy = Literal["torch", "stateless"]
 

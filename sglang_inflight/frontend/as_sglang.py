@@ -1,8 +1,8 @@
-"""Read bodies and write results of SGLang's own calls as SGLang does.
+"""Read bodies, and write results of SGLang's own calls as SGLang does.
 
 SGLang converts values as pydantic does (a port in quotes, for one), and ignores unknown fields.
 Frameworks rely on both. Our own fields are read strictly, because every client of ours sends the
-right types.
+right types. On our routes an unknown field is an error.
 """
 
 from __future__ import annotations
@@ -10,16 +10,78 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from collections.abc import Awaitable
-from typing import Any
+from collections.abc import Awaitable, Iterable
+from typing import Any, TypeVar
 
 import msgspec
 from pydantic import TypeAdapter, ValidationError
+from sglang.srt.managers import io_struct
 
 from sglang_inflight.vocabulary.answers import Begun, Deferred, Receipt, StagedSoFar
+from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, Body
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
+
+B = TypeVar("B", bound=Body)
+
+
+def decode(body: bytes, shape: type[B]) -> B:
+    """Decode JSON into a ``shape``; raise ``Refused`` with the wrong field's name."""
+    content = body or b"{}"
+    try:
+        try:
+            return msgspec.json.decode(content, type=shape)
+        except msgspec.ValidationError:
+            values = msgspec.json.decode(content)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Refused(f"bad request body: {error}") from error
+    return convert(values, shape, "request body")
+
+
+def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
+    """Convert a query into a ``shape``; raise ``Refused`` with the wrong parameter's name."""
+    values: dict[str, str] = {}
+    for name, text in items:
+        if name in values:
+            raise Refused(f"bad query: {name} is given twice")
+        values[name] = text
+    return convert(values, shape, "query", strict=False)
+
+
+def convert(values: object, shape: type[B], name: str, *, strict: bool = True) -> B:
+    """Convert ``values`` into a ``shape``; raise ``Refused`` with the wrong field's name."""
+    theirs = sglangs_class(shape)
+    if theirs is not None and isinstance(values, dict):
+        values = as_sglang_reads(values, theirs, shape.__struct_fields__)
+    try:
+        return msgspec.convert(values, shape, strict=strict)
+    except msgspec.ValidationError as error:
+        raise Refused(f"bad {name}: {error}") from error
+
+
+class _NamesAGroup(msgspec.Struct):
+    group_name: str = DEFAULT_GROUP
+
+
+def group_named_in(body: bytes) -> str:
+    """Return the group name in a distributed update's body, even of a refused body."""
+    try:
+        return msgspec.json.decode(body, type=_NamesAGroup).group_name
+    except (msgspec.DecodeError, RecursionError):
+        return DEFAULT_GROUP
+
+
+def sglangs_class(shape: type[Body]) -> type[msgspec.Struct] | None:
+    """Return SGLang's class of a body, or None if the call is ours."""
+    return getattr(io_struct, shape.sglang) if shape.sglang is not None else None
+
+
+def our_fields(shape: type[Body]) -> dict[str, Any]:
+    """Return the fields missing in SGLang's class, with their defaults."""
+    theirs = sglangs_class(shape)
+    known = theirs.__struct_fields__ if theirs is not None else ()
+    return {f.name: f.default for f in msgspec.structs.fields(shape) if f.name not in known}
 
 
 def as_sglang_reads(

@@ -7,18 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sglang_inflight.frontend.bodies import (
-    AbortUpdateBody,
-    BeginBody,
-    ContinueBody,
-    EndBody,
-    NameBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    SealBody,
-    UpdateBody,
-)
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.updates import Updates
@@ -33,6 +21,18 @@ from sglang_inflight.vocabulary.answers import (
     StagedSoFar,
     WindowGrant,
     WindowRelease,
+)
+from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    ContinueBody,
+    EndBody,
+    NameBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    SealBody,
+    UpdateBody,
 )
 
 if TYPE_CHECKING:

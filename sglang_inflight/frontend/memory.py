@@ -18,7 +18,6 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglang_inflight.frontend.aio import carry_through
-from sglang_inflight.frontend.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
 from sglang_inflight.frontend.updates.two_phase import TwoPhase
@@ -33,6 +32,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.unsupported import why_no_retraction
 from sglang_inflight.vocabulary.answers import GONE, MemoryMoved, RankMemory
+from sglang_inflight.vocabulary.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.vocabulary.errors import HalfDone, RankSilent, Refused
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from sglang_inflight.frontend.aio import Deadline, SharedCall
-from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, rank_of
 from sglang_inflight.frontend.sglangs_pause import SGLangsPause
@@ -30,6 +29,7 @@ from sglang_inflight.sglang_types.runtime_context import get_disagg
 from sglang_inflight.topology import Rank
 from sglang_inflight.unsupported import why_no_pause, why_not_sent_for_again
 from sglang_inflight.vocabulary.answers import MEMORY, Grant, RankGrant, Release
+from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
 from sglang_inflight.vocabulary.errors import Conflict, RankSilent, Refused
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from sglang_inflight.frontend.bodies import ContinueBody, PauseBody
 from sglang_inflight.unsupported import why_no_pause
 from sglang_inflight.vocabulary.answers import NamelessGrant, Release
+from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ShutdownReq
 
-from sglang_inflight.frontend.bodies import ContinueBody, ResumeMemoryBody
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.vocabulary.bodies import ContinueBody, ResumeMemoryBody
 from sglang_inflight.vocabulary.errors import InflightError
 
 if TYPE_CHECKING:

@@ -23,23 +23,7 @@ from sglang_inflight.frontend.abort_hooks import (
     name_groups,
     refuse_without_embedding,
 )
-from sglang_inflight.frontend.as_sglang import as_sglang_answers
-from sglang_inflight.frontend.bodies import (
-    BeginBody,
-    ContinueBody,
-    DiskBody,
-    DistributedBody,
-    EndBody,
-    IPCBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    NameBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    TensorBody,
-    convert,
-)
+from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.hook_guard import (
     after_if_active,
@@ -74,6 +58,21 @@ from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
 from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.bodies import (
+    BeginBody,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    NameBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    TensorBody,
+)
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -38,24 +38,13 @@ import msgspec
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
 
 from sglang_inflight.frontend.aio import SharedCall, keep
-from sglang_inflight.frontend.bodies import (
-    AbortUpdateBody,
-    BeginBody,
-    ContinueBody,
-    DiskBody,
-    EndBody,
-    NameBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    SealBody,
-    UpdateBody,
-)
 from sglang_inflight.frontend.calls import Arrival, Calls
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.kv_policy import why_cache_cannot_be_flushed
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.frontend.updates.wanted import source_of
 from sglang_inflight.messages import KVPolicy, PauseMode
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import (
@@ -69,6 +58,18 @@ from sglang_inflight.vocabulary.answers import (
     StagedSoFar,
     WindowGrant,
     WindowRelease,
+)
+from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    ContinueBody,
+    DiskBody,
+    EndBody,
+    NameBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    SealBody,
+    UpdateBody,
 )
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 
@@ -357,7 +358,7 @@ class TransparentCalls(Calls):
 
         On failure the group is marked broken: its trainer may have begun to broadcast already.
         """
-        async with self._groups.mark_broken_on_failure(body.source):
+        async with self._groups.mark_broken_on_failure(source_of(body)):
             window.require_whole()
             return await window.beginning.join(lambda: self._begin(window, body))
 

@@ -15,6 +15,8 @@ HOUSE = Path(sglang_inflight.__file__).parent
 # folders beside the package in its repository
 DEVELOPERS = ("harness", "benchmarks", "tests")
 UPSTREAM = "sglang"
+# the module of the classes that bodies name by a string (``vocabulary/bodies.py``)
+MESSAGES = "sglang.srt.managers.io_struct"
 
 
 def look_at_imports(tree: SourceTree, house: Path = HOUSE) -> list[Finding]:
@@ -39,6 +41,8 @@ def _look_at(tree: SourceTree, source: ast.Module, where: str) -> Iterator[Findi
         elif isinstance(node, ast.Import):
             wanted = [alias.name for alias in node.names if _is_upstreams(alias.name)]
             yield from (_there(tree, name, where) for name in wanted)
+        elif isinstance(node, ast.ClassDef):
+            yield from (_there(tree, f"{MESSAGES}.{name}", where) for name in _names_class(node))
     yield from (_there(tree, name, where) for name in names.values())
     for node in ast.walk(source):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -56,6 +60,14 @@ def _look_at(tree: SourceTree, source: ast.Module, where: str) -> Iterator[Findi
                 if reason is not None:
                     at = f"{where}:{node.lineno}: {reason}"
                     yield Finding("import", dotted, at, (dotted,))
+
+
+def _names_class(body: ast.ClassDef) -> Iterator[str]:
+    """Yield the string in ``sglang = "…"``."""
+    for node in body.body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="sglang")], value=ast.Constant(value=str(name))):
+                yield name
 
 
 def _there(tree: SourceTree, dotted: str, where: str) -> Finding:

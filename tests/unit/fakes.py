@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 from sglang.srt.platforms import current_platform
 
-from sglang_inflight.frontend.bodies import (
-    TensorBody,
-)
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
@@ -43,6 +40,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.update.worker import Job
 from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
+from sglang_inflight.vocabulary.bodies import TensorBody
 from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.ticks import until_idle
 

@@ -19,8 +19,8 @@ from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
 from sglang_inflight.frontend.lora import adapters, unloading
 from sglang_inflight.frontend.lora.adapters import Adapters
-from sglang_inflight.frontend.lora.bodies import LoadFolderBody
 from sglang_inflight.frontend.lora.loading import load_everywhere
+from sglang_inflight.vocabulary.bodies import LoadFolderBody
 from sglang_inflight.vocabulary.errors import Conflict
 
 MOST = 2

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_inflight.frontend import bodies
-from sglang_inflight.frontend.bodies import Body, decode
-from sglang_inflight.frontend.lora import bodies as lora
+from sglang_inflight.frontend.as_sglang import decode, sglangs_class
+from sglang_inflight.vocabulary import bodies
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Refused
 
 # fields required by SGLang, of each body
@@ -30,11 +30,11 @@ WHOLE: dict[type[Body], dict[str, Any]] = {
     },
     bodies.LeaveGroupBody: {},
     bodies.NameBody: {"new_version": "v1"},
-    lora.LoadFolderBody: {"lora_name": "a", "lora_path": "/there"},
-    lora.LoadTensorsBody: {
+    bodies.LoadFolderBody: {"lora_name": "a", "lora_path": "/there"},
+    bodies.LoadTensorsBody: {
         "lora_name": "a", "config_dict": {}, "serialized_named_tensors": ["QUJD"]
     },
-    lora.UnloadAdapterBody: {"lora_name": "a"},
+    bodies.UnloadAdapterBody: {"lora_name": "a"},
 }  # fmt: skip
 VALUES: tuple[Any, ...] = (
     "33150", " 7 ", "7.0", "1e2", "0x1f", "1_0", "nan", 7, 7.0, 7.5, True, False, 0, 1, 2,
@@ -45,8 +45,9 @@ OURS = (bodies.SealBody, bodies.AbortUpdateBody, bodies.RollbackBody)
 
 
 def sglangs(shape: type[Body]) -> type[msgspec.Struct]:
-    assert shape.sglang is not None
-    return shape.sglang
+    theirs = sglangs_class(shape)
+    assert theirs is not None
+    return theirs
 
 
 def fields_of_sglang(shape: type[Body]) -> list[str]:
@@ -161,7 +162,7 @@ def test_unprintable_version_is_refused(name: str) -> None:
         lambda: bodies.EndBody(weight_version=name),
         lambda: bodies.RollbackBody(weight_version=name),
         lambda: bodies.NameBody(new_version=name),
-        lambda: lora.LoadFolderBody(lora_name="a", lora_path="/there", adapter_version=name),
+        lambda: bodies.LoadFolderBody(lora_name="a", lora_path="/there", adapter_version=name),
     ):
         with pytest.raises(Refused, match="printable"):
             make()

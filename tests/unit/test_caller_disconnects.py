@@ -16,7 +16,11 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.http.endpoints import while_connected, with_body
+from sglang_inflight.frontend.http.routes import _Routes
+from sglang_inflight.messages import ReleaseCall
+from sglang_inflight.vocabulary.answers import MEMORY, Begun, Grant
+from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
     ContinueBody,
@@ -33,10 +37,6 @@ from sglang_inflight.frontend.bodies import (
     SealBody,
     TensorBody,
 )
-from sglang_inflight.frontend.http.endpoints import while_connected, with_body
-from sglang_inflight.frontend.http.routes import _Routes
-from sglang_inflight.messages import ReleaseCall
-from sglang_inflight.vocabulary.answers import MEMORY, Begun, Grant
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments

@@ -15,7 +15,6 @@ from sglang.srt.runtime_context import get_parallel
 
 from harness.server import free_port
 from sglang_inflight.client.trainer_group import TrainerGroup
-from sglang_inflight.frontend.bodies import JoinGroupBody
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.groups import Groups as FrontendGroups
@@ -26,6 +25,7 @@ from sglang_inflight.scheduler.update.sources import groups
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.bodies import JoinGroupBody
 from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.fakes import ManualWorker
 

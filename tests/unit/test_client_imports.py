@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from harness.starting import ROOT
+
+VOCABULARY = ROOT / "sglang_inflight" / "vocabulary"
+
 _CODE = """
 import sys
 for name in {without}:
@@ -24,6 +28,13 @@ def test_client_imports_neither_sglang_nor_torch() -> None:
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
     assert said.stdout == "set()\n"
+
+
+def test_vocabulary_imports_neither_sglang_nor_torch() -> None:
+    names = [f"sglang_inflight.vocabulary.{path.stem}" for path in VOCABULARY.glob("[!_]*.py")]
+    assert "sglang_inflight.vocabulary.bodies" in names
+    missing = "import sys; sys.modules.update(sglang=None, torch=None)"
+    run(f"{missing}; import {', '.join(names)}")
 
 
 def test_client_needs_neither_sglang_nor_torch() -> None:

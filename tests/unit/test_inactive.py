@@ -14,7 +14,6 @@ from fastapi import FastAPI, Request
 from fastapi.testclient import TestClient
 
 from sglang_inflight import inactive
-from sglang_inflight.frontend.bodies import DiskBody, PauseBody
 from sglang_inflight.frontend.hook_guard import (
     after_if_active,
     before_if_active,
@@ -25,6 +24,7 @@ from sglang_inflight.frontend.http import routes
 from sglang_inflight.frontend.http.inactive import BODIES, ROUTES, find_our_fields, mount
 from sglang_inflight.settings import Settings
 from sglang_inflight.unsupported import why_refused
+from sglang_inflight.vocabulary.bodies import DiskBody, PauseBody
 
 WHY = "it asks for what we cannot do"
 

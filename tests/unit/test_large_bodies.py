@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_inflight.frontend.bodies import TensorBody, decode
+from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http import large_bodies
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES, LargeBody, large_body
 from sglang_inflight.messages import PayloadFile
+from sglang_inflight.vocabulary.bodies import TensorBody
 from sglang_inflight.vocabulary.errors import Refused, TooLarge
 
 LARGE = LARGE_STRING_BYTES

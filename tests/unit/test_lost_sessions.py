@@ -15,7 +15,10 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.http import endpoints
+from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
+from sglang_inflight.frontend.http.routes import _Routes
+from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
     DiskBody,
@@ -23,9 +26,6 @@ from sglang_inflight.frontend.bodies import (
     IPCBody,
     TensorBody,
 )
-from sglang_inflight.frontend.http import endpoints
-from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
-from sglang_inflight.frontend.http.routes import _Routes
 from sglang_inflight.vocabulary.errors import Conflict, Dropped
 from tests.support.front_end import SETTINGS, FrontEnd
 from tests.support.front_end import no_arguments as no_arguments

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from sglang_inflight.frontend.bodies import PauseBody
 from sglang_inflight.vocabulary.answers import Grant
+from sglang_inflight.vocabulary.bodies import PauseBody
 from tests.support.ticks import run, tick, until_idle
 from tests.unit.fakes import PausingRank, no_server, pauses_of
 

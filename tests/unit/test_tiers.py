@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.bodies import BeginBody, EndBody, IPCBody, TensorBody
 from sglang_inflight.frontend.updates import kv_policy, two_phase
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.messages import CommitCall
+from sglang_inflight.vocabulary.bodies import BeginBody, EndBody, IPCBody, TensorBody
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 from tests.support.ticks import run
 from tests.unit.fakes import Play

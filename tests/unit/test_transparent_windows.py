@@ -12,7 +12,14 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.http import endpoints
+from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
+from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
+from sglang_inflight.frontend.http.routes import _Routes
+from sglang_inflight.frontend.transparent import TransparentCalls
+from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
+from sglang_inflight.vocabulary.answers import Release
+from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
     ContinueBody,
@@ -25,13 +32,6 @@ from sglang_inflight.frontend.bodies import (
     ResumeMemoryBody,
     TensorBody,
 )
-from sglang_inflight.frontend.http import endpoints
-from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
-from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
-from sglang_inflight.frontend.http.routes import _Routes
-from sglang_inflight.frontend.transparent import TransparentCalls
-from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
-from sglang_inflight.vocabulary.answers import Release
 from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments

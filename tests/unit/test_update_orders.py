@@ -13,13 +13,6 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.bodies import (
-    AbortUpdateBody,
-    BeginBody,
-    EndBody,
-    RollbackBody,
-    SealBody,
-)
 from sglang_inflight.messages import (
     CommitCall,
     DropCall,
@@ -28,6 +21,13 @@ from sglang_inflight.messages import (
     SealCall,
 )
 from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    EndBody,
+    RollbackBody,
+    SealBody,
+)
 from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.ticks import run, tick
 from tests.unit.fakes import (

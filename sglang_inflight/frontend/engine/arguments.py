@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from sglang_inflight.frontend.bodies import Body, convert
+from sglang_inflight.frontend.as_sglang import convert, our_fields
+from sglang_inflight.vocabulary.bodies import Body
 
 B = TypeVar("B", bound=Body)
 
@@ -36,7 +37,7 @@ class Arguments(Generic[B]):
         self._name = name
         self._shape = shape
         self._prepare = prepare
-        self.ours = frozenset(shape.our_fields()).difference(positional)
+        self.ours = frozenset(our_fields(shape)).difference(positional)
         self.signature = inspect.Signature(
             [
                 inspect.Parameter("engine", inspect.Parameter.POSITIONAL_OR_KEYWORD),

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from sglang_inflight.frontend.bodies import Body
 from sglang_inflight.frontend.engine.arguments import Arguments, Given
 from sglang_inflight.frontend.engine.shared_loop import is_nested, refuse_where_a_loop_runs
 from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import NotOffered
 
 if TYPE_CHECKING:

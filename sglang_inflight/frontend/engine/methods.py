@@ -17,28 +17,8 @@ from sglang.srt.managers.io_struct import LoRAUpdateOutput
 from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_named_tensor_payloads
 
 from sglang_inflight.frontend.as_sglang import SuccessAndMessage, as_sglang_answers
-from sglang_inflight.frontend.bodies import (
-    AbortUpdateBody,
-    BeginBody,
-    Body,
-    ContinueBody,
-    DiskBody,
-    DistributedBody,
-    EndBody,
-    IPCBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    RollbackBody,
-    SealBody,
-    TensorBody,
-    UpdateBody,
-)
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, engine_method, manager_of
-from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.messages import FLATTENED_BUCKET
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.vocabulary.answers import (
@@ -54,6 +34,28 @@ from sglang_inflight.vocabulary.answers import (
     WindowGrant,
     WindowRelease,
     describe_inactive,
+)
+from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    LoadFolderBody,
+    LoadTensorsBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+    UnloadAdapterBody,
+    UpdateBody,
 )
 from sglang_inflight.vocabulary.errors import InflightError
 

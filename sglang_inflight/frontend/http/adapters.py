@@ -11,9 +11,10 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
-from sglang_inflight.frontend.bodies import Body, decode
+from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import Endpoint, describe_refusal
 from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import InflightError
 
 logger = logging.getLogger(__name__)

@@ -15,12 +15,13 @@ from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_inflight.frontend.bodies import Body, TensorBody, decode, read_query
+from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.calls import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.bodies import Body, TensorBody
 from sglang_inflight.vocabulary.errors import Dropped, InflightError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,10 @@ from starlette._utils import get_route_path
 from starlette.middleware import Middleware
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.as_sglang import our_fields
+from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
+from sglang_inflight.vocabulary.answers import Inactive
+from sglang_inflight.vocabulary.bodies import (
     BeginBody,
     Body,
     ContinueBody,
@@ -22,14 +25,14 @@ from sglang_inflight.frontend.bodies import (
     DistributedBody,
     EndBody,
     IPCBody,
+    LoadFolderBody,
+    LoadTensorsBody,
     PauseBody,
     ReleaseMemoryBody,
     ResumeMemoryBody,
     TensorBody,
+    UnloadAdapterBody,
 )
-from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
-from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
-from sglang_inflight.vocabulary.answers import Inactive
 from sglang_inflight.vocabulary.errors import NotOffered
 
 # routes of ours, missing in SGLang
@@ -104,7 +107,7 @@ class RefuseOurFields:
 
 def find_our_fields(content: bytes, shape: type[Body]) -> list[str]:
     """Return our fields set to a non-default value in the body."""
-    defaults = shape.our_fields()
+    defaults = our_fields(shape)
     # decoding skips all other fields, which may hold whole tensors
     ours = msgspec.defstruct("_Ours", [(name, Any, msgspec.UNSET) for name in defaults])
     try:

@@ -13,28 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
 
-from sglang_inflight.frontend.bodies import (
-    AbortUpdateBody,
-    BeginBody,
-    Body,
-    ContinueBody,
-    DiskBody,
-    DistributedBody,
-    EndBody,
-    IPCBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    NameBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    RollbackBody,
-    SealBody,
-    TensorBody,
-    UpdateBody,
-    decode,
-    group_named_in,
-)
+from sglang_inflight.frontend.as_sglang import decode, group_named_in
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.adapters import with_adapter
 from sglang_inflight.frontend.http.endpoints import (
@@ -48,8 +27,30 @@ from sglang_inflight.frontend.http.endpoints import (
     with_payloads,
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
-from sglang_inflight.frontend.lora.bodies import LoadFolderBody, LoadTensorsBody, UnloadAdapterBody
 from sglang_inflight.vocabulary.answers import Begun, Grant
+from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    LoadFolderBody,
+    LoadTensorsBody,
+    NameBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+    UnloadAdapterBody,
+    UpdateBody,
+)
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 if TYPE_CHECKING:

@@ -25,17 +25,23 @@ from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReq
 
 from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
-from sglang_inflight.frontend.lora.bodies import LoadAdapterBody, UnloadAdapterBody
 from sglang_inflight.frontend.lora.moving import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     AdapterKVPolicy,
+    LoadAdapter,
     LoadAdapterFromTensors,
     MoveRequestsCall,
     NameAdaptersCall,
 )
 from sglang_inflight.sglang_types.runtime_context import get_lora, get_memory, get_parallel
 from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.bodies import (
+    LoadAdapterBody,
+    LoadFolderBody,
+    LoadTensorsBody,
+    UnloadAdapterBody,
+)
 from sglang_inflight.vocabulary.errors import (
     Conflict,
     InflightError,
@@ -176,7 +182,7 @@ class Adapters:
     async def _send(self, body: LoadAdapterBody, name: str, version: str) -> str:
         """Load the adapter by SGLang's call, and return its id."""
         tokenizer_manager = self._tokenizer_manager
-        request = body.request(name, version)
+        request = _request(body, name, version)
         load = (
             tokenizer_manager.load_lora_adapter_from_tensors
             if isinstance(request, LoadAdapterFromTensors)
@@ -368,6 +374,34 @@ async def unload_unused(tm: TokenizerManager, lora_id: str) -> Any:
     name = new_name("unused")
     tm.pending_lora_unloads[name] = lora_id
     return await tm.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name))
+
+
+def _request(
+    body: LoadAdapterBody, name: str, version: str
+) -> LoadAdapter | LoadAdapterFromTensors:
+    """Return SGLang's request: load as ``name``; later requests use ``body.lora_name``."""
+    match body:
+        case LoadFolderBody():
+            return LoadAdapter(
+                lora_name=name,
+                lora_path=body.lora_path,
+                pinned=body.pinned,
+                adapter=body.lora_name,
+                adapter_version=version,
+            )
+        case LoadTensorsBody():
+            return LoadAdapterFromTensors(
+                lora_name=name,
+                config_dict=body.config_dict,
+                serialized_named_tensors=body.serialized_named_tensors,
+                pinned=body.pinned,
+                added_tokens_config=body.added_tokens_config,
+                load_format=body.load_format,
+                expected_checksums=body.expected_checksums,
+                adapter=body.lora_name,
+                adapter_version=version,
+            )
+    raise TypeError(body)
 
 
 def new_name(name: str) -> str:

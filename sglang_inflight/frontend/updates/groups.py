@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from sglang_inflight.frontend.bodies import JoinGroupBody, LeaveGroupBody
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     DistributedSource,
@@ -19,6 +18,7 @@ from sglang_inflight.messages import (
     Source,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.bodies import JoinGroupBody, LeaveGroupBody
 from sglang_inflight.vocabulary.errors import InflightError, RankSilent
 
 logger = logging.getLogger(__name__)

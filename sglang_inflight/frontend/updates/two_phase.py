@@ -17,7 +17,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
-from sglang_inflight.frontend.bodies import OnBusy
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
 from sglang_inflight.frontend.updates.kv_policy import require_supported
@@ -40,6 +39,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.sglang_types.runtime_context import get_disagg
 from sglang_inflight.vocabulary.answers import Receipt
+from sglang_inflight.vocabulary.bodies import OnBusy
 from sglang_inflight.vocabulary.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 
 if TYPE_CHECKING:

@@ -14,7 +14,17 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.frontend.aio import Deadline, keep
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.updates.drain import NoRequestsRunning
+from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.kv_policy import require_supported
+from sglang_inflight.frontend.updates.open_update import OpenUpdate
+from sglang_inflight.frontend.updates.phase import Event, Phase
+from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
+from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted, source_of
+from sglang_inflight.messages import RenameCall, RollbackCall
+from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.answers import Begun, Receipt, StagedSoFar
+from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
     EndBody,
@@ -23,16 +33,6 @@ from sglang_inflight.frontend.bodies import (
     SealBody,
     UpdateBody,
 )
-from sglang_inflight.frontend.updates.drain import NoRequestsRunning
-from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.kv_policy import require_supported
-from sglang_inflight.frontend.updates.open_update import OpenUpdate
-from sglang_inflight.frontend.updates.phase import Event, Phase
-from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
-from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
-from sglang_inflight.messages import RenameCall, RollbackCall
-from sglang_inflight.settings import Settings
-from sglang_inflight.vocabulary.answers import Begun, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, Refused
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Updates:
         Raises ``Refused`` (or a child) if nothing has changed on any rank, ``OutcomeUnknown`` if a
         rank was silent after the commit was sent, ``HalfDone`` if only some ranks have committed.
         """
-        source = body.source
+        source = source_of(body)
         async with self._groups.mark_broken_on_failure(source):
             wanted = Wanted.of(body, source, self._deadline(body.timeout_s))
             session = self._session_for(wanted)

@@ -4,19 +4,64 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass
+from functools import singledispatch
 
 from sglang_inflight.frontend.aio import Deadline
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
+from sglang_inflight.messages import (
+    DiskSource,
+    DistributedSource,
+    IPCSource,
+    KVPolicy,
+    Selector,
+    Source,
+    TensorSource,
+)
+from sglang_inflight.vocabulary.bodies import (
     BeginBody,
+    DiskBody,
     DistributedBody,
     EndBody,
+    IPCBody,
     OnBusy,
     TensorBody,
     UpdateBody,
     choose_kv_policy,
 )
-from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
-from sglang_inflight.messages import KVPolicy, Selector, Source
+
+
+@singledispatch
+def source_of(body: UpdateBody) -> Source:
+    """Return where the tensors of an update come from. Each call makes a new source."""
+    raise TypeError(body)
+
+
+@source_of.register
+def _(body: DiskBody) -> Source:
+    return DiskSource(model_path=body.model_path, load_format=body.load_format)
+
+
+@source_of.register
+def _(body: TensorBody) -> Source:
+    return TensorSource(
+        serialized_named_tensors=[*body.serialized_named_tensors], load_format=body.load_format
+    )
+
+
+@source_of.register
+def read_distributed(body: DistributedBody) -> DistributedSource:
+    return DistributedSource(
+        names=body.names,
+        dtypes=body.dtypes,
+        shapes=body.shapes,
+        group_name=body.group_name,
+        load_format=body.load_format,
+    )
+
+
+@source_of.register
+def _(body: IPCBody) -> Source:
+    return IPCSource(zmq_handles=body.zmq_handles)
 
 
 @dataclass(frozen=True)
@@ -84,7 +129,7 @@ class Wanted:
 
     @classmethod
     def of(cls, body: UpdateBody, source: Source, deadline: Deadline) -> Wanted:
-        """Read ``body``. ``source`` is ``body.source``, read once: each access makes a new one."""
+        """Read ``body``. ``source`` is its source, made once by ``source_of``."""
         uses_our_fields = body.kv_cache is not None or body.non_blocking
         return cls(
             source=source,

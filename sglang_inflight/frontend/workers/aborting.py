@@ -18,9 +18,10 @@ from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import Route
 
-from sglang_inflight.frontend.bodies import Body, decode
+from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import refusal
 from sglang_inflight.frontend.workers.forward import owners_client
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import InflightError, OutcomeUnknown
 
 if TYPE_CHECKING:

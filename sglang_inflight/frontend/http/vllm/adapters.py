@@ -10,7 +10,7 @@ import os
 
 from sglang_inflight.frontend.http.endpoints import Content
 from sglang_inflight.frontend.lora.adapters import Adapters
-from sglang_inflight.frontend.lora.bodies import LoadFolderBody, UnloadAdapterBody
+from sglang_inflight.vocabulary.bodies import LoadFolderBody, UnloadAdapterBody
 from sglang_inflight.vocabulary.errors import NotFound
 
 

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from sglang_inflight.frontend.bodies import (
+from sglang_inflight.frontend.updates.wanted import read_distributed, source_of
+from sglang_inflight.messages import DistributedSource, GPUMemorySource, MeetBy, PauseMode
+from sglang_inflight.vocabulary.bodies import (
     Body,
     DistributedBody,
     Name,
@@ -16,8 +18,7 @@ from sglang_inflight.frontend.bodies import (
     Version,
     check_version,
 )
-from sglang_inflight.frontend.bodies import UpdateBody as SGLangsUpdate
-from sglang_inflight.messages import DistributedSource, GPUMemorySource, MeetBy, PauseMode
+from sglang_inflight.vocabulary.bodies import UpdateBody as SGLangsUpdate
 from sglang_inflight.vocabulary.errors import NotOffered, Refused
 
 VLLMPauseMode = Literal["abort", "wait", "keep"]
@@ -157,9 +158,11 @@ class BroadcastBody(DistributedBody, kw_only=True):
 
     bucket_bytes: int | None = None
 
-    @property
-    def source(self) -> DistributedSource:
-        return msgspec.structs.replace(super().source, bucket_bytes=self.bucket_bytes)
+
+@source_of.register
+def _(body: BroadcastBody) -> DistributedSource:
+    source = read_distributed(body)
+    return msgspec.structs.replace(source, bucket_bytes=body.bucket_bytes)
 
 
 class HandlesBody(SGLangsUpdate, kw_only=True):
@@ -167,18 +170,19 @@ class HandlesBody(SGLangsUpdate, kw_only=True):
 
     info: HandlesInfo
 
-    @property
-    def source(self) -> GPUMemorySource:
-        info = self.info
-        return GPUMemorySource(
-            names=info.names,
-            dtypes=info.dtype_names,
-            shapes=info.shapes,
-            handles=info.ipc_handles_pickled,
-            sizes=info.tensor_sizes,
-            # SkyRL shares a new buffer for each call, vLLM one buffer for a whole update
-            keeps_buffer=info.tensor_sizes is not None,
-        )
+
+@source_of.register
+def _(body: HandlesBody) -> GPUMemorySource:
+    info = body.info
+    return GPUMemorySource(
+        names=info.names,
+        dtypes=info.dtype_names,
+        shapes=info.shapes,
+        handles=info.ipc_handles_pickled,
+        sizes=info.tensor_sizes,
+        # SkyRL shares a new buffer for each call, vLLM one buffer for a whole update
+        keeps_buffer=info.tensor_sizes is not None,
+    )
 
 
 def choose_pause_mode(mode: VLLMPauseMode, *, clears_cache: bool) -> PauseMode:

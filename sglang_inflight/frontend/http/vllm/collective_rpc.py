@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from sglang_inflight.frontend.bodies import Body, convert, decode
+from sglang_inflight.frontend.as_sglang import convert, decode
 from sglang_inflight.frontend.http.endpoints import Content
 from sglang_inflight.frontend.http.vllm.bodies import StartBody
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Conflict, NotOffered
 
 

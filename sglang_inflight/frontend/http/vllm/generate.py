@@ -17,7 +17,7 @@ from fastapi import HTTPException, Request, Response
 from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_inflight.frontend.bodies import Body, Name, decode
+from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
 from sglang_inflight.frontend.http.vllm.choices import (
     describe_choice,
@@ -25,6 +25,7 @@ from sglang_inflight.frontend.http.vllm.choices import (
     describe_usage,
 )
 from sglang_inflight.frontend.http.vllm.sampling import Count, Sampling
+from sglang_inflight.vocabulary.bodies import Body, Name
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:

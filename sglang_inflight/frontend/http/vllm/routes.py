@@ -13,14 +13,7 @@ from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
-from sglang_inflight.frontend.bodies import (
-    ContinueBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    decode,
-    read_query,
-)
+from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.http.endpoints import (
@@ -54,9 +47,15 @@ from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.server_info import ServerInfo
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
-from sglang_inflight.frontend.lora.bodies import UnloadAdapterBody
 from sglang_inflight.sglang_types.runtime_context import get_device, get_parallel
 from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
+from sglang_inflight.vocabulary.bodies import (
+    ContinueBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    UnloadAdapterBody,
+)
 from sglang_inflight.vocabulary.errors import Conflict, InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from sglang_inflight.frontend.bodies import Body
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import NotOffered
 
 Count = Annotated[int, msgspec.Meta(ge=0)]

@@ -6,16 +6,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_inflight.frontend.bodies import (
-    DEFAULT_GROUP,
-    AbortUpdateBody,
-    BeginBody,
-    EndBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    convert,
-    decode,
-)
+from sglang_inflight.frontend.as_sglang import convert, decode
 from sglang_inflight.frontend.http.vllm.bodies import (
     PACKED_BYTES,
     BroadcastBody,
@@ -29,6 +20,14 @@ from sglang_inflight.frontend.http.vllm.bodies import (
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, Selector
+from sglang_inflight.vocabulary.bodies import (
+    DEFAULT_GROUP,
+    AbortUpdateBody,
+    BeginBody,
+    EndBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+)
 from sglang_inflight.vocabulary.errors import Conflict, NotOffered, Refused
 
 # how vLLM's clients end a session

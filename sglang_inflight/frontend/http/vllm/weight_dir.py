@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from sglang_inflight.frontend.bodies import DiskBody, decode
+from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.vllm.bodies import WeightDirBody
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.vocabulary.answers import Receipt, StagedSoFar
+from sglang_inflight.vocabulary.bodies import DiskBody
 from sglang_inflight.vocabulary.errors import Refused
 
 

@@ -1,45 +1,17 @@
 """Bodies of the calls: SGLang's fields first, then ours.
 
-Bodies of SGLang's routes are read as SGLang reads them. On our routes an unknown field is an
-error. Times are seconds. Decoding checks the fields and names a wrong one.
+Times are seconds. ``frontend/as_sglang.py`` decodes a body, and names a wrong field.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
-from sglang.srt.managers.io_struct import (
-    BeginWeightUpdateReqInput,
-    ContinueGenerationReqInput,
-    DestroyWeightsUpdateGroupReqInput,
-    EndWeightUpdateReqInput,
-    InitWeightsUpdateGroupReqInput,
-    PauseGenerationReqInput,
-    ReleaseMemoryOccupationReqInput,
-    ResumeMemoryOccupationReqInput,
-    UpdateWeightFromDiskReqInput,
-    UpdateWeightsFromDistributedReqInput,
-    UpdateWeightsFromIPCReqInput,
-    UpdateWeightsFromTensorReqInput,
-    UpdateWeightVersionReqInput,
-)
 
-from sglang_inflight.frontend.as_sglang import as_sglang_reads
-from sglang_inflight.messages import (
-    DiskSource,
-    DistributedSource,
-    IPCSource,
-    KeepWeights,
-    KVPolicy,
-    PauseMode,
-    Selector,
-    Source,
-    TensorSource,
-)
+from sglang_inflight.vocabulary.answers import PauseMode
 from sglang_inflight.vocabulary.errors import Refused
 
 logger = logging.getLogger(__name__)
@@ -51,26 +23,27 @@ NewId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 LONGEST_VERSION = 256
 Version = Annotated[str, msgspec.Meta(min_length=1, max_length=LONGEST_VERSION)]
 OnBusy = Literal["wait", "refuse", "replace"]
+KVPolicy = Literal["recompute", "fence", "keep"]
+# for requests that move to another adapter; no "keep", because adapters share no prefixes
+AdapterKVPolicy = Literal["recompute", "fence"]
+# a release either copies the weights to the host or discards them
+KeepWeights = Literal["host", "discard"]
+Selector = Literal["target", "draft", "all"]
 
 DEFAULT_GROUP = "weight_update_group"
 
 
-B = TypeVar("B", bound="Body")
-
-
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    # SGLang's type of this body; None on our routes
-    sglang: ClassVar[type[msgspec.Struct] | None] = None
+    # SGLang's class of this body, in ``sglang.srt.managers.io_struct``; None on our routes
+    sglang: ClassVar[str | None] = None
 
-    @classmethod
-    def our_fields(cls) -> dict[str, Any]:
-        """Return the fields missing in SGLang's type, with their defaults."""
-        known = cls.sglang.__struct_fields__ if cls.sglang is not None else ()
-        return {f.name: f.default for f in msgspec.structs.fields(cls) if f.name not in known}
+
+class NoBody(Body, kw_only=True):
+    """A call without fields."""
 
 
 class PauseBody(Body, kw_only=True):
-    sglang = PauseGenerationReqInput
+    sglang = "PauseGenerationReqInput"
 
     # unset: "abort" for a new pause, as in SGLang; a renewed pause keeps its mode
     mode: PauseMode | msgspec.UnsetType = msgspec.UNSET
@@ -82,14 +55,14 @@ class PauseBody(Body, kw_only=True):
 
 
 class ContinueBody(Body, kw_only=True):
-    sglang = ContinueGenerationReqInput
+    sglang = "ContinueGenerationReqInput"
 
     torch_empty_cache: bool = True
     pause_id: Name | None = None
 
 
 class ReleaseMemoryBody(Body, kw_only=True):
-    sglang = ReleaseMemoryOccupationReqInput
+    sglang = "ReleaseMemoryOccupationReqInput"
 
     # None or an empty list: all kinds of memory, as in SGLang
     tags: list[str] | None = None
@@ -98,7 +71,7 @@ class ReleaseMemoryBody(Body, kw_only=True):
 
 
 class ResumeMemoryBody(Body, kw_only=True):
-    sglang = ResumeMemoryOccupationReqInput
+    sglang = "ResumeMemoryOccupationReqInput"
 
     tags: list[str] | None = None
 
@@ -128,10 +101,6 @@ class UpdateBody(Body, kw_only=True):
         check_version(self.weight_version)
 
     @property
-    def source(self) -> Source:
-        raise NotImplementedError
-
-    @property
     def sends_pieces(self) -> bool:
         """Default of ``partial``."""
         return True
@@ -147,7 +116,7 @@ class UpdateBody(Body, kw_only=True):
 
 
 class DiskBody(UpdateBody, kw_only=True):
-    sglang = UpdateWeightFromDiskReqInput
+    sglang = "UpdateWeightFromDiskReqInput"
 
     model_path: Name
     load_format: str | None = None
@@ -158,10 +127,6 @@ class DiskBody(UpdateBody, kw_only=True):
     # without effect: captured graphs hold addresses, and a commit keeps every weight's address
     recapture_cuda_graph: bool = False
     manifest: dict[str, Any] | None = None
-
-    @property
-    def source(self) -> Source:
-        return DiskSource(model_path=self.model_path, load_format=self.load_format)
 
     @property
     def sends_pieces(self) -> bool:
@@ -183,21 +148,14 @@ def _warn_that_graphs_stay() -> None:
 
 
 class TensorBody(UpdateBody, kw_only=True):
-    sglang = UpdateWeightsFromTensorReqInput
+    sglang = "UpdateWeightsFromTensorReqInput"
 
     serialized_named_tensors: list[bytes]
     load_format: str | None = None
 
-    @property
-    def source(self) -> Source:
-        return TensorSource(
-            serialized_named_tensors=[*self.serialized_named_tensors],
-            load_format=self.load_format,
-        )
-
 
 class DistributedBody(UpdateBody, kw_only=True):
-    sglang = UpdateWeightsFromDistributedReqInput
+    sglang = "UpdateWeightsFromDistributedReqInput"
 
     names: list[str]
     dtypes: list[str]
@@ -205,29 +163,15 @@ class DistributedBody(UpdateBody, kw_only=True):
     group_name: str = DEFAULT_GROUP
     load_format: str | None = None
 
-    @property
-    def source(self) -> DistributedSource:
-        return DistributedSource(
-            names=self.names,
-            dtypes=self.dtypes,
-            shapes=self.shapes,
-            group_name=self.group_name,
-            load_format=self.load_format,
-        )
-
 
 class IPCBody(UpdateBody, kw_only=True):
-    sglang = UpdateWeightsFromIPCReqInput
+    sglang = "UpdateWeightsFromIPCReqInput"
 
     zmq_handles: dict[str, str]
 
-    @property
-    def source(self) -> Source:
-        return IPCSource(zmq_handles=self.zmq_handles)
-
 
 class BeginBody(Body, kw_only=True):
-    sglang = BeginWeightUpdateReqInput
+    sglang = "BeginWeightUpdateReqInput"
 
     # None: as in UpdateBody
     selector: Selector | None = "all"
@@ -247,7 +191,7 @@ class SealBody(Body, kw_only=True):
 
 
 class EndBody(Body, kw_only=True):
-    sglang = EndWeightUpdateReqInput
+    sglang = "EndWeightUpdateReqInput"
 
     session_id: Name | None = None
     non_blocking: bool = False
@@ -282,7 +226,7 @@ class RollbackBody(Body, kw_only=True):
 class NameBody(Body, kw_only=True):
     """Rename the served weights."""
 
-    sglang = UpdateWeightVersionReqInput
+    sglang = "UpdateWeightVersionReqInput"
 
     new_version: Version
     abort_all_requests: bool = True
@@ -301,14 +245,14 @@ class Rendezvous(Body, kw_only=True):
 
 
 class JoinGroupBody(Rendezvous, kw_only=True):
-    sglang = InitWeightsUpdateGroupReqInput
+    sglang = "InitWeightsUpdateGroupReqInput"
 
     group_name: Name = DEFAULT_GROUP
     backend: Name = "nccl"
 
 
 class LeaveGroupBody(Body, kw_only=True):
-    sglang = DestroyWeightsUpdateGroupReqInput
+    sglang = "DestroyWeightsUpdateGroupReqInput"
 
     group_name: Name = DEFAULT_GROUP
 
@@ -332,46 +276,66 @@ def choose_kv_policy(flush_cache: bool, kv_cache: KVPolicy | None) -> KVPolicy:
     return "recompute" if flush_cache else "fence"
 
 
-def decode(body: bytes, shape: type[B]) -> B:
-    """Decode JSON into a ``shape``; raise ``Refused`` with the wrong field's name."""
-    content = body or b"{}"
-    try:
-        try:
-            return msgspec.json.decode(content, type=shape)
-        except msgspec.ValidationError:
-            values = msgspec.json.decode(content)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(f"bad request body: {error}") from error
-    return convert(values, shape, "request body")
+# ---- adapters --------------------------------------------------------------------------
 
 
-def read_query(items: Iterable[tuple[str, str]], shape: type[B]) -> B:
-    """Convert a query into a ``shape``; raise ``Refused`` with the wrong parameter's name."""
-    values: dict[str, str] = {}
-    for name, text in items:
-        if name in values:
-            raise Refused(f"bad query: {name} is given twice")
-        values[name] = text
-    return convert(values, shape, "query", strict=False)
+class LoadAdapterBody(Body, kw_only=True):
+    """Fields of every load of an adapter."""
+
+    lora_name: Name
+    pinned: bool = False
+    # ignored: SGLang gives a new id
+    lora_id: str | None = None
+    # take the name from a loaded adapter
+    replace: bool = False
+    adapter_version: Version | None = None
+    # whether requests of the replaced adapter finish with it or move to the new one
+    running: Literal["finish", "move"] = "finish"
+    # of moved requests
+    kv_cache: AdapterKVPolicy | None = None
+
+    def __post_init__(self) -> None:
+        check_version(self.adapter_version)
+        if self.running == "move" and not self.replace:
+            raise Refused('running="move" needs replace=true: a new name has no requests to move')
+        if self.kv_cache is not None and self.running != "move":
+            raise Refused('kv_cache needs running="move": it is for the KV of moved requests')
+
+    @property
+    def kv_policy(self) -> AdapterKVPolicy:
+        return self.kv_cache or "recompute"
+
+    @property
+    def path(self) -> str | None:
+        """Folder of the adapter; None for tensors."""
+        return None
 
 
-def convert(values: object, shape: type[B], name: str, *, strict: bool = True) -> B:
-    """Convert ``values`` into a ``shape``; raise ``Refused`` with the wrong field's name."""
-    if shape.sglang is not None and isinstance(values, dict):
-        values = as_sglang_reads(values, shape.sglang, shape.__struct_fields__)
-    try:
-        return msgspec.convert(values, shape, strict=strict)
-    except msgspec.ValidationError as error:
-        raise Refused(f"bad {name}: {error}") from error
+class LoadFolderBody(LoadAdapterBody, kw_only=True):
+    sglang = "LoadLoRAAdapterReqInput"
+
+    lora_path: Name
+
+    @property
+    def path(self) -> str | None:
+        return self.lora_path
 
 
-class _NamesAGroup(msgspec.Struct):
-    group_name: str = DEFAULT_GROUP
+class LoadTensorsBody(LoadAdapterBody, kw_only=True):
+    sglang = "LoadLoRAAdapterFromTensorsReqInput"
+
+    config_dict: dict[str, Any]
+    serialized_named_tensors: list[bytes]
+    added_tokens_config: dict[str, int] | None = None
+    load_format: str | None = None
+    expected_checksums: dict[str, str] | None = None
 
 
-def group_named_in(body: bytes) -> str:
-    """Return the group name in a distributed update's body, even of a refused body."""
-    try:
-        return msgspec.json.decode(body, type=_NamesAGroup).group_name
-    except (msgspec.DecodeError, RecursionError):
-        return DEFAULT_GROUP
+class UnloadAdapterBody(Body, kw_only=True):
+    sglang = "UnloadLoRAAdapterReqInput"
+
+    lora_name: Name
+    # ignored: SGLang looks the id up
+    lora_id: str | None = None
+    # answer at once: hide the adapter from new requests, unload it after its last request
+    non_blocking: bool = False
