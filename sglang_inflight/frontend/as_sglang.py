@@ -19,6 +19,7 @@ from sglang.srt.managers import io_struct
 
 from sglang_inflight.vocabulary.answers import Begun, Deferred, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, Body
+from sglang_inflight.vocabulary.calls import Call
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 logger = logging.getLogger(__name__)
@@ -143,15 +144,18 @@ def _adapters(theirs: type[msgspec.Struct]) -> dict[str, _Adapter]:
     }
 
 
-SuccessAndMessage = tuple[bool, str]
-
-
 async def as_sglang_answers(
-    doing: Awaitable[Receipt | StagedSoFar | Begun | Deferred | None],
-) -> SuccessAndMessage:
-    """Return success and message; an ``InflightError`` becomes ``(False, its text)``."""
+    call: Call, doing: Awaitable[Receipt | StagedSoFar | Begun | Deferred | None]
+) -> tuple[bool, str] | tuple[bool, str, int]:
+    """Return success and message; an ``InflightError`` becomes ``(False, its text)``.
+
+    An update from disk has a third value, SGLang's count of paused requests. It is always 0.
+    """
     try:
         answer = await doing
+        success, message = True, answer.message if answer is not None else "Success"
     except InflightError as error:
-        return False, str(error)
-    return True, answer.message if answer is not None else "Success"
+        success, message = False, str(error)
+    if call.name == "update_weights_from_disk":
+        return success, message, 0
+    return success, message

@@ -11,8 +11,8 @@ from sglang.utils import TypeBasedDispatcher
 from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import Caches
-from sglang_inflight.frontend.calls import Calls
 from sglang_inflight.frontend.control_calls import ControlCalls
+from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
@@ -21,7 +21,7 @@ from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.status import write_status
-from sglang_inflight.frontend.transparent import TransparentCalls
+from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.served import Served
@@ -77,8 +77,18 @@ class Frontend:
         # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update
         self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings)
-        self._calls = (
-            TransparentCalls(
+        self._handlers = direct_handlers(
+            tokenizer_manager,
+            self.pauses,
+            self.updates,
+            self.memory,
+            self.groups,
+            self.adapters,
+            self.status,
+        )
+        if settings.transparent:
+            self._handlers = Transparent(
+                self._handlers,
                 tokenizer_manager,
                 self.pauses,
                 self.updates,
@@ -86,10 +96,7 @@ class Frontend:
                 self.groups,
                 settings,
                 in_background=self.in_background,
-            )
-            if settings.transparent
-            else Calls(tokenizer_manager, self.pauses, self.updates, self.memory)
-        )
+            ).handlers
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(
             [
                 *((answer, self._take_answer) for answer in ANSWERS),
@@ -99,10 +106,10 @@ class Frontend:
         )
 
     @property
-    def calls(self) -> Calls:
-        """Calls of this process. Raises ``NotOffered`` in a worker: only the owner orders calls."""
+    def handlers(self) -> Handlers:
+        """Handlers of calls. Raises ``NotOffered`` in a worker: only the owner orders calls."""
         self.require_owner()
-        return self._calls
+        return self._handlers
 
     def require_owner(self) -> None:
         if self.worker is not None:

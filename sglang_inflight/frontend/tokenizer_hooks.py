@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
+from sglang.srt.managers.io_struct import FlushCacheReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.utils import normalize_serialized_named_tensor_payloads
 from sglang.srt.utils.auth import add_api_key_middleware
@@ -58,28 +58,15 @@ from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
 from sglang_inflight.unsupported import why_no_retraction
-from sglang_inflight.vocabulary.bodies import (
-    BeginBody,
-    ContinueBody,
-    DiskBody,
-    DistributedBody,
-    EndBody,
-    IPCBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    NameBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    TensorBody,
-)
+from sglang_inflight.vocabulary.bodies import Body, NameBody
+from sglang_inflight.vocabulary.calls import TABLE, Call
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from sglang_inflight.frontend.patched_types import PatchedCommunicator, PatchedTokenizerManager
     from sglang_inflight.frontend.workers.forward import Forward
-    from sglang_inflight.sglang_types.requests import Request, UpdateFromTensorRequest
+    from sglang_inflight.sglang_types.requests import Request
     from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
@@ -134,7 +121,7 @@ def _mount(
     from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
     upstreams = len(app.router.routes)
-    routes.mount(app, frontend, tokenizer_manager)
+    routes.mount(app, frontend)
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
     if forward is not None:
@@ -154,125 +141,76 @@ def _check_keys(app: FastAPI) -> None:
         add_api_key_middleware(app, api_key=None, admin_api_key=key)
 
 
-async def pause_generation(
-    pause: Callable[..., Awaitable[None]], tm: PatchedTokenizerManager, obj: Request | CallOriginal
-) -> None:
-    if isinstance(obj, CallOriginal):
-        await pause(tm, obj.request)
-    else:
-        await tm.inflight.calls.pause(_convert(obj, PauseBody))
+def _unless_original(call: Call) -> Callable[..., Any]:
+    """Return a hook that takes the call, and lets SGLang's own method take ``CallOriginal``."""
+
+    async def take(
+        upstreams: Callable[..., Awaitable[None]],
+        tm: PatchedTokenizerManager,
+        obj: Request | CallOriginal,
+    ) -> None:
+        if isinstance(obj, CallOriginal):
+            await upstreams(tm, obj.request)
+        else:
+            await tm.inflight.handlers[call.name](_read(call, obj))
+
+    return take
 
 
-async def continue_generation(
-    resume: Callable[..., Awaitable[None]], tm: PatchedTokenizerManager, obj: Request | CallOriginal
-) -> None:
-    if isinstance(obj, CallOriginal):
-        await resume(tm, obj.request)
-    else:
-        await tm.inflight.calls.resume(_convert(obj, ContinueBody))
+def _if_memory_can_go(call: Call) -> Callable[..., Any]:
+    """Return a hook that takes the call, on servers that can retract requests."""
+
+    async def take(
+        upstreams: Callable[..., Awaitable[None]],
+        tm: PatchedTokenizerManager,
+        obj: Request,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if why_no_retraction() is not None:
+            await upstreams(tm, obj, *args, **kwargs)
+        else:
+            await tm.inflight.handlers[call.name](_read(call, obj))
+
+    return take
 
 
-async def update_weights_from_disk(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str, int]:
-    success, message = await as_sglang_answers(tm.inflight.calls.update(_convert(obj, DiskBody)))
-    return success, message, 0
+def _returning_a_pair(call: Call) -> Callable[..., Any]:
+    """Return a replacement of SGLang's method."""
+
+    async def take(tm: PatchedTokenizerManager, obj: Request, request: object = None) -> Any:
+        return await as_sglang_answers(call, tm.inflight.handlers[call.name](_read(call, obj)))
+
+    return take
 
 
-async def update_weights_from_tensor(
-    tm: PatchedTokenizerManager, obj: UpdateFromTensorRequest, request: object = None
-) -> tuple[bool, str]:
-    payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
-    changed = msgspec.structs.replace(cast("Any", obj), serialized_named_tensors=payloads)
-    body = _convert(changed, TensorBody)
-    return await as_sglang_answers(tm.inflight.calls.update(body))
-
-
-async def update_weights_from_distributed(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.calls.update(_convert(obj, DistributedBody)))
-
-
-async def update_weights_from_ipc(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.calls.update(_convert(obj, IPCBody)))
-
-
-async def begin_weight_update(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.calls.begin(_convert(obj, BeginBody)))
-
-
-async def end_weight_update(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.calls.end(_convert(obj, EndBody)))
+def _read(call: Call, obj: Any) -> Body:
+    """Convert SGLang's message to our body, a superset of its fields."""
+    known = call.body.__struct_fields__
+    fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
+    if call.name == "update_weights_from_tensor":
+        payloads = normalize_serialized_named_tensor_payloads(obj.serialized_named_tensors)
+        fields["serialized_named_tensors"] = payloads
+    return convert(fields, call.body, "request")
 
 
 async def update_weight_version(tm: PatchedTokenizerManager, obj: Request) -> None:
     """Rename without aborting requests: in SGLang the route aborts them, not this method."""
-    await tm.inflight.calls.rename(
-        NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
-    )
-
-
-async def init_weights_update_group(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.groups.join(_convert(obj, JoinGroupBody)))
-
-
-async def destroy_weights_update_group(
-    tm: PatchedTokenizerManager, obj: Request, request: object = None
-) -> tuple[bool, str]:
-    return await as_sglang_answers(tm.inflight.groups.leave(_convert(obj, LeaveGroupBody)))
+    body = NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
+    await tm.inflight.handlers["update_weight_version"](body)
 
 
 async def flush_cache(
     flush: Callable[..., Awaitable[Any]], tm: PatchedTokenizerManager, *args: Any, **kwargs: Any
 ) -> Any:
-    return await tm.inflight.calls.flush(lambda: flush(tm, *args, **kwargs))
-
-
-async def release_memory_occupation(
-    release: Callable[..., Awaitable[None]],
-    tm: PatchedTokenizerManager,
-    obj: Request,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    if why_no_retraction() is not None:
-        await release(tm, obj, *args, **kwargs)
-    else:
-        await tm.inflight.calls.release_memory(_convert(obj, ReleaseMemoryBody))
-
-
-async def resume_memory_occupation(
-    resume: Callable[..., Awaitable[None]],
-    tm: PatchedTokenizerManager,
-    obj: Request,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    if why_no_retraction() is not None:
-        await resume(tm, obj, *args, **kwargs)
-    else:
-        await tm.inflight.calls.resume_memory(_convert(obj, ResumeMemoryBody))
+    if tm.inflight.handlers.skips_flush():
+        return FlushCacheReqOutput(success=True)
+    return await flush(tm, *args, **kwargs)
 
 
 def is_ready(ready: Callable[[Any], bool], tm: PatchedTokenizerManager) -> bool:
     """Return false while weights are hollow: each request would end with 503."""
     return ready(tm) and not tm.inflight.is_hollow
-
-
-def _convert(obj: Any, body: type[Any]) -> Any:
-    """Convert SGLang's message to our body, a superset of its fields."""
-    known = body.__struct_fields__
-    fields = {name: getattr(obj, name) for name in obj.__struct_fields__ if name in known}
-    return convert(fields, body, "request")
 
 
 def refuse_when_over(tm: PatchedTokenizerManager, *args: Any) -> None:
@@ -349,13 +287,18 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     *(
         (f"{_TOKENIZER_MANAGER}.{surround.__name__}", *wrap_if_active(surround))
         for surround in (
-            continue_generation,
             flush_cache,
             is_ready,
-            pause_generation,
-            release_memory_occupation,
-            resume_memory_occupation,
         )
+    ),
+    *(
+        (f"{_TOKENIZER_MANAGER}.{name}", *wrap_if_active(surround(TABLE[name])))
+        for name, surround in {
+            "pause_generation": _unless_original,
+            "continue_generation": _unless_original,
+            "release_memory_occupation": _if_memory_can_go,
+            "resume_memory_occupation": _if_memory_can_go,
+        }.items()
     ),
     (f"{_COMMUNICATOR}.queueing_call", *replace_if_active(send_control_call)),
     (f"{_COMMUNICATOR}.handle_recv", *replace_if_active(take_control_answer)),
@@ -396,18 +339,10 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         check_samples,
         HookType.AFTER,
     ),
+    (f"{_TOKENIZER_MANAGER}.update_weight_version", *replace_if_active(update_weight_version)),
     *(
-        (f"{_TOKENIZER_MANAGER}.{replacement.__name__}", *replace_if_active(replacement))
-        for replacement in (
-            update_weights_from_disk,
-            update_weights_from_tensor,
-            update_weights_from_distributed,
-            update_weights_from_ipc,
-            begin_weight_update,
-            end_weight_update,
-            update_weight_version,
-            init_weights_update_group,
-            destroy_weights_update_group,
-        )
+        (f"{_TOKENIZER_MANAGER}.{call.name}", *replace_if_active(_returning_a_pair(call)))
+        for call in TABLE.values()
+        if call.answers_pair
     ),
 ]

@@ -28,17 +28,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.managers.io_struct import FlushCacheReqOutput
 
 from sglang_inflight.frontend.aio import SharedCall, keep
-from sglang_inflight.frontend.calls import Arrival, Calls
+from sglang_inflight.frontend.handlers import Arrival, Handler, Handlers
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
@@ -62,6 +61,7 @@ from sglang_inflight.vocabulary.answers import (
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
+    Body,
     ContinueBody,
     DiskBody,
     EndBody,
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _MEANINGS: dict[PauseMode, str] = {
     "abort": "running requests end at the commit with what they have",
@@ -176,8 +174,8 @@ class Window:
             self.grace.cancel()
 
 
-class TransparentCalls(Calls):
-    """Calls in transparent mode. At most one window is open. Lives on the front end's event loop.
+class Transparent:
+    """Handlers of transparent mode. At most one window is open. Lives on the front end's loop.
 
     Every change of the window happens between two awaits. ``resume`` closes the window before it
     ends the session, in a task independent of the caller. A piece belongs to the window open at
@@ -187,6 +185,7 @@ class TransparentCalls(Calls):
 
     def __init__(
         self,
+        direct: Handlers,
         tokenizer_manager: TokenizerManager,
         pauses: Pauses,
         updates: Updates,
@@ -197,7 +196,11 @@ class TransparentCalls(Calls):
         in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
         """``in_background`` runs a coroutine without a waiting caller, and logs its failure."""
-        super().__init__(tokenizer_manager, pauses, updates, memory)
+        self._direct = direct
+        self._tokenizer_manager = tokenizer_manager
+        self._pauses = pauses
+        self._updates = updates
+        self._memory = memory
         self._groups = groups
         self._settings = settings
         self._in_background = in_background
@@ -206,11 +209,31 @@ class TransparentCalls(Calls):
         # kept until the next pause, or until its failure was delivered
         self._ended: Window | None = None
 
+    @property
+    def handlers(self) -> Handlers:
+        """The direct handlers, and in place of some of them those of this object."""
+        ours: dict[str, Handler] = {
+            "pause_generation": self.pause,
+            "continue_generation": self.resume,
+            "update_weights_from_disk": self.update,
+            "update_weights_from_tensor": self.update,
+            "update_weights_from_distributed": self.update,
+            "update_weights_from_ipc": self.update,
+            "begin_weight_update": self.begin,
+            "seal_weight_update": self.seal,
+            "end_weight_update": self.end,
+            "abort_weight_update": self.abort,
+            "update_weight_version": self.rename,
+            "release_memory_occupation": self.release_memory,
+            "is_paused": self.is_paused,
+        }
+        return Handlers({**self._direct.by_name, **ours}, self.piece, self._skips_flush)
+
     async def pause(self, body: PauseBody) -> Grant | NamelessGrant | WindowGrant:
         before, self._ended = self._ended, None
         mode = body.mode or "abort"
         if mode not in _MEANINGS or body != PauseBody(mode=body.mode):
-            return await super().pause(body)
+            return await self._direct["pause_generation"](body)
         window = self._window
         if window is not None and (window.session_id is not None or window.pieces):
             await self._forget(window)
@@ -233,7 +256,7 @@ class TransparentCalls(Calls):
     async def resume(self, body: ContinueBody) -> Release | WindowRelease:
         window = self._window or self._ended
         if window is None or body.pause_id is not None:
-            return await super().resume(body)
+            return await self._pauses.resume(body)
         try:
             return await self._await_end(window, body)
         except InflightError:
@@ -263,14 +286,14 @@ class TransparentCalls(Calls):
             resumed = await self._go_on(body, window)
         return WindowRelease(message=resumed.message, paused=resumed.paused, receipt=receipt)
 
-    async def is_paused(self) -> bool:
+    async def is_paused(self, _: Body) -> bool:
         """Return true within a window: its client has asked for a pause, and expects one."""
-        return self._window is not None or await super().is_paused()
+        return self._window is not None or await self._pauses.is_paused()
 
     async def update(self, body: UpdateBody) -> Receipt | StagedSoFar:
         window = _sent_in.get(self._window)
         if window is None or body.session_id not in (None, window.session_id):
-            return await super().update(body)
+            return await self._updates.update(body)
         with window.counted(Arrival(is_whole=True)), window.failing():
             session_id = await self._join(window, body)
             piece = msgspec.structs.replace(
@@ -284,14 +307,14 @@ class TransparentCalls(Calls):
                 on_busy="wait",
                 expected_version=None,
             )
-            return await super().update(piece)
+            return await self._updates.update(piece)
 
     @contextmanager
     def piece(self) -> Iterator[Arrival]:
         window = self._window
         token = _sent_in.set(window)
         try:
-            with super().piece() as arrival:
+            with self._direct.piece() as arrival:
                 try:
                     with window.counted(arrival) if window is not None else nullcontext():
                         yield arrival
@@ -306,7 +329,7 @@ class TransparentCalls(Calls):
     async def begin(self, body: BeginBody) -> Begun | Deferred:
         window = self._window
         if window is None or body.session_id is not None or body.non_blocking:
-            return await super().begin(body)
+            return await self._updates.begin(body)
         window.require_whole()
         # a client may take long between begin and its first piece
         self._start_grace(window, self._settings.update_timeout_s)
@@ -315,25 +338,25 @@ class TransparentCalls(Calls):
     async def seal(self, body: SealBody) -> StagedSoFar:
         if self._window is not None and body.session_id is None:
             body = SealBody(session_id=self._window.session_id)
-        return await super().seal(body)
+        return await self._updates.seal(body)
 
     async def end(self, body: EndBody) -> Receipt | Deferred:
         window = self._window
         if window is None or body.session_id is not None or body.non_blocking:
-            return await super().end(body)
+            return await self._updates.end(body)
         window.require_whole()
         window.weight_version = body.weight_version or window.weight_version
         return Deferred(message="The session goes live at continue_generation.")
 
     async def abort(self, body: AbortUpdateBody) -> None:
         window = self._window
-        await super().abort(body)
+        await self._updates.abort(body)
         if window is not None and body.session_id in (None, window.session_id):
             window.fail(Dropped("a caller aborted the session"))
 
     async def rename(self, body: NameBody) -> dict[str, Any]:
         if self._window is None:
-            return await super().rename(body)
+            return await self._updates.rename(body)
         self._window.weight_version = body.new_version
         return {
             "success": True,
@@ -341,15 +364,13 @@ class TransparentCalls(Calls):
             "new_version": body.new_version,
         }
 
-    async def flush(self, flush: Callable[[], Awaitable[T]]) -> T:
-        if self._window is None or self._window.pause_id is not None:
-            return await flush()
-        return cast(T, FlushCacheReqOutput(success=True))
+    def _skips_flush(self) -> bool:
+        return self._window is not None and self._window.pause_id is None
 
     async def release_memory(self, body: ReleaseMemoryBody) -> MemoryMoved:
         if self._window is not None:
             await self._pause_really(self._window)
-        return await super().release_memory(body)
+        return await self._memory.release(body)
 
     # ---- the window ------------------------------------------------------------------
 
@@ -366,7 +387,7 @@ class TransparentCalls(Calls):
         window.end_grace()
         if window.before is not None:
             await asyncio.wait({window.before})
-        begun = await super().begin(
+        begun = await self._updates.begin(
             BeginBody(
                 selector=first.selector if isinstance(first, DiskBody) else "all",
                 non_blocking=True,
@@ -375,7 +396,6 @@ class TransparentCalls(Calls):
                 lease_s=self._settings.update_timeout_s,
             )
         )
-        assert isinstance(begun, Begun)
         window.session_id = begun.session_id
         if window.failure is not None:
             # No other code ends this session: a concurrent piece failed, or a new window replaced
@@ -386,9 +406,7 @@ class TransparentCalls(Calls):
 
     async def _go_on(self, body: ContinueBody, window: Window) -> Release:
         try:
-            resumed = await super().resume(body)
-            assert isinstance(resumed, Release)
-            return resumed
+            return await self._pauses.resume(body)
         except Conflict as error:
             # memory is released: generation continues when it is resumed
             if window.pause_id is not None:
@@ -402,12 +420,12 @@ class TransparentCalls(Calls):
         window.require_whole()
         if window.session_id is None:
             if window.weight_version is not None:
-                await super().rename(
+                await self._updates.rename(
                     NameBody(new_version=window.weight_version, abort_all_requests=False)
                 )
             return None
         try:
-            receipt = await super().end(
+            return await self._updates.end(
                 EndBody(
                     session_id=window.session_id,
                     non_blocking=True,
@@ -417,8 +435,6 @@ class TransparentCalls(Calls):
             )
         except Refused as error:
             raise _dropped(error) from error
-        assert isinstance(receipt, Receipt)
-        return receipt
 
     async def _forget(self, window: Window) -> None:
         """Drop a window's weights when another trainer pauses: the first has died or given up."""
@@ -434,7 +450,7 @@ class TransparentCalls(Calls):
         if window.session_id is not None:
             # refused if the failed piece has dropped the session already
             with suppress(Refused):
-                await super().abort(AbortUpdateBody(session_id=window.session_id))
+                await self._updates.abort(AbortUpdateBody(session_id=window.session_id))
 
     def _start_grace(self, window: Window, seconds: float) -> None:
         window.end_grace()

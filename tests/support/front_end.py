@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.calls import Calls
+from sglang_inflight.frontend.handlers import direct_handlers
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.transparent import TransparentCalls
+from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.served import Served
@@ -78,8 +78,14 @@ from sglang_inflight.vocabulary.answers import (
     StagingStatus,
     WeightsStatus,
 )
+from sglang_inflight.vocabulary.bodies import Body
+from sglang_inflight.vocabulary.calls import TABLE
 
 FIRST = Rank(0, 0, 0)
+# type of a body -> its call; GETs share one
+NAMES = {call.body: call.name for call in TABLE.values()}
+NO_ADAPTERS: Any = SimpleNamespace(load=None, unload=None)
+NO_STATUS: Any = None
 SETTINGS = Settings.from_environment()
 
 
@@ -292,8 +298,18 @@ class FrontEnd:
         self.groups = Groups(self.ranks, SETTINGS)
         idle = NoRequestsRunning(manager, self.pauses)
         self.updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS)
-        self.calls: Calls = (
-            TransparentCalls(
+        self.handlers = direct_handlers(
+            manager,
+            self.pauses,
+            self.updates,
+            self.memory,
+            self.groups,
+            adapters=NO_ADAPTERS,
+            ask_status=NO_STATUS,
+        )
+        if transparent:
+            self.handlers = Transparent(
+                self.handlers,
                 manager,
                 self.pauses,
                 self.updates,
@@ -301,10 +317,7 @@ class FrontEnd:
                 self.groups,
                 SETTINGS,
                 in_background=self.in_background,
-            )
-            if transparent
-            else Calls(manager, self.pauses, self.updates, self.memory)
-        )
+            ).handlers
         manager.take_answer = self._take_answer
 
     def in_background(self, doing: Coroutine[Any, Any, Any]) -> None:
@@ -314,6 +327,10 @@ class FrontEnd:
         self.served.take_answer(answer)
         self.pauses.take_answer(answer)
         self.ranks.take_answer(answer)
+
+    def call(self, body: Body) -> Coroutine[Any, Any, Any]:
+        """Make the call of this body's type."""
+        return self.handlers[NAMES[type(body)]](body)
 
     async def ask(self, call: Awaitable[Any]) -> Any:
         """Await the call like a route: it fails once the ranks are shut down."""

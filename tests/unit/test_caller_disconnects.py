@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from sglang_inflight.frontend.http.endpoints import while_connected, with_body
-from sglang_inflight.frontend.http.routes import _Routes
+from sglang_inflight.frontend.handlers import Handlers
+from sglang_inflight.frontend.http.endpoints import while_connected
+from sglang_inflight.frontend.http.routes import endpoint_of
 from sglang_inflight.messages import ReleaseCall
 from sglang_inflight.vocabulary.answers import MEMORY, Begun, Grant
 from sglang_inflight.vocabulary.bodies import (
@@ -37,6 +38,7 @@ from sglang_inflight.vocabulary.bodies import (
     SealBody,
     TensorBody,
 )
+from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError
 from tests.support.front_end import FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
@@ -62,22 +64,22 @@ class Case:
 
 def begin(**how: Any) -> Callable[[FrontEnd], Awaitable[Any]]:
     body = BeginBody(lease_s=LEASE_S, **how)
-    return lambda front: front.calls.begin(body)
+    return lambda front: front.call(body)
 
 
 def pause(**how: Any) -> Callable[[FrontEnd], Awaitable[Any]]:
     body = PauseBody(**how)
-    return lambda front: front.calls.pause(body)
+    return lambda front: front.call(body)
 
 
 def piece(**how: Any) -> Callable[[FrontEnd], Awaitable[Any]]:
-    return lambda front: front.calls.update(
+    return lambda front: front.call(
         TensorBody(serialized_named_tensors=[b""], weight_version="v1", **how)
     )
 
 
 def broadcast(front: FrontEnd) -> Awaitable[Any]:
-    return front.calls.update(
+    return front.call(
         DistributedBody(names=["a"], dtypes=["float32"], shapes=[[1]], non_blocking=True)
     )
 
@@ -91,7 +93,7 @@ def join(front: FrontEnd) -> Awaitable[Any]:
 
 
 def release(front: FrontEnd) -> Awaitable[Any]:
-    return front.calls.release_memory(ReleaseMemoryBody())
+    return front.call(ReleaseMemoryBody())
 
 
 SEAL = SealBody(session_id=SESSION)
@@ -101,7 +103,7 @@ STAGE = piece(session_id=SESSION, non_blocking=True)
 
 
 def seal(front: FrontEnd) -> Awaitable[Any]:
-    return front.calls.seal(SEAL)
+    return front.call(SEAL)
 
 
 CASES = {
@@ -113,34 +115,32 @@ CASES = {
     ),
     "pause beside another": Case(pause(mode="abort"), (pause(mode="in_place", new_id="p"),)),
     "continue": Case(
-        lambda front: front.calls.resume(ContinueBody()), (pause(mode="in_place", new_id="p"),)
+        lambda front: front.call(ContinueBody()), (pause(mode="in_place", new_id="p"),)
     ),
     "begin": Case(begin(non_blocking=True)),
     "begin by a chosen name": Case(OPEN),
-    "begin as SGLang does": Case(lambda front: front.calls.begin(BeginBody())),
+    "begin as SGLang does": Case(lambda front: front.call(BeginBody())),
     "begin in place of another": Case(begin(non_blocking=True, on_busy="replace"), (OPEN, STAGE)),
     "renew": Case(begin(session_id=SESSION), (OPEN,)),
     "piece": Case(STAGE, (OPEN,)),
     "seal": Case(seal, (OPEN, STAGE)),
-    "end": Case(lambda front: front.calls.end(END), (OPEN, STAGE)),
-    "end of what is sealed": Case(lambda front: front.calls.end(END), (OPEN, STAGE, seal)),
+    "end": Case(lambda front: front.call(END), (OPEN, STAGE)),
+    "end of what is sealed": Case(lambda front: front.call(END), (OPEN, STAGE, seal)),
     "end that waits for requests": Case(
-        lambda front: front.calls.end(EndBody()), (lambda front: front.calls.begin(BeginBody()),)
+        lambda front: front.call(EndBody()), (lambda front: front.call(BeginBody()),)
     ),
-    "abort": Case(
-        lambda front: front.calls.abort(AbortUpdateBody(session_id=SESSION)), (OPEN, STAGE)
-    ),
+    "abort": Case(lambda front: front.call(AbortUpdateBody(session_id=SESSION)), (OPEN, STAGE)),
     "update": Case(piece(non_blocking=True)),
     "update that waits for requests": Case(piece()),
     "update in place of another": Case(piece(non_blocking=True, on_busy="replace"), (OPEN, STAGE)),
     "update from disk": Case(
-        lambda front: front.calls.update(DiskBody(model_path="/v1", non_blocking=True))
+        lambda front: front.call(DiskBody(model_path="/v1", non_blocking=True))
     ),
     "broadcast": Case(broadcast, (join,)),
-    "rollback": Case(lambda front: front.updates.roll_back(RollbackBody())),
-    "rename": Case(lambda front: front.calls.rename(NameBody(new_version="a name"))),
+    "rollback": Case(lambda front: front.call(RollbackBody())),
+    "rename": Case(lambda front: front.call(NameBody(new_version="a name"))),
     "release": Case(release),
-    "resume": Case(lambda front: front.calls.resume_memory(ResumeMemoryBody()), (release,)),
+    "resume": Case(lambda front: front.call(ResumeMemoryBody()), (release,)),
     "join": Case(join),
     "leave": Case(lambda front: front.groups.leave(LeaveGroupBody(group_name="g")), (join,)),
 }
@@ -208,11 +208,11 @@ async def play(case: Case, delay: int, leave: Leave) -> bool:
     current = front.two_phase.current
     match answer:
         case Grant(pause_id=pause_id):
-            await front.calls.resume(ContinueBody(pause_id=pause_id))
+            await front.call(ContinueBody(pause_id=pause_id))
         case Begun(session_id=session_id):
             assert current is not None
             assert len(timers()) == (current.lease_s is not None)
-            await front.calls.abort(AbortUpdateBody(session_id=session_id))
+            await front.call(AbortUpdateBody(session_id=session_id))
         case None:
             # no caller knows a new name, so no pause and no session may be new
             assert holders.issuperset(front.rank.holders)
@@ -225,13 +225,13 @@ async def play(case: Case, delay: int, leave: Leave) -> bool:
 async def release_named(front: FrontEnd) -> None:
     """Release all that the staying caller, or a reader of the status, can name."""
     if front.rank.is_released:
-        await front.calls.resume_memory(ResumeMemoryBody())
+        await front.call(ResumeMemoryBody())
     assert MEMORY not in front.rank.holders, "it cannot be taken again"
     if front.rank.holders:
         assert front.rank.holders == ["p"], "a pause was taken without a grant"
-        await front.calls.resume(ContinueBody(pause_id="p"))
+        await front.call(ContinueBody(pause_id="p"))
     if (session := front.two_phase.current) is not None:
-        await front.calls.abort(AbortUpdateBody(session_id=session.id))
+        await front.call(AbortUpdateBody(session_id=session.id))
     await until_idle()
 
 
@@ -248,7 +248,7 @@ async def expect_nothing_held(front: FrontEnd) -> None:
     assert timers() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
     # the next caller gets the turn
-    await front.calls.update(
+    await front.call(
         TensorBody(serialized_named_tensors=[b""], non_blocking=True, weight_version="last")
     )
     assert front.manager.config_value("weight_version") == rank.version == "last"
@@ -279,34 +279,29 @@ def leave_at(case: Case, delay: int, leave: Callable[..., Any], *ticks: int) -> 
         raise
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/begin_weight_update"])
+@pytest.mark.parametrize("name", ["pause_generation", "begin_weight_update"])
 @pytest.mark.parametrize("named", [False, True])
-def test_disconnect_before_the_answer_leaves_nothing_held(path: str, named: bool) -> None:
+def test_disconnect_before_the_answer_leaves_nothing_held(name: str, named: bool) -> None:
     """Nobody knows the name of the result unless the caller chose it."""
 
     async def play_call() -> None:
         front = FrontEnd(delay=1)
-        frontend: Any = SimpleNamespace(calls=front.calls, pauses=front.pauses)
-        routes = _Routes(frontend, front.manager)
         leaving = Leaving(b'{"new_id": "p"}' if named else b"{}")
-        made: dict[str, tuple[Any, Any, Any]] = {
-            "/pause_generation": (PauseBody, routes.pause, routes.give_back_pause),
-            "/begin_weight_update": (BeginBody, routes.begin, routes.give_back_session),
-        }
-        shape, handler, give_back = made[path]
 
         async def handle_and_disconnect(body: Any) -> Any:
-            answer = await handler(body)
+            answer = await front.call(body)
             leaving.left.set()
             return answer
 
-        endpoint = with_body(shape, handle_and_disconnect, give_back=give_back)
-        answer: Any = await endpoint(
-            Request({"type": "http", "headers": [], "path": path}, leaving.receive)
+        by_name = {**front.handlers.by_name, name: handle_and_disconnect}
+        handlers = Handlers(by_name, front.handlers.piece)
+        frontend: Any = SimpleNamespace(handlers=handlers, pauses=front.pauses)
+        answer: Any = await endpoint_of(TABLE[name], frontend)(
+            Request({"type": "http", "headers": [], "path": name}, leaving.receive)
         )
         assert answer.status_code == 400
         await until_idle()
-        if named and path == "/pause_generation":
+        if named and name == "pause_generation":
             assert front.rank.holders == ["p"]
         elif named:
             assert front.rank.update_id == "p"
@@ -356,7 +351,7 @@ def test_update_is_refused_during_memory_release() -> None:
         if moves:
             body = DiskBody(model_path="/v1", non_blocking=True, on_busy="refuse")
             with pytest.raises(Conflict, match="another weight update is going on"):
-                await front.calls.update(body)
+                await front.call(body)
         await until_idle()
         return moves
 
@@ -373,7 +368,7 @@ def test_late_commit_answer_publishes_version(
         front = FrontEnd(delay=50)
         body = DiskBody(model_path="/v1", weight_version="v1", non_blocking=True)
         with pytest.raises(InflightError, match="sent to all ranks"):
-            await front.ask(front.calls.update(body))
+            await front.ask(front.call(body))
         assert front.manager.config_value("weight_version") == front.rank.version == "v0"
         await until_idle()
         assert front.manager.config_value("weight_version") == front.rank.version == "v1"

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from sglang_inflight.frontend.http import endpoints
 from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
-from sglang_inflight.frontend.http.routes import _Routes
+from sglang_inflight.frontend.http.routes import endpoint_of
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -26,6 +26,7 @@ from sglang_inflight.vocabulary.bodies import (
     IPCBody,
     TensorBody,
 )
+from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Conflict, Dropped
 from tests.support.front_end import SETTINGS, FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
@@ -47,24 +48,24 @@ def arriving(content: bytes, *, is_whole: bool) -> Request:
 
 async def cut_off_tensors(front: FrontEnd) -> None:
     with pytest.raises(ClientDisconnect):
-        await with_payloads(front.calls.update, front.calls.piece)(arriving(b"{", is_whole=False))
+        await with_payloads(front.call, front.handlers.piece)(arriving(b"{", is_whole=False))
 
 
 async def cut_off_broadcast(front: FrontEnd) -> None:
-    frontend: Any = SimpleNamespace(calls=front.calls, groups=front.groups)
-    routes = _Routes(frontend, front.manager)
+    frontend: Any = SimpleNamespace(handlers=front.handlers, groups=front.groups)
+    endpoint = endpoint_of(TABLE["update_weights_from_distributed"], frontend)
     with pytest.raises(ClientDisconnect):
-        await routes.update_from_distributed(arriving(b"{", is_whole=False))
+        await endpoint(arriving(b"{", is_whole=False))
 
 
 async def unreadable(front: FrontEnd) -> None:
-    endpoint = with_body(IPCBody, front.calls.update, front.calls.piece)
+    endpoint = with_body(IPCBody, front.call, front.handlers.piece)
     answer = await endpoint(arriving(b'{"zmq_handles": 1}', is_whole=True))
     assert answer.status_code == 400
 
 
 async def left(front: FrontEnd) -> None:
-    piece = asyncio.ensure_future(front.calls.update(PIECE))
+    piece = asyncio.ensure_future(front.call(PIECE))
     await tick(3)
     piece.cancel()
     await asyncio.wait({piece})
@@ -87,8 +88,8 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def session_with_lost_piece(loss: str) -> FrontEnd:
     front = FrontEnd(delay=1)
-    await front.calls.begin(BeginBody())
-    await front.calls.update(PIECE)
+    await front.call(BeginBody())
+    await front.call(PIECE)
     await LOSSES[loss](front)
     await until_idle()
     return front
@@ -100,14 +101,14 @@ def test_session_with_lost_piece_goes_live_in_no_part(loss: str) -> None:
         front = await session_with_lost_piece(loss)
         for _ in range(2):
             with pytest.raises(Dropped, match="this call's weight-update session was dropped"):
-                await front.calls.update(PIECE)
+                await front.call(PIECE)
         with pytest.raises(
             Dropped, match=r"no weight-update session is open: .* nothing of it is served"
         ):
-            await front.calls.end(EndBody())
+            await front.call(EndBody())
         assert (front.rank.epoch, front.rank.update_id) == (0, None)
         # the client was told of the loss, so a later piece is an update of its own
-        await front.calls.update(PIECE)
+        await front.call(PIECE)
         assert front.rank.version == "v1"
 
     run(play())
@@ -118,13 +119,13 @@ def test_lost_session_is_over_after_begin_or_abort(ends: str) -> None:
     async def play() -> None:
         front = await session_with_lost_piece("left")
         if ends == "begin":
-            await front.calls.begin(BeginBody())
-            await front.calls.update(PIECE)
-            receipt = await front.calls.end(EndBody())
+            await front.call(BeginBody())
+            await front.call(PIECE)
+            receipt = await front.call(EndBody())
             assert receipt["weight_version"] == "v1"
         else:
-            await front.calls.abort(AbortUpdateBody())
-            await front.calls.update(PIECE)
+            await front.call(AbortUpdateBody())
+            await front.call(PIECE)
         assert front.rank.version == "v1"
 
     run(play())
@@ -136,7 +137,7 @@ def test_lost_session_of_dead_client_expires() -> None:
         session = front.updates._last
         assert session is not None
         session.dropped_at -= SETTINGS.update_timeout_s
-        await front.calls.update(PIECE)
+        await front.call(PIECE)
         assert front.rank.version == "v1"
 
     run(play())
@@ -146,7 +147,7 @@ def test_disk_update_after_a_lost_session_succeeds() -> None:
     async def play() -> None:
         front = await session_with_lost_piece("left")
         disk = DiskBody(model_path="/v2", weight_version="v2")
-        assert (await front.calls.update(disk))["weight_version"] == "v2"
+        assert (await front.call(disk))["weight_version"] == "v2"
 
     run(play())
 
@@ -156,15 +157,15 @@ def test_failed_call_beside_a_session_keeps_it_open() -> None:
 
     async def play() -> None:
         front = FrontEnd(delay=1)
-        await front.calls.begin(BeginBody())
-        await front.calls.update(PIECE)
+        await front.call(BeginBody())
+        await front.call(PIECE)
         for other in (
             DiskBody(model_path="/v2", session_id="another"),
             DiskBody(model_path="/v2", on_busy="refuse"),
         ):
             with pytest.raises(Conflict):
-                await front.calls.update(other)
-        receipt = await front.calls.end(EndBody())
+                await front.call(other)
+        receipt = await front.call(EndBody())
         assert receipt["weight_version"] == "v1"
 
     run(play())
@@ -173,10 +174,10 @@ def test_failed_call_beside_a_session_keeps_it_open() -> None:
 def test_unreadable_piece_keeps_named_session() -> None:
     async def play() -> None:
         front = FrontEnd(delay=1)
-        begun = await front.calls.begin(BeginBody(non_blocking=True))
+        begun = await front.call(BeginBody(non_blocking=True))
         await unreadable(front)
         await until_idle()
         assert front.two_phase.current is not None
-        await front.calls.end(EndBody(session_id=begun["session_id"], non_blocking=True))
+        await front.call(EndBody(session_id=begun["session_id"], non_blocking=True))
 
     run(play())

@@ -24,21 +24,20 @@ from types import SimpleNamespace
 
 import nest_asyncio
 
-from sglang_inflight.frontend.engine.methods import is_paused
+from sglang_inflight.frontend.engine.methods import METHODS
 from sglang_inflight.frontend.engine.shared_loop import share
 
-async def answer():
+async def answer(_):
     await asyncio.sleep(0)
     return "not paused"
 
 async def cell():
     loop = asyncio.get_running_loop()
     share(loop)
-    calls = SimpleNamespace(is_paused=answer)
     lifetime = SimpleNamespace(unless_shut_down=lambda work: work)
-    frontend = SimpleNamespace(calls=calls, lifetime=lifetime)
+    frontend = SimpleNamespace(handlers={"is_paused": answer}, lifetime=lifetime)
     manager = SimpleNamespace(why_inactive=None, event_loop=loop, inflight=frontend)
-    print(is_paused.waiting(SimpleNamespace(tokenizer_manager=manager, loop=loop)))
+    print(METHODS["is_paused"].waiting(SimpleNamespace(tokenizer_manager=manager, loop=loop)))
 
 loop = asyncio.SelectorEventLoop()
 asyncio.set_event_loop(loop)

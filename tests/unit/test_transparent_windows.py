@@ -1,4 +1,4 @@
-"""A window of ``TransparentCalls`` loses a piece while its ranks are waited for."""
+"""A window of ``Transparent`` loses a piece while its ranks are waited for."""
 
 from __future__ import annotations
 
@@ -12,28 +12,32 @@ import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
+from sglang_inflight.frontend.handlers import direct_handlers
 from sglang_inflight.frontend.http import endpoints
 from sglang_inflight.frontend.http.endpoints import with_body, with_payloads
 from sglang_inflight.frontend.http.large_bodies import LARGE_STRING_BYTES
-from sglang_inflight.frontend.http.routes import _Routes
-from sglang_inflight.frontend.transparent import TransparentCalls
+from sglang_inflight.frontend.http.routes import endpoint_of
+from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.messages import CommitCall, DropCall, GiveUpTransferCall, OpenCall, StageCall
 from sglang_inflight.vocabulary.answers import Release
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
+    Body,
     ContinueBody,
     DistributedBody,
     EndBody,
     IPCBody,
     NameBody,
+    NoBody,
     PauseBody,
     ReleaseMemoryBody,
     ResumeMemoryBody,
     TensorBody,
 )
+from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
-from tests.support.front_end import FrontEnd
+from tests.support.front_end import NAMES, NO_ADAPTERS, NO_STATUS, FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
 from tests.unit.fakes import SETTINGS, Play
@@ -47,19 +51,32 @@ class NoPauses:
 class TransparentPlay(Play):
     def __init__(self) -> None:
         super().__init__()
-        nothing: Any = None
-        self.calls = TransparentCalls(
+        no_memory: Any = SimpleNamespace(release=None, resume=None)
+        direct = direct_handlers(
             self.manager,
             NoPauses(),  # type: ignore[arg-type]
             self.updates,
-            nothing,
+            no_memory,
+            self.groups,
+            NO_ADAPTERS,
+            NO_STATUS,
+        )
+        self.handlers = Transparent(
+            direct,
+            self.manager,
+            NoPauses(),  # type: ignore[arg-type]
+            self.updates,
+            no_memory,
             self.groups,
             SETTINGS,
             in_background=lambda doing: doing.close(),
-        )
+        ).handlers
+
+    def call(self, body: Body) -> Coroutine[Any, Any, Any]:
+        return self.handlers[NAMES[type(body)]](body)
 
     def send(self) -> asyncio.Future[Any]:
-        self.make(self.calls.update(self.piece()))
+        self.make(self.call(self.piece()))
         return self.made[-1]
 
     def sent(self) -> list[type]:
@@ -81,7 +98,7 @@ def test_cancelled_first_piece_drops_window(others: int) -> None:
 
     async def play_window() -> None:
         play = TransparentPlay()
-        await play.calls.pause(PauseBody(mode="in_place"))
+        await play.call(PauseBody(mode="in_place"))
         for _ in range(others + 1):
             play.send()
             await play.settle()
@@ -93,7 +110,7 @@ def test_cancelled_first_piece_drops_window(others: int) -> None:
         await play.settle()
         with pytest.raises(Dropped, match="caller has left"):
             late.result()
-        continuing = asyncio.ensure_future(play.calls.resume(ContinueBody()))
+        continuing = asyncio.ensure_future(play.call(ContinueBody()))
         play.made.append(continuing)
         await play.settle()
         await play.finish()
@@ -109,13 +126,13 @@ def test_cancelled_first_piece_drops_window(others: int) -> None:
 def test_unreadable_piece_drops_window() -> None:
     async def play_window() -> None:
         play = TransparentPlay()
-        await play.calls.pause(PauseBody(mode="in_place"))
+        await play.call(PauseBody(mode="in_place"))
         play.send()
         await play.settle()
         await play.finish()
-        with pytest.raises(Refused), play.calls.piece():
+        with pytest.raises(Refused), play.handlers.piece():
             raise Refused("bad request body")
-        play.make(play.calls.resume(ContinueBody()))
+        play.make(play.call(ContinueBody()))
         await play.settle()
         await play.finish()
         with pytest.raises(Dropped, match="bad request body"):
@@ -138,7 +155,7 @@ def test_refused_large_piece_drops_window(monkeypatch: pytest.MonkeyPatch, spoil
 
     async def play_window() -> None:
         play = await window_with_a_piece()
-        endpoint = with_payloads(play.calls.update, play.calls.piece)
+        endpoint = with_payloads(play.call, play.handlers.piece)
         answer = await endpoint(arriving(SPOILT[spoilt], is_whole=True))
         assert answer.status_code == 400
         await expect_nothing_to_go_live(play, "bad request body")
@@ -150,11 +167,11 @@ def test_refused_large_piece_drops_window(monkeypatch: pytest.MonkeyPatch, spoil
 def test_disconnect_within_a_body_drops_window(route: str) -> None:
     async def play_window() -> None:
         play = await window_with_a_piece()
-        frontend: Any = SimpleNamespace(calls=play.calls, groups=play.groups)
+        frontend: Any = SimpleNamespace(handlers=play.handlers, groups=play.groups)
         routes: dict[str, Any] = {
-            "tensor": with_payloads(play.calls.update, play.calls.piece),
-            "distributed": _Routes(frontend, play.manager).update_from_distributed,
-            "ipc": with_body(IPCBody, play.calls.update, play.calls.piece),
+            "tensor": with_payloads(play.call, play.handlers.piece),
+            "distributed": endpoint_of(TABLE["update_weights_from_distributed"], frontend),
+            "ipc": with_body(IPCBody, play.call, play.handlers.piece),
         }
         with pytest.raises(ClientDisconnect):
             await routes[route](arriving(b"{", is_whole=False))
@@ -168,12 +185,12 @@ def test_late_disconnect_keeps_next_window() -> None:
 
     async def play_window() -> None:
         play = await window_with_a_piece()
-        arriving_late = play.calls.piece()
+        arriving_late = play.handlers.piece()
         arriving_late.__enter__()
-        play.make(play.calls.resume(ContinueBody()))
+        play.make(play.call(ContinueBody()))
         await play.settle()
         await play.finish()
-        await play.calls.pause(PauseBody(mode="in_place"))
+        await play.call(PauseBody(mode="in_place"))
         left = ClientDisconnect()
         assert not arriving_late.__exit__(ClientDisconnect, left, None)
         await expect_next_window_works(play)
@@ -190,10 +207,10 @@ def test_refused_broadcast_breaks_its_group(refused: type) -> None:
         play = TransparentPlay()
         play.ranks.refusable = (refused,)
         play.refuse()
-        await play.calls.pause(PauseBody(mode="in_place"))
+        await play.call(PauseBody(mode="in_place"))
         for error, why in ((Refused, "no"), (Dropped, "the update was dropped.*: no")):
             play.ranks.called.clear()
-            play.make(play.calls.update(piece))
+            play.make(play.call(piece))
             await play.settle()
             await play.finish()
             with pytest.raises(error, match=f"{why}.*Group 'g' is out of step"):
@@ -216,7 +233,7 @@ def arriving(content: bytes, *, is_whole: bool) -> Request:
 
 async def window_with_a_piece() -> TransparentPlay:
     play = TransparentPlay()
-    await play.calls.pause(PauseBody(mode="in_place"))
+    await play.call(PauseBody(mode="in_place"))
     piece = play.send()
     await play.settle()
     await play.finish()
@@ -225,7 +242,7 @@ async def window_with_a_piece() -> TransparentPlay:
 
 
 async def expect_nothing_to_go_live(play: TransparentPlay, why: str) -> None:
-    continuing = asyncio.ensure_future(play.calls.resume(ContinueBody()))
+    continuing = asyncio.ensure_future(play.call(ContinueBody()))
     play.made.append(continuing)
     await play.settle()
     await play.finish()
@@ -237,12 +254,12 @@ async def expect_nothing_to_go_live(play: TransparentPlay, why: str) -> None:
 
 async def expect_next_window_works(play: TransparentPlay) -> None:
     assert play.two_phase.current is None
-    await play.calls.pause(PauseBody(mode="in_place"))
+    await play.call(PauseBody(mode="in_place"))
     piece = play.send()
     await play.settle()
     await play.finish()
     piece.result()
-    play.make(play.calls.resume(ContinueBody()))
+    play.make(play.call(ContinueBody()))
     await play.settle()
     await play.finish()
     assert play.made[-1].result().receipt.weight_version == f"v{play.ranks.epoch}"
@@ -259,7 +276,7 @@ PIECE = TensorBody(serialized_named_tensors=[b""], weight_version="v1")
 async def continue_generation(front: FrontEnd) -> Any:
     """Return the outcome of ``continue_generation`` for a caller that stays."""
     try:
-        return await front.ask(front.calls.resume(ContinueBody()))
+        return await front.ask(front.call(ContinueBody()))
     except InflightError as error:
         return error
 
@@ -269,7 +286,7 @@ async def expect_nothing_held(front: FrontEnd) -> None:
     assert front.two_phase.current is None
     assert front.rank.update_id is None
     assert front.rank.holders == []
-    assert not await front.calls.is_paused()
+    assert not await front.handlers["is_paused"](NoBody())
     assert timers() == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -293,10 +310,10 @@ def test_cancelled_piece_drops_window_at_every_tick(staged: int) -> None:
 
     async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=1, transparent=True)
-        await front.calls.pause(RETRACT)
+        await front.call(RETRACT)
         for _ in range(staged):
-            await front.calls.update(PIECE)
-        piece = asyncio.ensure_future(front.calls.update(PIECE))
+            await front.call(PIECE)
+        piece = asyncio.ensure_future(front.call(PIECE))
         # the piece is sent after the first tick
         await tick(1 + ticks)
         is_done = piece.done()
@@ -322,10 +339,10 @@ def test_continue_during_a_piece_waits_for_it(staged: int) -> None:
 
     async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=3, transparent=True)
-        await front.calls.pause(RETRACT)
+        await front.call(RETRACT)
         for _ in range(staged):
-            await front.calls.update(PIECE)
-        piece = asyncio.ensure_future(front.calls.update(PIECE))
+            await front.call(PIECE)
+        piece = asyncio.ensure_future(front.call(PIECE))
         await tick(1 + ticks)
         is_done = piece.done()
         answer = await continue_generation(front)
@@ -344,12 +361,12 @@ def test_repeated_continue_reports_update_outcome(refused: bool) -> None:
 
     async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=1, transparent=True)
-        await front.calls.pause(RETRACT)
-        await front.calls.update(PIECE)
+        await front.call(RETRACT)
+        await front.call(PIECE)
         if refused:
-            with pytest.raises(Refused), front.calls.piece():
+            with pytest.raises(Refused), front.handlers.piece():
                 raise Refused("bad request body")
-        first = asyncio.ensure_future(front.calls.resume(ContinueBody()))
+        first = asyncio.ensure_future(front.call(ContinueBody()))
         await tick(1 + ticks)
         is_done = first.done()
         first.cancel()
@@ -368,7 +385,7 @@ def test_repeated_continue_reports_update_outcome(refused: bool) -> None:
         assert front.rank.epoch == (not refused)
         await expect_nothing_held(front)
         # the next window has an outcome of its own
-        await front.calls.pause(RETRACT)
+        await front.call(RETRACT)
         assert (await continue_generation(front)).receipt is None
         return is_done
 
@@ -379,14 +396,14 @@ def test_repeated_continue_reports_update_outcome(refused: bool) -> None:
 def test_new_window_during_a_commit_gets_its_own_version() -> None:
     async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=4, transparent=True)
-        await front.calls.pause(RETRACT)
-        await front.calls.update(PIECE)
-        first = asyncio.ensure_future(front.calls.resume(ContinueBody()))
+        await front.call(RETRACT)
+        await front.call(PIECE)
+        first = asyncio.ensure_future(front.call(ContinueBody()))
         await tick(1 + ticks)
         is_done = first.done()
         first.cancel()
-        await front.calls.pause(RETRACT)
-        await front.calls.update(msgspec.structs.replace(PIECE, weight_version="v2"))
+        await front.call(RETRACT)
+        await front.call(msgspec.structs.replace(PIECE, weight_version="v2"))
         assert (await continue_generation(front)).receipt.weight_version == "v2"
         assert front.rank.epoch == 2
         await expect_nothing_held(front)
@@ -396,13 +413,13 @@ def test_new_window_during_a_commit_gets_its_own_version() -> None:
 
 
 OTHER_CALLS: dict[str, Callable[[FrontEnd], Coroutine[Any, Any, Any]]] = {
-    "pause again": lambda front: front.calls.pause(PauseBody(mode="in_place")),
-    "real pause": lambda front: front.calls.pause(PauseBody(mode="in_place", lease_s=3600.0)),
-    "begin": lambda front: front.calls.begin(BeginBody()),
-    "end": lambda front: front.calls.end(EndBody()),
-    "abort": lambda front: front.calls.abort(AbortUpdateBody()),
-    "rename": lambda front: front.calls.rename(NameBody(new_version="a name")),
-    "release": lambda front: front.calls.release_memory(ReleaseMemoryBody()),
+    "pause again": lambda front: front.call(PauseBody(mode="in_place")),
+    "real pause": lambda front: front.call(PauseBody(mode="in_place", lease_s=3600.0)),
+    "begin": lambda front: front.call(BeginBody()),
+    "end": lambda front: front.call(EndBody()),
+    "abort": lambda front: front.call(AbortUpdateBody()),
+    "rename": lambda front: front.call(NameBody(new_version="a name")),
+    "release": lambda front: front.call(ReleaseMemoryBody()),
 }
 
 
@@ -414,9 +431,9 @@ def test_cancelled_call_in_a_window_leaves_nothing_held(name: str, staged: int) 
 
     async def play_window(ticks: int) -> bool:
         front = FrontEnd(delay=1, transparent=True)
-        await front.calls.pause(RETRACT)
+        await front.call(RETRACT)
         for _ in range(staged):
-            await front.calls.update(PIECE)
+            await front.call(PIECE)
         call = asyncio.ensure_future(front.ask(OTHER_CALLS[name](front)))
         await tick(1 + ticks)
         is_done = call.done()
@@ -424,7 +441,7 @@ def test_cancelled_call_in_a_window_leaves_nothing_held(name: str, staged: int) 
         await asyncio.wait({call})
         await until_idle()
         if front.rank.is_released:
-            await front.calls.resume_memory(ResumeMemoryBody())
+            await front.call(ResumeMemoryBody())
         await continue_generation(front)
         await expect_nothing_held(front)
         assert front.manager.config_value("weight_version") == front.rank.version
@@ -437,8 +454,8 @@ def test_cancelled_call_in_a_window_leaves_nothing_held(name: str, staged: int) 
 def test_dead_client_leaves_pause_in_status() -> None:
     async def play_window() -> None:
         front = FrontEnd(transparent=True)
-        await front.calls.pause(RETRACT)
-        await front.calls.begin(BeginBody())
+        await front.call(RETRACT)
+        await front.call(BeginBody())
         (timer,) = timers()
         left_s = timer.when() - asyncio.get_running_loop().time()
         assert SETTINGS.transparent_grace_s < left_s <= SETTINGS.update_timeout_s
@@ -447,7 +464,7 @@ def test_dead_client_leaves_pause_in_status() -> None:
         await until_idle()
         assert len(front.rank.holders) == 1
         # a client still alive goes on from there
-        await front.calls.update(PIECE)
+        await front.call(PIECE)
         assert (await continue_generation(front)).receipt.weight_version == "v1"
         await expect_nothing_held(front)
 

@@ -17,23 +17,8 @@ if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine
 
 _ENGINE = "sglang.srt.entrypoints.engine.Engine"
-# methods of SGLang, replaced by ours; the others are new
-_UPSTREAMS = {
-    "update_weights_from_disk",
-    "update_weights_from_tensor",
-    "update_weights_from_distributed",
-    "update_weights_from_ipc",
-    "begin_weight_update",
-    "end_weight_update",
-    "init_weights_update_group",
-    "destroy_weights_update_group",
-    "load_lora_adapter",
-    "load_lora_adapter_from_tensors",
-    "unload_lora_adapter",
-    "flush_cache",
-    "release_memory_occupation",
-    "resume_memory_occupation",
-}
+# calls of SGLang's that its Engine has no method for
+_NEW = ("pause_generation", "continue_generation")
 
 
 def add_methods() -> None:
@@ -41,7 +26,7 @@ def add_methods() -> None:
     from sglang.srt.entrypoints.engine import Engine
 
     Engine.loop = property(_home, _adopt)
-    for method in METHODS:
+    for method in METHODS.values():
         setattr(Engine, method.asynchronous.__name__, method.asynchronous)
         upstreams = getattr(Engine, method.name, None)
         if upstreams is None:
@@ -89,7 +74,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_ENGINE}.shutdown", end_what_waits, HookType.BEFORE),
     *(
         (f"{_ENGINE}.{method.name}", method.instead, HookType.AROUND)
-        for method in METHODS
-        if method.name in _UPSTREAMS
+        for method in METHODS.values()
+        if method.is_sglangs and method.name not in _NEW
     ),
 ]

@@ -3,43 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
+
+from sglang_inflight.frontend.as_sglang import as_sglang_answers
 from sglang_inflight.frontend.engine.arguments import Arguments, Given
 from sglang_inflight.frontend.engine.shared_loop import is_nested, refuse_where_a_loop_runs
 from sglang_inflight.vocabulary.answers import Answer
-from sglang_inflight.vocabulary.bodies import Body
-from sglang_inflight.vocabulary.errors import NotOffered
+from sglang_inflight.vocabulary.bodies import Body, LoadAdapterBody, UnloadAdapterBody
+from sglang_inflight.vocabulary.calls import Call
+from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine, PatchedTokenizerManager
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
 
-B = TypeVar("B", bound=Body)
 
-
-class EngineMethod(Generic[B]):
+class EngineMethod:
     """One call of an engine: ``asynchronous`` for its event loop, ``waiting`` for threads.
 
     ``instead`` is ``waiting`` as a hook around SGLang's method of the same name. All forms check
-    their arguments before any effect. If ``do`` returns an ``Answer``, they return it as JSON, the
-    same as over HTTP. An engine lives on the loop of its first use: its answers arrive there.
+    their arguments before any effect. They return an ``Answer`` as JSON, the same as over HTTP. An
+    engine lives on the loop of its first use: its answers arrive there.
     """
 
     def __init__(
         self,
-        do: Callable[[Any, B], Awaitable[Any]],
-        shape: type[B],
-        positional: tuple[str, ...],
-        prepare: Callable[[Any, Given], Given] | None,
-        without_us: Callable[[str], Any] | None,
+        call: Call,
+        prepare: Callable[[Any, Given], Given] | None = None,
+        without_us: Callable[[str], Any] | None = None,
     ) -> None:
-        """``without_us`` makes the result, from the reason, for servers that run without us."""
-        self.name = do.__name__
-        arguments = Arguments(self.name, shape, positional, prepare)
+        """``prepare`` converts arguments to fields; see ``Arguments``.
 
-        async def attend(engine: PatchedEngine, body: B) -> Any:
-            answer = await manager_of(engine).inflight.lifetime.unless_shut_down(do(engine, body))
+        ``without_us`` makes the result, from the reason, for servers that run without us.
+        """
+        self.name = call.name
+        self.is_sglangs = call.is_sglangs
+        arguments = Arguments(call.name, call.body, call.positional or (), prepare)
+
+        async def attend(engine: PatchedEngine, body: Body) -> Any:
+            inflight = manager_of(engine).inflight
+            doing = _in_sglangs_form(call, body, inflight.handlers[call.name](body))
+            answer = await inflight.lifetime.unless_shut_down(doing)
             return answer.as_json() if isinstance(answer, Answer) else answer
 
         async def asynchronous(engine: PatchedEngine, *args: Any, **named: Any) -> Any:
@@ -68,19 +76,26 @@ class EngineMethod(Generic[B]):
             theirs = {name: value for name, value in named.items() if name not in arguments.ours}
             return upstreams(engine, *args, **theirs)
 
-        self.asynchronous = _dress(asynchronous, f"async_{self.name}", do, arguments)
-        self.waiting = _dress(waiting, self.name, do, arguments)
+        self.asynchronous = _dress(asynchronous, f"async_{self.name}", call, arguments)
+        self.waiting = _dress(waiting, self.name, call, arguments)
         self.instead = instead
 
 
-def engine_method(
-    shape: type[B],
-    *positional: str,
-    prepare: Callable[[Any, Given], Given] | None = None,
-    without_us: Callable[[str], Any] | None = None,
-) -> Callable[[Callable[[Any, B], Awaitable[Any]]], EngineMethod[B]]:
-    """Make an ``EngineMethod`` of a function of engine and body; see ``Arguments``."""
-    return lambda do: EngineMethod(do, shape, positional, prepare, without_us)
+def _in_sglangs_form(call: Call, body: Body, doing: Awaitable[Any]) -> Awaitable[Any]:
+    """Return SGLang's result of its own calls. Non-blocking updates return ours, and raise."""
+    if call.answers_pair and not getattr(body, "non_blocking", False):
+        return as_sglang_answers(call, doing)
+    if issubclass(call.body, LoadAdapterBody | UnloadAdapterBody):
+        return _as_sglang_answers_of_adapters(doing)
+    return doing
+
+
+async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> AdapterAnswer:
+    """Turn an ``InflightError`` into SGLang's unsuccessful answer."""
+    try:
+        return await doing
+    except InflightError as error:
+        return LoRAUpdateOutput(success=False, error_message=str(error))
 
 
 def manager_of(engine: PatchedEngine) -> PatchedTokenizerManager:
@@ -113,11 +128,11 @@ def require_home(engine: PatchedEngine) -> None:
 
 
 def _dress(
-    method: Callable[..., Any], name: str, do: Callable[..., Any], arguments: Arguments[Any]
+    method: Callable[..., Any], name: str, call: Call, arguments: Arguments[Any]
 ) -> Callable[..., Any]:
     """Set the name, docstring and signature shown by ``help``."""
     method.__name__ = name
     method.__qualname__ = f"Engine.{name}"
-    method.__doc__ = do.__doc__
+    method.__doc__ = inspect.cleandoc(call.doc)
     method.__signature__ = arguments.signature  # type: ignore[attr-defined]
     return method

@@ -16,12 +16,12 @@ from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_inflight.frontend.as_sglang import decode, read_query
-from sglang_inflight.frontend.calls import Arrival
+from sglang_inflight.frontend.handlers import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
 from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
-from sglang_inflight.vocabulary.bodies import Body, TensorBody
+from sglang_inflight.vocabulary.bodies import Body, NoBody, TensorBody
 from sglang_inflight.vocabulary.errors import Dropped, InflightError
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,15 @@ def with_payloads(
             return await while_connected(request, handler(body))
 
     return guarded(functools.wraps(handler)(read_and_answer), takes_request=True)
+
+
+def without_body(handler: Callable[[NoBody], Awaitable[Content]]) -> Endpoint:
+    """Return an endpoint for a GET without parameters."""
+
+    async def answer() -> Content:
+        return await handler(NoBody())
+
+    return guarded(functools.wraps(handler)(answer))
 
 
 def with_query(shape: type[B], handler: Callable[[B], Awaitable[Content]]) -> Endpoint:

@@ -17,47 +17,22 @@ from starlette.types import Message, Receive, Scope, Send
 from sglang_inflight.frontend.as_sglang import our_fields
 from sglang_inflight.frontend.http.endpoints import Content, guarded, refusal
 from sglang_inflight.vocabulary.answers import Inactive
-from sglang_inflight.vocabulary.bodies import (
-    BeginBody,
-    Body,
-    ContinueBody,
-    DiskBody,
-    DistributedBody,
-    EndBody,
-    IPCBody,
-    LoadFolderBody,
-    LoadTensorsBody,
-    PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    TensorBody,
-    UnloadAdapterBody,
-)
+from sglang_inflight.vocabulary.bodies import Body
+from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import NotOffered
 
+_ROUTES = [(call.path, call) for call in TABLE.values() if call.path is not None]
 # routes of ours, missing in SGLang
-ROUTES = (
-    ("/seal_weight_update", "POST"),
-    ("/abort_weight_update", "POST"),
-    ("/inflight/rollback", "POST"),
-    ("/get_weight_version", "GET"),
-    ("/is_paused", "GET"),
+ROUTES = tuple(
+    (path, call.method)
+    for path, call in _ROUTES
+    if call.body.sglang is None and call.name != "inflight_status"
 )
 # routes of SGLang, with fields of ours in their bodies
-BODIES: dict[str, type[Body]] = {
-    "/pause_generation": PauseBody,
-    "/continue_generation": ContinueBody,
-    "/update_weights_from_disk": DiskBody,
-    "/update_weights_from_tensor": TensorBody,
-    "/update_weights_from_distributed": DistributedBody,
-    "/update_weights_from_ipc": IPCBody,
-    "/begin_weight_update": BeginBody,
-    "/end_weight_update": EndBody,
-    "/release_memory_occupation": ReleaseMemoryBody,
-    "/resume_memory_occupation": ResumeMemoryBody,
-    "/load_lora_adapter": LoadFolderBody,
-    "/load_lora_adapter_from_tensors": LoadTensorsBody,
-    "/unload_lora_adapter": UnloadAdapterBody,
+BODIES = {
+    path: call.body
+    for path, call in _ROUTES
+    if call.body.sglang is not None and our_fields(call.body)
 }
 
 

@@ -1,11 +1,11 @@
-"""HTTP routes: decode a body, call one collaborator, answer."""
+"""HTTP routes, one for each row of ``vocabulary/calls.py`` with a path."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -15,9 +15,11 @@ from starlette.routing import BaseRoute
 
 from sglang_inflight.frontend.as_sglang import decode, group_named_in
 from sglang_inflight.frontend.frontend import Frontend
+from sglang_inflight.frontend.handlers import Handler, Handlers
 from sglang_inflight.frontend.http.adapters import with_adapter
 from sglang_inflight.frontend.http.endpoints import (
     Content,
+    Endpoint,
     fails_on_shutdown,
     guarded,
     no_piece,
@@ -25,6 +27,7 @@ from sglang_inflight.frontend.http.endpoints import (
     while_connected,
     with_body,
     with_payloads,
+    without_body,
 )
 from sglang_inflight.frontend.http.pause_comments import PauseComments
 from sglang_inflight.vocabulary.answers import Begun, Grant
@@ -32,100 +35,51 @@ from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
     Body,
-    ContinueBody,
-    DiskBody,
     DistributedBody,
-    EndBody,
-    IPCBody,
-    JoinGroupBody,
-    LeaveGroupBody,
-    LoadFolderBody,
-    LoadTensorsBody,
-    NameBody,
+    LoadAdapterBody,
     PauseBody,
-    ReleaseMemoryBody,
-    ResumeMemoryBody,
-    RollbackBody,
-    SealBody,
     TensorBody,
     UnloadAdapterBody,
     UpdateBody,
 )
+from sglang_inflight.vocabulary.calls import TABLE, Call
 from sglang_inflight.vocabulary.errors import InflightError, Refused
-
-if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
 # tag of our routes in ``/openapi.json``
 TAG = "inflight"
 
-B = TypeVar("B", bound=Body)
+# messages of calls without a result
+_DONE = {
+    "abort_weight_update": "The session was dropped.",
+    "init_weights_update_group": "Succeeded to initialize custom process group.",
+    "destroy_weights_update_group": "Succeeded to destroy custom process group.",
+}
+# names of operations in ``/openapi.json`` and in the log, where the handler has another name
+_OPERATIONS = {
+    "update_weights_from_distributed": "update_from_distributed",
+    "init_weights_update_group": "join_group",
+    "destroy_weights_update_group": "leave_group",
+    "release_memory_occupation": "release_memory",
+    "resume_memory_occupation": "resume_memory",
+}
 
 
-def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
+GiveBack = Callable[[Any, Any], Awaitable[None]]
+
+
+def mount(app: FastAPI, frontend: Frontend) -> None:
     """Put our routes before SGLang's routes of the same path."""
-    routes = _Routes(frontend, tokenizer_manager)
     router = APIRouter(tags=[TAG], route_class=fails_on_shutdown(frontend.lifetime))
-
-    def post(
-        path: str,
-        shape: type[B],
-        handler: Callable[[B], Awaitable[Content]],
-        give_back: Callable[[B, Content], Awaitable[None]] | None = None,
-    ) -> None:
-        piece = frontend.calls.piece if issubclass(shape, UpdateBody) else no_piece
-        router.add_api_route(
-            path,
-            with_body(shape, handler, piece, give_back),
-            methods=["POST"],
-            openapi_extra=_describe(shape),
-        )
-
-    post("/pause_generation", PauseBody, routes.pause, routes.give_back_pause)
-    post("/continue_generation", ContinueBody, routes.resume)
-    post("/update_weights_from_disk", DiskBody, routes.update)
-    router.add_api_route(
-        "/update_weights_from_tensor",
-        with_payloads(routes.update, frontend.calls.piece),
-        methods=["POST"],
-        openapi_extra=_describe(TensorBody),
-    )
-    router.add_api_route(
-        "/update_weights_from_distributed",
-        guarded(routes.update_from_distributed, takes_request=True),
-        methods=["POST"],
-        openapi_extra=_describe(DistributedBody),
-    )
-    post("/update_weights_from_ipc", IPCBody, routes.update)
-    post("/begin_weight_update", BeginBody, routes.begin, routes.give_back_session)
-    post("/seal_weight_update", SealBody, routes.seal)
-    post("/end_weight_update", EndBody, routes.end)
-    post("/abort_weight_update", AbortUpdateBody, routes.abort)
-    post("/init_weights_update_group", JoinGroupBody, routes.join_group)
-    post("/destroy_weights_update_group", LeaveGroupBody, routes.leave_group)
-    post("/update_weight_version", NameBody, routes.rename)
-    post("/release_memory_occupation", ReleaseMemoryBody, routes.release_memory)
-    post("/resume_memory_occupation", ResumeMemoryBody, routes.resume_memory)
-    adapters = frontend.adapters
-    adapter_routes: list[tuple[str, type[Body], Callable[..., Awaitable[Any]]]] = [
-        ("/load_lora_adapter", LoadFolderBody, adapters.load),
-        ("/load_lora_adapter_from_tensors", LoadTensorsBody, adapters.load),
-        ("/unload_lora_adapter", UnloadAdapterBody, adapters.unload),
-    ]
-    for path, shape, handler in adapter_routes:
-        router.add_api_route(
-            path,
-            with_adapter(shape, handler),
-            methods=["POST"],
-            openapi_extra=_describe(shape),
-        )
-    post("/inflight/rollback", RollbackBody, routes.roll_back)
-    # SGLang had this route up to 0.5.22, and trainers call it
-    router.add_api_route("/get_weight_version", guarded(routes.weight_version), methods=["GET"])
-    router.add_api_route("/is_paused", guarded(routes.is_paused), methods=["GET"])
-    router.add_api_route("/inflight/status", guarded(routes.status), methods=["GET"])
+    for call in TABLE.values():
+        if call.path is not None:
+            router.add_api_route(
+                call.path,
+                endpoint_of(call, frontend),
+                methods=[call.method],
+                openapi_extra=_describe(call.body) if call.method == "POST" else None,
+            )
     ours = {served for route in router.routes for served in _serves(route)}
     for route in app.router.routes:
         if isinstance(route, APIRoute) and _serves(route) <= ours:
@@ -169,80 +123,71 @@ def _describe(shape: type[Body]) -> dict[str, Any]:
     return {"requestBody": {"content": content}}
 
 
-class _Routes:
-    def __init__(self, frontend: Frontend, tokenizer_manager: TokenizerManager) -> None:
-        self._frontend = frontend
-        self._tokenizer_manager = tokenizer_manager
-        self._calls = frontend.calls
+def endpoint_of(call: Call, frontend: Frontend) -> Endpoint:
+    handlers = frontend.handlers
+    handle = _in_json(call, handlers[call.name])
+    if call.method == "GET":
+        return without_body(handle)
+    if issubclass(call.body, LoadAdapterBody | UnloadAdapterBody):
+        return with_adapter(call.body, handle)
+    if issubclass(call.body, TensorBody):
+        return with_payloads(handle, handlers.piece)
+    if issubclass(call.body, DistributedBody):
+        return _with_broadcast(handle, handlers, frontend)
+    piece = handlers.piece if issubclass(call.body, UpdateBody) else no_piece
+    return with_body(call.body, handle, piece, _give_back(call, handlers, frontend))
 
-    async def pause(self, body: PauseBody) -> Content:
-        return await self._calls.pause(body)
 
-    async def give_back_pause(self, body: PauseBody, grant: Content) -> None:
-        """Release a pause after its caller left. A pause named by ``new_id`` stays for a retry."""
-        if isinstance(grant, Grant) and body.pause_id is None and body.new_id is None:
-            await self._frontend.pauses.give_back(grant.pause_id)
+def _in_json(call: Call, handler: Handler) -> Handler:
+    """Return the handler with a result in JSON, under its name in ``/openapi.json``."""
 
-    async def resume(self, body: ContinueBody) -> Content:
-        return await self._calls.resume(body)
+    async def handle(body: Body) -> Any:
+        result = await handler(body)
+        if issubclass(call.body, UpdateBody):
+            # SGLang's field, always 0
+            return {**result, "num_paused_requests": 0}
+        if result is None:
+            return {"success": True, "message": _DONE[call.name]}
+        return {call.name: result} if isinstance(result, bool) else result
 
-    async def update(self, body: UpdateBody) -> Content:
-        # SGLang's field, always 0
-        return {**await self._calls.update(body), "num_paused_requests": 0}
+    handle.__name__ = _OPERATIONS.get(call.name, handler.__name__)
+    return handle
 
-    async def update_from_distributed(self, request: Request) -> Content:
-        with self._calls.piece() as arrival:
+
+def _with_broadcast(handle: Handler, handlers: Handlers, frontend: Frontend) -> Endpoint:
+    """Return an endpoint for broadcasts: a refused body marks its group broken."""
+
+    async def read_and_answer(request: Request) -> Content:
+        with handlers.piece() as arrival:
             content = await request.body()
-            # marked broken if the body is bad: the trainer may have begun to broadcast already
-            async with self._frontend.groups.in_step_by_name(group_named_in(content)):
+            # the trainer may have begun to broadcast already
+            async with frontend.groups.in_step_by_name(group_named_in(content)):
                 body = decode(content, DistributedBody)
             arrival.is_whole = True
-            return await while_connected(request, self.update(body))
+            return await while_connected(request, handle(body))
 
-    async def begin(self, body: BeginBody) -> Content:
-        return await self._calls.begin(body)
+    read_and_answer.__name__ = handle.__name__
+    return guarded(read_and_answer, takes_request=True)
 
-    async def give_back_session(self, body: BeginBody, begun: Content) -> None:
-        """Drop a session after its caller left. A session named by ``new_id`` stays for a retry."""
+
+def _give_back(call: Call, handlers: Handlers, frontend: Frontend) -> GiveBack | None:
+    """Return what undoes a call after its caller left.
+
+    A pause or session named by ``new_id`` stays for a retry.
+    """
+
+    async def give_back_pause(body: PauseBody, grant: object) -> None:
+        if isinstance(grant, Grant) and body.pause_id is None and body.new_id is None:
+            await frontend.pauses.give_back(grant.pause_id)
+
+    async def give_back_session(body: BeginBody, begun: object) -> None:
         if isinstance(begun, Begun) and body.session_id is None and body.new_id is None:
             with suppress(Refused):
-                await self._calls.abort(AbortUpdateBody(session_id=begun.session_id))
+                abort = AbortUpdateBody(session_id=begun.session_id)
+                await handlers["abort_weight_update"](abort)
 
-    async def seal(self, body: SealBody) -> Content:
-        return await self._calls.seal(body)
-
-    async def end(self, body: EndBody) -> Content:
-        return await self._calls.end(body)
-
-    async def abort(self, body: AbortUpdateBody) -> Content:
-        await self._calls.abort(body)
-        return {"success": True, "message": "The session was dropped."}
-
-    async def roll_back(self, body: RollbackBody) -> Content:
-        return await self._frontend.updates.roll_back(body)
-
-    async def release_memory(self, body: ReleaseMemoryBody) -> Content:
-        return await self._calls.release_memory(body)
-
-    async def resume_memory(self, body: ResumeMemoryBody) -> Content:
-        return await self._calls.resume_memory(body)
-
-    async def rename(self, body: NameBody) -> Content:
-        return await self._calls.rename(body)
-
-    async def join_group(self, body: JoinGroupBody) -> Content:
-        await self._frontend.groups.join(body)
-        return {"success": True, "message": "Succeeded to initialize custom process group."}
-
-    async def leave_group(self, body: LeaveGroupBody) -> Content:
-        await self._frontend.groups.leave(body)
-        return {"success": True, "message": "Succeeded to destroy custom process group."}
-
-    async def status(self) -> Content:
-        return await self._frontend.status()
-
-    async def weight_version(self) -> Content:
-        return {"weight_version": self._tokenizer_manager.config_value("weight_version")}
-
-    async def is_paused(self) -> Content:
-        return {"is_paused": await self._calls.is_paused()}
+    undo: dict[str, GiveBack] = {
+        "pause_generation": give_back_pause,
+        "begin_weight_update": give_back_session,
+    }
+    return undo.get(call.name)

@@ -1,0 +1,315 @@
+"""Every call of a client, one row each. Imports no SGLang.
+
+The doors derive from these rows: HTTP routes, the refusals of an inactive server, methods of
+``Engine``, hooks of ``TokenizerManager``, the client's paths. ``frontend/handlers.py`` carries the
+calls out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_inflight.vocabulary.answers import (
+    Answer,
+    Begun,
+    Deferred,
+    Grant,
+    Inactive,
+    MemoryMoved,
+    NamelessGrant,
+    Receipt,
+    Release,
+    StagedSoFar,
+    Status,
+    WindowGrant,
+    WindowRelease,
+)
+from sglang_inflight.vocabulary.bodies import (
+    AbortUpdateBody,
+    BeginBody,
+    Body,
+    ContinueBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    IPCBody,
+    JoinGroupBody,
+    LeaveGroupBody,
+    LoadFolderBody,
+    LoadTensorsBody,
+    NameBody,
+    NoBody,
+    PauseBody,
+    ReleaseMemoryBody,
+    ResumeMemoryBody,
+    RollbackBody,
+    SealBody,
+    TensorBody,
+    UnloadAdapterBody,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call. ``body.sglang`` names SGLang's class of its body."""
+
+    # SGLang's method of ``Engine`` and ``TokenizerManager``, or our method of ``Engine``
+    name: str
+    # docstring of ``Engine``'s method
+    doc: str
+    # None: only SGLang's own route
+    path: str | None
+    body: type[Body] = NoBody
+    # possible answers; () for success and message, or SGLang's own answer
+    answers: tuple[type[Answer], ...] = ()
+    # arguments of ``Engine``'s method that have a position; None: ``Engine`` has no such method
+    positional: tuple[str, ...] | None = ()
+    # SGLang's methods return success and message
+    answers_pair: bool = False
+
+    @property
+    def is_sglangs(self) -> bool:
+        return self.body.sglang is not None or self.path is None
+
+    @property
+    def method(self) -> str:
+        return "GET" if self.body is NoBody else "POST"
+
+
+_ROWS = (
+    Call(
+        name="pause_generation",
+        path="/pause_generation",
+        body=PauseBody,
+        answers=(Grant, NamelessGrant, WindowGrant),
+        positional=("mode",),
+        doc="""
+        Pause generation, or renew a pause. Return when every rank is paused.
+
+        ``mode`` is "abort" (the default), "in_place", "retract" or "wait". The answer has the
+        ``pause_id`` for renewal and release; ``new_id`` chooses it. ``lease_s`` seconds after the
+        last renewal generation continues by itself. ``timeout_s`` bounds the wait of the mode
+        "wait".
+
+        Raises ``Conflict`` if ``pause_id`` is not held any more.
+        """,
+    ),
+    Call(
+        name="continue_generation",
+        path="/continue_generation",
+        body=ContinueBody,
+        answers=(Release, WindowRelease),
+        doc="""
+        Release the pause ``pause_id``, or all; generation continues when none is left.
+
+        Raises ``Conflict`` if ``pause_id`` is not held any more.
+        """,
+    ),
+    Call(
+        name="update_weights_from_disk",
+        path="/update_weights_from_disk",
+        body=DiskBody,
+        answers=(Receipt, StagedSoFar),
+        positional=("model_path", "load_format"),
+        answers_pair=True,
+        doc="""
+        Update from a checkpoint's folder: a whole checkpoint, unless ``partial`` is true.
+
+        With ``non_blocking=True`` requests run on meanwhile, and the result is the receipt.
+        docs/api.md has a table of the fields.
+        """,
+    ),
+    Call(
+        name="update_weights_from_tensor",
+        path="/update_weights_from_tensor",
+        body=TensorBody,
+        answers=(Receipt, StagedSoFar),
+        positional=("named_tensors", "load_format", "flush_cache"),
+        answers_pair=True,
+        doc="""
+        Update from ``(name, tensor)`` pairs, or from one serialized payload per rank.
+
+        Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
+        """,
+    ),
+    Call(
+        name="update_weights_from_distributed",
+        path="/update_weights_from_distributed",
+        body=DistributedBody,
+        answers=(Receipt, StagedSoFar),
+        positional=("names", "dtypes", "shapes", "group_name", "flush_cache", "load_format"),
+        answers_pair=True,
+        doc="""
+        Update from broadcasts by rank 0 of ``group_name``.
+
+        Within a session, or with ``non_blocking=True``. docs/api.md has a table of the fields.
+        """,
+    ),
+    Call(
+        name="update_weights_from_ipc",
+        path="/update_weights_from_ipc",
+        body=IPCBody,
+        answers=(Receipt, StagedSoFar),
+        positional=("zmq_handles", "flush_cache"),
+        answers_pair=True,
+        doc="Update from a checkpoint-engine process. docs/api.md has a table of the fields.",
+    ),
+    Call(
+        name="begin_weight_update",
+        path="/begin_weight_update",
+        body=BeginBody,
+        answers=(Begun, Deferred),
+        positional=("selector",),
+        answers_pair=True,
+        doc="""
+        Open a session: its calls go live together, at ``end_weight_update``.
+
+        With ``non_blocking=True``, return HTTP's answer with the ``session_id``; ``new_id`` chooses
+        it. With ``session_id``, renew that session's lease.
+        """,
+    ),
+    Call(
+        name="seal_weight_update",
+        path="/seal_weight_update",
+        body=SealBody,
+        answers=(StagedSoFar,),
+        doc="Check the session and vote for it on every rank, without committing it.",
+    ),
+    Call(
+        name="end_weight_update",
+        path="/end_weight_update",
+        body=EndBody,
+        answers=(Receipt, Deferred),
+        answers_pair=True,
+        doc="Commit the session on every rank.",
+    ),
+    Call(
+        name="abort_weight_update",
+        path="/abort_weight_update",
+        body=AbortUpdateBody,
+        doc="Drop the session, and the tensors staged in it.",
+    ),
+    Call(
+        name="init_weights_update_group",
+        path="/init_weights_update_group",
+        body=JoinGroupBody,
+        positional=(
+            "master_address",
+            "master_port",
+            "rank_offset",
+            "world_size",
+            "group_name",
+            "backend",
+        ),
+        answers_pair=True,
+        doc="Join a group with a trainer; this engine's ranks count from ``rank_offset``.",
+    ),
+    Call(
+        name="destroy_weights_update_group",
+        path="/destroy_weights_update_group",
+        body=LeaveGroupBody,
+        positional=("group_name",),
+        answers_pair=True,
+        doc="Leave the group with a trainer.",
+    ),
+    Call(
+        name="update_weight_version",
+        path="/update_weight_version",
+        body=NameBody,
+        positional=None,
+        doc="Rename the served weights.",
+    ),
+    Call(
+        name="release_memory_occupation",
+        path="/release_memory_occupation",
+        body=ReleaseMemoryBody,
+        answers=(MemoryMoved,),
+        positional=("tags",),
+        doc="""
+        Release the memory of ``tags``: kv_cache, weights, cuda_graph.
+
+        ``keep_weights`` is "host" (weights come back unchanged) or "discard" (the trainer must send
+        weights again). Raises ``Conflict`` if requests need the memory: pause with "retract" first.
+        """,
+    ),
+    Call(
+        name="resume_memory_occupation",
+        path="/resume_memory_occupation",
+        body=ResumeMemoryBody,
+        answers=(MemoryMoved,),
+        positional=("tags",),
+        doc="""
+        Resume the released memory of ``tags``. Raises ``Conflict`` for tags not released.
+        """,
+    ),
+    Call(
+        name="load_lora_adapter",
+        path="/load_lora_adapter",
+        body=LoadFolderBody,
+        positional=("lora_name", "lora_path", "pinned"),
+        doc="""
+        Load an adapter from a folder.
+
+        With ``replace=True`` the adapter may take the name of a loaded one. ``running`` decides
+        about the old adapter's requests: they "finish" with it, or "move" to the new one at a step
+        boundary. ``kv_cache`` of moved requests is "recompute" (the default) or "fence".
+        """,
+    ),
+    Call(
+        name="load_lora_adapter_from_tensors",
+        path="/load_lora_adapter_from_tensors",
+        body=LoadTensorsBody,
+        positional=("lora_name", "tensors", "config_dict", "load_format"),
+        doc="""
+        Load an adapter from its tensors, by name. Other fields are as in ``load_lora_adapter``.
+        """,
+    ),
+    Call(
+        name="unload_lora_adapter",
+        path="/unload_lora_adapter",
+        body=UnloadAdapterBody,
+        positional=("lora_name",),
+        doc="Unload an adapter after its last request; with ``non_blocking`` return at once.",
+    ),
+    Call(
+        name="rollback_weights",
+        path="/inflight/rollback",
+        body=RollbackBody,
+        answers=(Receipt,),
+        doc="""
+        Return to the version before the last commit.
+
+        Raises ``Conflict`` if another version than ``expected_version`` is serving.
+        """,
+    ),
+    Call(
+        name="get_weight_version",
+        path="/get_weight_version",
+        positional=None,
+        doc="Return the name of the served weights.",
+    ),
+    Call(
+        name="is_paused",
+        path="/is_paused",
+        doc="Return whether generation is paused. Raises ``Conflict`` if the replicas differ.",
+    ),
+    Call(
+        name="inflight_status",
+        path="/inflight/status",
+        answers=(Status, Inactive),
+        doc="""
+        Return the first rank's state, holders, versions and staging; ``ranks`` has each rank's.
+
+        If the engine runs without SGLang Inflight, return ``{"active": False}`` with the reason.
+        """,
+    ),
+    Call(
+        name="flush_cache",
+        path=None,
+        doc="""
+        Forget every cached prefix. The answer says whether running requests prevented this.
+        """,
+    ),
+)
+
+TABLE = {call.name: call for call in _ROWS}

@@ -1,0 +1,54 @@
+"""Every row of the table of calls has a handler that fits it."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from sglang_inflight.frontend.handlers import Handler, direct_handlers
+from sglang_inflight.frontend.lora.adapters import Adapters
+from sglang_inflight.frontend.memory import Memory
+from sglang_inflight.frontend.pauses import Pauses
+from sglang_inflight.frontend.transparent import Transparent
+from sglang_inflight.frontend.updates.groups import Groups
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.calls import TABLE, Call
+
+
+def handlers() -> dict[str, tuple[Handler, Handler]]:
+    """Each call's handler, and the one of transparent mode."""
+    classes: tuple[Any, ...] = (Pauses, Updates, Memory, Groups, Adapters)
+    objects = [each.__new__(each) for each in classes]
+    nothing: Any = SimpleNamespace()
+    by_class = dict(
+        zip(("pauses", "updates", "memory", "groups", "adapters"), objects, strict=True)
+    )
+    direct = direct_handlers(nothing, **by_class, ask_status=nothing)
+    transparent = Transparent.__new__(Transparent)
+    transparent._direct = direct
+    replaced = transparent.handlers.by_name
+    assert direct.by_name.keys() == replaced.keys()
+    return {name: (direct[name], replaced[name]) for name in replaced}
+
+
+def test_every_call_has_a_handler() -> None:
+    assert handlers().keys() == TABLE.keys()
+
+
+@pytest.mark.parametrize("call", TABLE.values(), ids=TABLE)
+def test_handler_fits_its_row(call: Call) -> None:
+    for handler in handlers()[call.name]:
+        hints = get_type_hints(handler, localns={"AdapterAnswer": object})
+        body = hints[next(iter(inspect.signature(handler).parameters))]
+        assert issubclass(call.body, body)
+        returned = hints["return"]
+        ours = [
+            each
+            for each in (get_args(returned) or (returned,))
+            if inspect.isclass(each) and issubclass(each, Answer)
+        ]
+        assert set(ours) <= set(call.answers)
