@@ -5,5 +5,8 @@ from setuptools import find_namespace_packages, setup
 setup(
     packages=[*find_namespace_packages(include=["sglang_inflight*"]), "sglang_inflight._patches"],
     package_dir={"sglang_inflight._patches": "patches"},
-    package_data={"sglang_inflight._patches": ["README.md", "*/*.patch"]},
+    package_data={
+        "sglang_inflight": ["py.typed"],
+        "sglang_inflight._patches": ["README.md", "*/*.patch"],
+    },
 )

@@ -176,7 +176,7 @@ def test_refused_updates_raise_and_change_nothing(
     with pytest.raises(Refused, match="not a directory"):
         client.update_from_disk("/no/such/folder")
     with pytest.raises(Refused, match="is `expected_version` meant"):
-        client.update_from_disk(str(checkpoints / "v1"), expected_versoin="v0")
+        client.update_from_disk(str(checkpoints / "v1"), expected_versoin="v0")  # type: ignore[call-arg]
     assert serving(server) == before
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from sglang_inflight.cli.connection import LOCAL, ApiKey, AsJson, Url, connect
 from sglang_inflight.cli.output import print_json, staging_bar
 from sglang_inflight.client import Receipt, StagedSoFar
+
+if TYPE_CHECKING:
+    from sglang_inflight.vocabulary.answers import PauseMode
+    from sglang_inflight.vocabulary.bodies import KVPolicy
 
 
 def pause(
@@ -25,7 +29,8 @@ def pause(
 ) -> None:
     """Pause generation. Prints the pause's id; pass it to `continue`."""
     with connect(url, api_key) as client:
-        answer = client.pause(mode, lease_s=lease_s, timeout_s=timeout_s)
+        # the server refuses another mode
+        answer = client.pause(cast("PauseMode", mode), lease_s=lease_s, timeout_s=timeout_s)
     print_json(answer) if as_json else typer.echo(answer.pause_id)
 
 
@@ -62,7 +67,8 @@ def update_disk(
         receipt = client.update_from_disk(
             path,
             weight_version=weight_version,
-            kv_cache=kv_cache,
+            # the server refuses another policy
+            kv_cache=cast("KVPolicy", kv_cache),
             expected_version=expected_version,
             on_progress=on_progress,
         )

@@ -8,7 +8,7 @@ import socket
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import anyio
 import httpx
@@ -23,6 +23,7 @@ from sglang_inflight.client.answers import (
     read_reply,
     says_inactive,
 )
+from sglang_inflight.client.fields import BeginFields, DiskOptions, UpdateFields
 from sglang_inflight.client.progress import OnProgress, Progress
 from sglang_inflight.client.repeat import repeating
 from sglang_inflight.client.session import Session
@@ -30,11 +31,14 @@ from sglang_inflight.vocabulary.answers import (
     Begun,
     Grant,
     MemoryMoved,
+    PauseMode,
     Receipt,
     Release,
     StagedSoFar,
     Status,
 )
+from sglang_inflight.vocabulary.bodies import DEFAULT_GROUP, KeepWeights, KVPolicy
+from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 logger = logging.getLogger(__name__)
@@ -142,7 +146,7 @@ class AsyncClient:
 
     async def pause(
         self,
-        mode: str | None = None,
+        mode: PauseMode | None = None,
         *,
         pause_id: str | None = None,
         new_id: str | None = None,
@@ -161,7 +165,7 @@ class AsyncClient:
         if mode == "wait":
             patience += timeout_s or DRAIN_S
         granted = await self._post(
-            "/pause_generation",
+            "pause_generation",
             attempts=ATTEMPTS,
             patience_s=patience,
             mode=mode,
@@ -174,11 +178,15 @@ class AsyncClient:
 
     async def resume(self, pause_id: str | None = None) -> Release:
         """Release one pause, or all."""
-        return self._read(Release, await self._post("/continue_generation", pause_id=pause_id))
+        return self._read(Release, await self._post("continue_generation", pause_id=pause_id))
 
     @asynccontextmanager
     async def paused(
-        self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
+        self,
+        mode: PauseMode = "in_place",
+        *,
+        lease_s: float = LEASE_S,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[Grant]:
         """Pause generation for the duration of the block.
 
@@ -190,14 +198,14 @@ class AsyncClient:
 
         async def renew() -> None:
             await self._post(
-                "/pause_generation",
+                "pause_generation",
                 attempts=ATTEMPTS,
                 patience_s=lease_s / 2,
                 pause_id=pause_id,
                 lease_s=lease_s,
             )
 
-        async with self._held("/continue_generation", pause_id=pause_id):
+        async with self._held("continue_generation", pause_id=pause_id):
             answer = await self.pause(mode, new_id=pause_id, lease_s=lease_s, timeout_s=timeout_s)
             async with repeating(f"Renewing a pause of {self.url}", renew, lease_s / 3):
                 yield answer
@@ -206,7 +214,12 @@ class AsyncClient:
     # ---- updates ---------------------------------------------------------------------
 
     async def update(
-        self, /, source: Source, *, on_progress: OnProgress | None = None, **fields: Any
+        self,
+        /,
+        source: Source,
+        *,
+        on_progress: OnProgress | None = None,
+        **fields: Unpack[UpdateFields],
     ) -> Receipt | StagedSoFar:
         """Stage weights while the server generates, commit them, and return the receipt.
 
@@ -215,10 +228,11 @@ class AsyncClient:
         ``flush_cache`` and ``kv_cache``. The event loop calls ``on_progress`` a few times a
         second.
         """
-        body = {"non_blocking": True, "flush_cache": False, **fields}
+        given: Json = {**fields}
+        body = {"non_blocking": True, "flush_cache": False, **given}
         async with self._reporting(on_progress):
             answer = await self._post(
-                f"/update_weights_from_{source}",
+                f"update_weights_from_{source}",
                 patience_s=self.timeout_s + (fields.get("timeout_s") or UPDATE_S),
                 session_id=self._session_id,
                 **body,
@@ -229,11 +243,21 @@ class AsyncClient:
         return self._read(StagedSoFar, answer)
 
     async def update_from_disk(
-        self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
+        self,
+        /,
+        model_path: str,
+        *,
+        weight_version: str | None = None,
+        on_progress: OnProgress | None = None,
+        **fields: Unpack[DiskOptions],
     ) -> Receipt | StagedSoFar:
         """Call ``update`` with a checkpoint's folder, a path on the server."""
         return await self.update(
-            "disk", model_path=model_path, weight_version=weight_version, **fields
+            "disk",
+            model_path=model_path,
+            weight_version=weight_version,
+            on_progress=on_progress,
+            **fields,
         )
 
     @asynccontextmanager
@@ -242,10 +266,11 @@ class AsyncClient:
         /,
         *,
         weight_version: str | None = None,
-        kv_cache: str | None = None,
+        kv_cache: KVPolicy | None = None,
+        partial: bool | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
-        **fields: Any,
+        **fields: Unpack[BeginFields],
     ) -> AsyncIterator[Session]:
         """Open a session. Updates sent in the block go live together at its end.
 
@@ -254,7 +279,9 @@ class AsyncClient:
         changed. ``kv_cache`` overrides the updates' policies, unless it is None. ``fields`` are
         the fields of ``/begin_weight_update``. A client has one session at a time.
         """
-        async with self.opened(lease_s=lease_s, on_progress=on_progress, **fields) as begun:
+        async with self.opened(
+            partial=partial, lease_s=lease_s, on_progress=on_progress, **fields
+        ) as begun:
             session = Session(begun)
             yield session
             session.receipt = await self.end(weight_version=weight_version, kv_cache=kv_cache)
@@ -264,34 +291,39 @@ class AsyncClient:
         self,
         /,
         *,
+        partial: bool | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
-        **fields: Any,
+        **fields: Unpack[BeginFields],
     ) -> AsyncIterator[Begun]:
         """Open a session and renew its lease until the block ends. The block calls ``end``.
 
         The session is dropped if the block raises.
         """
         session_id = uuid.uuid4().hex
+        given: Json = {**fields}
+        # an earlier update may keep the call waiting
+        turn_s = UPDATE_S if fields.get("on_busy", "wait") == "wait" else 0.0
 
         async def renew() -> None:
             await self._post(
-                "/begin_weight_update",
+                "begin_weight_update",
                 attempts=ATTEMPTS,
                 patience_s=lease_s / 2,
                 session_id=session_id,
             )
 
         try:
-            async with self._held("/abort_weight_update", session_id=session_id):
+            async with self._held("abort_weight_update", session_id=session_id):
                 begun = await self._post(
-                    "/begin_weight_update",
+                    "begin_weight_update",
                     attempts=ATTEMPTS,
-                    patience_s=self.timeout_s + self._turn_s(fields),
+                    patience_s=self.timeout_s + turn_s,
                     non_blocking=True,
                     new_id=session_id,
                     lease_s=lease_s,
-                    **fields,
+                    partial=partial,
+                    **given,
                 )
                 self._session_id, self._is_sealed = session_id, False
                 async with (
@@ -305,7 +337,7 @@ class AsyncClient:
     async def seal(self) -> StagedSoFar:
         """Check the open session's tensors on every rank, so that its commit cannot fail."""
         answer = await self._post(
-            "/seal_weight_update",
+            "seal_weight_update",
             attempts=ATTEMPTS,
             patience_s=self.timeout_s + UPDATE_S,
             session_id=self._session_id,
@@ -314,11 +346,11 @@ class AsyncClient:
         return self._read(StagedSoFar, answer)
 
     async def end(
-        self, *, weight_version: str | None = None, kv_cache: str | None = None
+        self, *, weight_version: str | None = None, kv_cache: KVPolicy | None = None
     ) -> Receipt:
         """Commit the open session, and seal it first if necessary."""
         receipt = await self._post(
-            "/end_weight_update",
+            "end_weight_update",
             patience_s=self.timeout_s + (0.0 if self._is_sealed else UPDATE_S),
             non_blocking=True,
             session_id=self._session_id,
@@ -327,17 +359,33 @@ class AsyncClient:
         )
         return self._read(Receipt, receipt)
 
-    async def join_group(self, **fields: Any) -> None:
+    async def join_group(
+        self,
+        *,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str = DEFAULT_GROUP,
+        backend: str = "nccl",
+    ) -> None:
         """Let every rank join a trainer's process group. Prefer ``Sender``.
 
-        ``fields`` are the fields of SGLang's ``/init_weights_update_group``. The server answers
-        when the group is formed.
+        The server answers when the group is formed.
         """
-        await self._post("/init_weights_update_group", **fields)
+        await self._post(
+            "init_weights_update_group",
+            master_address=master_address,
+            master_port=master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
+        )
 
     async def leave_group(self, group_name: str) -> None:
         """Let every rank leave a trainer's process group."""
-        await self._post("/destroy_weights_update_group", group_name=group_name)
+        await self._post("destroy_weights_update_group", group_name=group_name)
 
     async def roll_back(
         self, *, weight_version: str | None = None, expected_version: str | None = None
@@ -348,14 +396,14 @@ class AsyncClient:
         ``expected_version`` a rollback can be safely retried.
         """
         receipt = await self._post(
-            "/inflight/rollback",
+            "rollback_weights",
             weight_version=weight_version,
             expected_version=expected_version,
         )
         return self._read(Receipt, receipt)
 
     async def release_memory(
-        self, *tags: str, keep_weights: Literal["host", "discard"] | None = None
+        self, *tags: str, keep_weights: KeepWeights | None = None
     ) -> MemoryMoved:
         """Release memory while requests wait. Pause with ``retract`` first.
 
@@ -364,7 +412,7 @@ class AsyncClient:
         sent again.
         """
         moved = await self._post(
-            "/release_memory_occupation",
+            "release_memory_occupation",
             patience_s=self.timeout_s + UPDATE_S,
             tags=list(tags),
             keep_weights=keep_weights,
@@ -374,7 +422,7 @@ class AsyncClient:
     async def resume_memory(self, *tags: str) -> MemoryMoved:
         """Resume the memory of ``tags``, or all. Generation continues once all is resumed."""
         moved = await self._post(
-            "/resume_memory_occupation", patience_s=self.timeout_s + UPDATE_S, tags=list(tags)
+            "resume_memory_occupation", patience_s=self.timeout_s + UPDATE_S, tags=list(tags)
         )
         return self._read(MemoryMoved, moved)
 
@@ -389,16 +437,9 @@ class AsyncClient:
 
         return repeating(f"Looking at the progress of {self.url}", look, PROGRESS_S)
 
-    @staticmethod
-    def _turn_s(fields: dict[str, Any]) -> float:
-        """Return how long a call may wait for earlier updates."""
-        if fields.get("on_busy", "wait") != "wait":
-            return 0.0
-        return fields.get("timeout_s") or UPDATE_S
-
     @asynccontextmanager
-    async def _held(self, path: str, **names: Any) -> AsyncIterator[None]:
-        """Post ``names`` to ``path`` if the block fails, even if nothing was taken yet.
+    async def _held(self, call: str, **names: Any) -> AsyncIterator[None]:
+        """Make ``call`` with ``names`` if the block fails, even if nothing was taken yet.
 
         An error of this call is only logged: the block's own error tells more, and the lease
         releases everything anyway.
@@ -408,17 +449,20 @@ class AsyncClient:
         except BaseException:
             with anyio.move_on_after(CLEANUP_S, shield=True):
                 try:
-                    await self._post(path, **names)
+                    await self._post(call, **names)
                 except (InflightError, httpx.HTTPError) as error:
-                    logger.info("%s%s: %r", self.url, path, error)
+                    logger.info("%s: %s: %r", self.url, call, error)
             raise
 
     def _read(self, shape: type[A], body: Json) -> A:
         return read_answer(self.url, body, shape)
 
     async def _post(
-        self, path: str, *, attempts: int = 1, patience_s: float | None = None, **body: Any
+        self, call: str, *, attempts: int = 1, patience_s: float | None = None, **body: Any
     ) -> Json:
+        """Make a call, by its name in ``vocabulary/calls.py``."""
+        path = TABLE[call].path
+        assert path is not None
         given = {name: value for name, value in body.items() if value is not None}
         return await self._call("POST", path, given, attempts=attempts, patience_s=patience_s)
 

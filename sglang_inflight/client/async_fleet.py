@@ -21,7 +21,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import anyio
 import httpx
@@ -29,9 +29,19 @@ import httpx
 from sglang_inflight.client.answers import NoAnswer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
 from sglang_inflight.client.context_group import ContextGroup, together
+from sglang_inflight.client.fields import FleetDiskOptions, FleetFields
 from sglang_inflight.client.progress import OnProgress
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
-from sglang_inflight.vocabulary.answers import Answer, Begun, Grant, Receipt, StagedSoFar, Status
+from sglang_inflight.vocabulary.answers import (
+    Answer,
+    Begun,
+    Grant,
+    PauseMode,
+    Receipt,
+    StagedSoFar,
+    Status,
+)
+from sglang_inflight.vocabulary.bodies import KVPolicy, OnBusy, Selector
 from sglang_inflight.vocabulary.errors import Conflict, InflightError
 
 logger = logging.getLogger(__name__)
@@ -84,7 +94,11 @@ class AsyncFleet:
 
     @asynccontextmanager
     async def paused(
-        self, mode: str = "in_place", *, lease_s: float = LEASE_S, timeout_s: float | None = None
+        self,
+        mode: PauseMode = "in_place",
+        *,
+        lease_s: float = LEASE_S,
+        timeout_s: float | None = None,
     ) -> AsyncIterator[Report[Grant]]:
         """Pause all servers for the duration of the block, or none (``AsyncClient.paused``).
 
@@ -114,7 +128,7 @@ class AsyncFleet:
         source: Source,
         *,
         on_progress: OnProgress | None = None,
-        **fields: Any,
+        **fields: Unpack[FleetFields],
     ) -> Report[Receipt] | Report[Receipt | StagedSoFar]:
         """Stage the same weights on all servers, and commit if every server succeeded.
 
@@ -123,20 +137,31 @@ class AsyncFleet:
         """
         if self._in_session:
             return await self._stage(source, on_progress=on_progress, **fields)
-        of_session = {name: fields.pop(name) for name in _OF_SESSION if name in fields}
+        given: dict[str, Any] = {**fields}
+        of_session = {name: given.pop(name) for name in _OF_SESSION if name in given}
         if of_session.get("partial") is None:
             of_session["partial"] = source != "disk"
         async with self._two_phases(on_progress=on_progress, **of_session) as report:
             # kv_cache here too, so that a server refuses an unsupported policy before the seal
-            await self._stage(source, kv_cache=of_session.get("kv_cache"), **fields)
+            await self._stage(source, kv_cache=of_session.get("kv_cache"), **given)
         return report
 
     async def update_from_disk(
-        self, /, model_path: str, *, weight_version: str | None = None, **fields: Any
+        self,
+        /,
+        model_path: str,
+        *,
+        weight_version: str | None = None,
+        on_progress: OnProgress | None = None,
+        **fields: Unpack[FleetDiskOptions],
     ) -> Report[Receipt] | Report[Receipt | StagedSoFar]:
         """Call ``update`` with a checkpoint's folder, a path on every server."""
         return await self.update(
-            "disk", model_path=model_path, weight_version=weight_version, **fields
+            "disk",
+            model_path=model_path,
+            weight_version=weight_version,
+            on_progress=on_progress,
+            **fields,
         )
 
     @asynccontextmanager
@@ -145,11 +170,13 @@ class AsyncFleet:
         /,
         *,
         weight_version: str | None = None,
-        kv_cache: str | None = None,
+        kv_cache: KVPolicy | None = None,
         lease_s: float = LEASE_S,
         on_progress: OnProgress | None = None,
-        on_busy: str = "refuse",
-        **fields: Any,
+        partial: bool | None = None,
+        on_busy: OnBusy = "refuse",
+        selector: Selector | None = None,
+        expected_version: str | None = None,
     ) -> AsyncIterator[Report[Receipt]]:
         """Open a session on all servers. At the block's end all commit its updates, or none.
 
@@ -163,7 +190,9 @@ class AsyncFleet:
             on_busy=on_busy,
             lease_s=lease_s,
             on_progress=on_progress,
-            **fields,
+            partial=partial,
+            selector=selector,
+            expected_version=expected_version,
         ) as report:
             self._in_session = True
             try:
@@ -204,8 +233,8 @@ class AsyncFleet:
         /,
         *,
         weight_version: str | None = None,
-        kv_cache: str | None = None,
-        on_busy: str = "refuse",
+        kv_cache: KVPolicy | None = None,
+        on_busy: OnBusy = "refuse",
         **fields: Any,
     ) -> AsyncIterator[Report[Receipt]]:
         report = Report[Receipt]("commit")

@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from anyio.from_thread import BlockingPortal
 
 from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.buckets import Bucket, fill_buckets
+from sglang_inflight.client.fields import SessionFields
 from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -139,7 +140,7 @@ class Sender(Generic[Receipt_co]):
         *,
         weight_version: str | None = None,
         partial: bool = False,
-        **fields: Any,
+        **fields: Unpack[SessionFields],
     ) -> Receipt_co:
         """Send weights, commit them, and return the receipt, or a fleet's report.
 

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from sglang_inflight.client.fields import BeginFields, UpdateFields
 from sglang_inflight.frontend.handlers import Handler, direct_handlers
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
@@ -15,6 +16,7 @@ from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.vocabulary import bodies
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.calls import TABLE, Call
 
@@ -52,3 +54,24 @@ def test_handler_fits_its_row(call: Call) -> None:
             if inspect.isclass(each) and issubclass(each, Answer)
         ]
         assert set(ours) <= set(call.answers)
+
+
+UPDATES = (bodies.DiskBody, bodies.TensorBody, bodies.DistributedBody, bodies.IPCBody)
+
+
+@pytest.mark.parametrize(
+    ("fields", "shapes", "set_by_client"),
+    [
+        (UpdateFields, UPDATES, {"session_id"}),
+        (
+            BeginFields,
+            (bodies.BeginBody,),
+            {"session_id", "new_id", "lease_s", "non_blocking", "partial"},
+        ),
+    ],
+)
+def test_clients_fields_are_those_of_the_bodies(
+    fields: Any, shapes: tuple[type[bodies.Body], ...], set_by_client: set[str]
+) -> None:
+    known = {name for shape in shapes for name in shape.__struct_fields__}
+    assert get_type_hints(fields).keys() == known - set_by_client

@@ -1,0 +1,80 @@
+"""Fields that the client's calls pass to the server. docs/api.md explains them.
+
+``vocabulary/bodies.py`` has their defaults. The client sets the other fields of a body itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypedDict
+
+from sglang_inflight.client.progress import OnProgress
+from sglang_inflight.vocabulary.bodies import KVPolicy, OnBusy, Selector
+
+
+class UpdateOptions(TypedDict, total=False):
+    """Fields of every update, but for its tensors and their version."""
+
+    flush_cache: bool
+    torch_empty_cache: bool
+    non_blocking: bool
+    kv_cache: KVPolicy | None
+    expected_version: str | None
+    partial: bool | None
+    on_busy: OnBusy
+    timeout_s: float | None
+    selector: Selector | None
+    abort_all_requests: bool
+
+
+class DiskOptions(UpdateOptions, total=False):
+    """Fields of an update from disk, but for its folder and version."""
+
+    load_format: str | None
+    is_async: bool
+    keep_pause: bool
+    token_step: int
+    recapture_cuda_graph: bool
+    manifest: dict[str, Any] | None
+
+
+class UpdateFields(DiskOptions, total=False):
+    """Fields of all updates."""
+
+    weight_version: str | None
+    # from disk
+    model_path: str
+    # from tensors, in base64
+    serialized_named_tensors: list[str]
+    # distributed
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str
+    # from a checkpoint engine
+    zmq_handles: dict[str, str]
+
+
+class FleetDiskOptions(DiskOptions, total=False):
+    lease_s: float
+
+
+class FleetFields(UpdateFields, total=False):
+    """Fields of an update, and of its session."""
+
+    lease_s: float
+
+
+class BeginFields(TypedDict, total=False):
+    """Fields of a session's begin."""
+
+    selector: Selector | None
+    expected_version: str | None
+    on_busy: OnBusy
+
+
+class SessionFields(BeginFields, total=False):
+    """Fields of a session, but for its version and ``partial``."""
+
+    kv_cache: KVPolicy | None
+    lease_s: float
+    on_progress: OnProgress | None
