@@ -13,7 +13,6 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from sglang_inflight import errors
 from sglang_inflight.cli import app
 from sglang_inflight.client import (
     Client,
@@ -25,6 +24,7 @@ from sglang_inflight.client import (
     WrongAnswer,
 )
 from sglang_inflight.client.answers import MOST_BYTES
+from sglang_inflight.vocabulary import errors
 from tests.support.broken_server import BrokenServer
 from tests.support.load import until
 
