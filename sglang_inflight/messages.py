@@ -20,6 +20,7 @@ from sglang_inflight.vocabulary.answers import (
     MemoryStatus,
     PauseStatus,
     Role,
+    StagedChanges,
     StagingStatus,
     WeightsStatus,
 )
@@ -87,6 +88,8 @@ NEEDS_ONE_GPU = (
 
 # a load_format: tensors concatenated into one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
+# a load_format: positions and values of a tensor's changed elements
+SPARSE = "sparse"
 # a load_format: this rank's parameters, under the model's own names
 DIRECT = "direct"
 
@@ -120,7 +123,7 @@ class TensorSource(msgspec.Struct, tag=True, kw_only=True):
     @property
     def has_custom_loader(self) -> bool:
         """True if ``load_format`` names a function (``--custom-weight-loader``)."""
-        return self.load_format not in (None, FLATTENED_BUCKET, DIRECT)
+        return self.load_format not in (None, FLATTENED_BUCKET, DIRECT, SPARSE)
 
 
 class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
@@ -215,6 +218,7 @@ class Voted(RankAnswer, kw_only=True):
     """A vote for the update."""
 
     staged_s: float
+    staged_as: StagedChanges
 
 
 class Committed(RankAnswer, kw_only=True):

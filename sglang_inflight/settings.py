@@ -70,14 +70,21 @@ class Settings:
 
     staging: str = _setting(
         "auto",
-        _one_of("auto", "device", "host", "off"),
-        "memory for staged weights until their commit; off writes in place",
+        _one_of("auto", "changes", "device", "host", "off"),
+        "form of staged weights until their commit: changes keeps the elements that differ, device "
+        "and host keep a second copy, off writes in place",
     )
-    staging_kv_share: float = _setting(
-        0.15,
-        _share,
-        "largest share of a device's KV cache that staging=auto may set aside for a second copy "
-        "of the weights",
+    changes_bytes: int | None = _setting(
+        None,
+        _natural,
+        "device memory that changed elements may take, in bytes; more of them wait in the host's "
+        "memory; unset is a tenth of the rank's weights",
+    )
+    window_bytes: int = _setting(
+        64 << 20,
+        _natural,
+        "host memory of weights that a loader writes other than by copies, in bytes, with "
+        "staging=changes",
     )
     update_timeout_s: float = _setting(
         600.0, _positive, "longest time one update call may take, in seconds"

@@ -74,7 +74,7 @@ def meet_other_nodes(scheduler: ReservingScheduler, *args: Any, **kwargs: Any) -
 
 def reserve_shadow(scheduler: ReservingScheduler) -> None:
     settings = Settings.from_environment()
-    scheduler.inflight_reservation = reserve(scheduler, settings.staging, settings.staging_kv_share)
+    scheduler.inflight_reservation = reserve(scheduler, settings.staging)
 
 
 def create_controller(

@@ -182,6 +182,21 @@ class RankReceipt(Answer, frozen=True, kw_only=True):
     digest: str
 
 
+class StagedChanges(Answer, frozen=True, kw_only=True):
+    """What an update was staged as.
+
+    ``form``: "changes", "changes on host" (they outgrew their budget on the device), "device",
+    "host" or "off". The other fields are 0 unless the form is one of changes.
+    """
+
+    form: str
+    # elements of this server's weights that differ, and their share of all of the update's models
+    changed_elements: int = 0
+    changed_fraction: float = 0.0
+    # most memory that the staging took on a rank: changes and open windows
+    staging_bytes_peak: int = 0
+
+
 class Receipt(Answer, frozen=True, kw_only=True):
     """Proof of the served weights, rank by rank."""
 
@@ -199,6 +214,8 @@ class Receipt(Answer, frozen=True, kw_only=True):
     tensors: int
     # requests sent back to the queue
     retracted: int
+    # None for a rollback
+    staged_as: StagedChanges | None = None
     ranks: tuple[RankReceipt, ...]
 
 

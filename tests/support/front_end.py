@@ -75,6 +75,7 @@ from sglang_inflight.vocabulary.answers import (
     MEMORY,
     MemoryStatus,
     PauseStatus,
+    StagedChanges,
     StagingStatus,
     WeightsStatus,
 )
@@ -137,7 +138,7 @@ class OneRank:
                 return Staged(staged_s=0.0, tensors=1, bytes=1)
             case SealCall():
                 self.is_sealed = True
-                return Voted(staged_s=0.0)
+                return Voted(staged_s=0.0, staged_as=StagedChanges(form="device"))
             case DropCall(update_id=update_id):
                 if self.update_id == update_id:
                     self.update_id = None

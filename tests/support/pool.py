@@ -49,6 +49,9 @@ GRACE_S = 8.0
 CUSTOM_LOADER = "tests.support.custom_loader.load_alone"
 ADMIN_KEY = "the-key-of-the-tests"
 
+# Tests on both loops are tests of both forms of staging: ``auto`` keeps second copies on a CPU.
+CHANGES = {"SGLANG_INFLIGHT_STAGING": "changes"}
+
 _COMMON = (
     "--chunked-prefill-size", str(CHUNK),
     "--max-running-requests", str(MAX_RUNNING),
@@ -70,6 +73,7 @@ FLAVOURS = {
             "--custom-weight-loader", CUSTOM_LOADER,
         ),
         {
+            **CHANGES,
             "SGLANG_REQ_WAITING_TIMEOUT": str(WAITING_TIMEOUT_S),
             "SGLANG_INFLIGHT_SSE_COMMENT_S": "0.2",
             "SGLANG_INFLIGHT_SSE_COMMENT": "1",
@@ -110,7 +114,11 @@ def add_both_loops(name: str, flavour: Flavour) -> list[str]:
     """Add a flavour with overlap and one without, and return their names."""
     FLAVOURS[name] = flavour
     normal = f"{name}_normal_loop"
-    FLAVOURS[normal] = replace(flavour, flags=(*flavour.flags, "--disable-overlap-schedule"))
+    FLAVOURS[normal] = replace(
+        flavour,
+        flags=(*flavour.flags, "--disable-overlap-schedule"),
+        env={**CHANGES, **flavour.env},
+    )
     return [name, normal]
 
 

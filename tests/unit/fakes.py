@@ -40,6 +40,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.update.worker import Job
 from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
+from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.bodies import TensorBody
 from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.ticks import until_idle
@@ -55,7 +56,7 @@ WHOLE = {
     Done: Done(),
     Opened: Opened(in_place=False),
     Staged: Staged(staged_s=1.0, tensors=1, bytes=1),
-    Voted: Voted(staged_s=1.0),
+    Voted: Voted(staged_s=1.0, staged_as=StagedChanges(form="device")),
     TransferGivenUp: TransferGivenUp(broken=True),
 }
 

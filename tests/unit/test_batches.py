@@ -16,6 +16,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import IPCSource
+from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -96,7 +97,7 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             self._shadowed,
-            Shadows(self._shadowed, parameters),
+            Shadows(self._shadowed, parameters, RateLimit(0, lambda: False), Budget()),
             groups,
             metrics,
             mode=StagingMode.DEVICE,

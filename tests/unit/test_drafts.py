@@ -12,6 +12,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import DIRECT, Selector
+from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -61,7 +62,7 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             models,
-            Shadows(models, parameters),
+            Shadows(models, parameters, RateLimit(0, lambda: False), Budget()),
             groups,
             metrics,
             mode=mode,

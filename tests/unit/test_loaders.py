@@ -21,6 +21,7 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
 from sglang_inflight.messages import DIRECT, TensorSource
+from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -167,7 +168,7 @@ class Rank:
         groups: Any = None
         self._jobs = Jobs(
             [self.shadowed],
-            Shadows([self.shadowed], parameters),
+            Shadows([self.shadowed], parameters, RateLimit(0, lambda: False), Budget()),
             groups,
             metrics,
             mode=mode,
@@ -248,7 +249,9 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-BOTH_MODES = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.OFF])
+BOTH_MODES = pytest.mark.parametrize(
+    "mode", [StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF]
+)
 traits_of_loaders = st.builds(
     Traits, gathers=st.booleans(), caches=st.booleans(), clones=st.booleans()
 )
@@ -293,7 +296,7 @@ def test_update_equals_fresh_load_or_is_refused(
         rank.update(*pieces, partial=partial)
         served |= tensors(version, sent)
         assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, served))
-        if mode is StagingMode.DEVICE:
+        if mode is not StagingMode.OFF:
             rank.roll_back()
             assert are_equal(tensors_read_by_forward(model), before)
             rank.roll_back()
@@ -306,7 +309,7 @@ def state_of_fresh(traits: Traits, weights: Tensors) -> Tensors:
 def test_equal_weights_have_equal_digests_in_every_mode() -> None:
     """The previous version has a digest only if a rollback can reach it."""
     found: dict[StagingMode, list[str | None]] = {}
-    for mode in (StagingMode.DEVICE, StagingMode.OFF):
+    for mode in StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF:
         rank = Rank(mode, fresh(Traits(), tensors(1.0)))
         found[mode] = []
         for version in (2.0, 1.0):
@@ -315,6 +318,7 @@ def test_equal_weights_have_equal_digests_in_every_mode() -> None:
     before, second, known, first = found[StagingMode.DEVICE]
     assert (known, before) == (None, first)
     assert first != second
+    assert found[StagingMode.CHANGES] == found[StagingMode.DEVICE]
     assert found[StagingMode.OFF] == [None, second, None, first]
 
 
@@ -544,3 +548,81 @@ def test_tied_head_unlike_embeddings_is_refused(
         rank.update(*calls, partial=True)
     if mode is StagingMode.DEVICE:
         assert model.lm_head.weight.tolist() == [[1.0] * 2] * 4
+
+
+STAGED = pytest.mark.parametrize("mode", [StagingMode.DEVICE, StagingMode.CHANGES])
+
+
+def sparse_of(name: str, tensor: torch.Tensor, indices: list[int]) -> Tensors:
+    at = torch.tensor(indices, dtype=torch.int32)
+    return {f"{name}.indices": at, f"{name}.values": tensor.view(-1)[at.long()].clone()}
+
+
+@STAGED
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_sparse_update_equals_fresh_load_of_the_patched_tensors(
+    mode: StagingMode, data: st.DataObject
+) -> None:
+    served = tensors(1.0)
+    model = fresh(Traits(), served)
+    rank = Rank(mode, model)
+    names = sorted(set(SHAPES) - IGNORED - {"norm"})
+    for version in 2, 3:
+        before = tensors_read_by_forward(model)
+        calls = []
+        for _ in range(data.draw(st.integers(1, 2))):
+            # both halves of a fused weight come in one call
+            call: Tensors = {}
+            chosen = set(data.draw(st.lists(st.sampled_from(names), min_size=1)))
+            for name in chosen | (HALVES if chosen & HALVES else set()):
+                count = served[name].numel()
+                indices = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+                new = tensors(float(data.draw(st.integers(1, 3)) + version), [name])[name]
+                call |= sparse_of(name, new, indices)
+                served[name] = served[name].clone()
+                served[name].view(-1)[indices] = new.view(-1)[indices]
+            calls.append(call)
+        rank.update(*calls, partial=True, load_format="sparse")
+        assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), served))
+        rank.roll_back()
+        assert are_equal(tensors_read_by_forward(model), before)
+        rank.roll_back()
+
+
+BAD_SPARSE = {
+    "out of range": ({"plain.indices": torch.tensor([99]), "plain.values": torch.ones(1)}, "99"),
+    "below 0": ({"plain.indices": torch.tensor([-1]), "plain.values": torch.ones(1)}, "-1"),
+    "twice": (
+        {"plain.indices": torch.tensor([2, 1, 2]), "plain.values": torch.ones(3)},
+        "index 2 comes twice",
+    ),
+    "lengths": ({"plain.indices": torch.tensor([2, 1]), "plain.values": torch.ones(3)}, "length"),
+    "no values": ({"plain.indices": torch.tensor([2])}, "lacks 'plain.values'"),
+    "no indices": ({"plain.values": torch.ones(1)}, "lacks 'plain.indices'"),
+    "float indices": ({"plain.indices": torch.ones(1), "plain.values": torch.ones(1)}, "float32"),
+    "whole tensor": ({"plain": torch.ones(1)}, r"NAME\.indices"),
+    "unknown": ({"other.indices": torch.tensor([2]), "other.values": torch.ones(1)}, "'other'"),
+    "computed from": (
+        {"norm.indices": torch.tensor([2]), "norm.values": torch.ones(1)},
+        "computes 'norm_plus_one'",
+    ),
+    "NaN": (
+        {"plain.indices": torch.tensor([2]), "plain.values": torch.tensor([torch.nan])},
+        "NaN or infinity",
+    ),
+    "whole numbers": (
+        {"plain.indices": torch.tensor([2]), "plain.values": torch.tensor([1])},
+        "int64",
+    ),
+}
+
+
+@STAGED
+@pytest.mark.parametrize(("sent", "named"), BAD_SPARSE.values(), ids=BAD_SPARSE.keys())
+def test_bad_sparse_tensor_is_refused_by_name(mode: StagingMode, sent: Tensors, named: str) -> None:
+    model = fresh(Traits(), tensors(1.0))
+    before = tensors_read_by_forward(model)
+    with pytest.raises(Refused, match=named):
+        Rank(mode, model).update(sent, partial=True, load_format="sparse")
+    assert are_equal(tensors_read_by_forward(model), before)

@@ -14,9 +14,11 @@ from sglang.srt.model_loader.utils import should_async_load
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
+from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.checks.coverage import mark
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.reservation import reserve_storage, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
@@ -268,7 +270,12 @@ def shadows_of(model: nn.Module, parameters: ShadowParameters) -> Shadows:
 
     runner: Any = Runner()
     runner.model = model
-    return Shadows([ShadowedModel("target", runner, parameters)], parameters)
+    return Shadows(
+        [ShadowedModel("target", runner, parameters)],
+        parameters,
+        RateLimit(0, lambda: False),
+        Budget(),
+    )
 
 
 def show_in_an_attribute(attention: Attention) -> Callable[[], torch.Tensor]:

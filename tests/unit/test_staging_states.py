@@ -28,6 +28,7 @@ from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingStat
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
+from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Conflict
 from tests.unit.fakes import ManualWorker
 
@@ -60,7 +61,7 @@ class NoModel:
             update.base_digest = "old"
         pair = torch.zeros(1), torch.ones(1)
         update.sealed = Sealed("new", PreparedSwap(swap_for(torch.device("cpu")), (pair,)), ())
-        return Voted(staged_s=0.0)
+        return Voted(staged_s=0.0, staged_as=StagedChanges(form="device"))
 
     def stop_reading(self) -> None:
         """Release nothing."""

@@ -20,7 +20,7 @@ from sglang_inflight.messages import (
     Staged,
     Voted,
 )
-from sglang_inflight.vocabulary.answers import Receipt
+from sglang_inflight.vocabulary.answers import Receipt, StagedChanges
 from sglang_inflight.vocabulary.errors import Conflict, Dropped
 
 
@@ -39,6 +39,7 @@ class OpenUpdate:
     # ranks write the live weights, and hold requests back from the first write on
     in_place: bool = False
     staged_s: float = 0.0
+    staged_as: StagedChanges | None = None
     tensors: int = 0
     bytes: int = 0
     # checkpoint of an update from disk
@@ -148,6 +149,7 @@ class OpenUpdate:
 
     def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)
+        self.staged_as = _together([rank.staged_as for rank in votes])
 
     # ---- its lease -----------------------------------------------------------------
 
@@ -183,3 +185,17 @@ class OpenUpdate:
 
     def seal_call(self, deadline: Deadline) -> SealCall:
         return SealCall(update_id=self.id, timeout_s=deadline.seconds_left)
+
+
+def _together(ranks: list[StagedChanges]) -> StagedChanges:
+    """Add up the changes of all ranks, and name the form of the rank that had to give way most."""
+    changed = sum(rank.changed_elements for rank in ranks)
+    elements = sum(
+        rank.changed_elements / rank.changed_fraction for rank in ranks if rank.changed_fraction
+    )
+    return StagedChanges(
+        form=max((rank.form for rank in ranks), key=len),
+        changed_elements=changed,
+        changed_fraction=changed / elements if elements else 0.0,
+        staging_bytes_peak=max(rank.staging_bytes_peak for rank in ranks),
+    )

@@ -25,6 +25,7 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
         bytes=update.bytes if update is not None else 0,
         tensors=update.tensors if update is not None else 0,
         retracted=sum(rank.retracted for rank in committed),
+        staged_as=update.staged_as if update is not None else None,
         ranks=tuple(
             RankReceipt(
                 dp_rank=rank.dp_rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, digest=rank.digest

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
@@ -56,13 +57,14 @@ def make_staging(
         # SGLang does so at the first forward, and updates do it from then on
         fuse_scales(model.runner.model)
     device = next(models[0].runner.model.parameters()).device
+    nbytes = sum(model.nbytes for model in models)
     why_not_staged = why_no_update(in_place=False) or why_not_updated(models, in_place=False)
     if reservation is not None:
         mode = reservation.mode
     else:
         mode = choose_mode(
             settings.staging,
-            sum(model.nbytes for model in models),
+            nbytes,
             device,
             why_not=why_not_staged,
         )
@@ -80,9 +82,10 @@ def make_staging(
             choose_rate(settings.pace_bytes_per_s, device), is_busy, settings.pace_interpreter
         )
     groups = Groups(settings.group_timeout_s, device)
+    budget = Budget.of(nbytes, device, settings.changes_bytes, settings.window_bytes)
     jobs = Jobs(
         models,
-        Shadows(models, parameters),
+        Shadows(models, parameters, rate_limit, budget),
         groups,
         metrics,
         mode=mode,

@@ -26,6 +26,7 @@ from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
 from sglang_inflight.scheduler.update.error_texts import list_names
+from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import (
@@ -129,15 +130,10 @@ class Jobs:
                     model.restore()
         if self._mode_of(update) is StagingMode.OFF:
             return Opened(in_place=True)
-        for model, name, live, shadow in self._weights(update.roles):
-            update.check()
-            self._shadows.swap.check(name, live, shadow)
-            if self._is_partial(update, model) or not can_mark(shadow):
-                for to, of in self._rate_limit.cut(shadow, live):
-                    to.copy_(of)
-            else:
-                for (piece,) in self._rate_limit.cut(shadow):
-                    mark(piece)
+        form = self._shadows.form
+        form.begin()
+        for model, weight in self._weights(update.roles):
+            form.add(weight, keeps=self._is_partial(update, model), check=update.check)
         return Opened(in_place=False)
 
     def fill(self, update: Update, source: Source, selector: Selector | None) -> Staged:
@@ -210,19 +206,23 @@ class Jobs:
             for model in models:
                 model.finish(was_loaded=was_loaded)
         elif was_loaded:
+            form = self._shadows.form
+            form.show_as_served()
             for model in models:
                 model.refuse_if_derived()
                 for name, live, shadow in model.shadow.derived_pairs:
                     self._shadows.swap.check(name, live, shadow)
                 if model.role in whole and model.served and not self._unsent(update, {model.role}):
                     model.keep_weights_not_in_checkpoints(update.check)
+            form.close()
         digest = self._read_through(update, shadowed, whole)
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
         swap = self._prepare_swap(update) if was_loaded else PreparedSwap()
         checkpoints = self._checkpoints(update)
         update.sealed = Sealed(digest, swap, checkpoints, missing)
-        return Voted(staged_s=time.perf_counter() - started)
+        staged_as = self._shadows.form.describe()
+        return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
 
     def stop_reading(self) -> None:
         """Release the sender's memory; the update receives nothing more."""
@@ -250,18 +250,21 @@ class Jobs:
 
     def _markable_weights(self) -> Iterator[torch.Tensor]:
         """Yield the weights able to bear marks, except those set by the model itself."""
-        for model, name, live, _ in self._weights(self._all_roles):
-            if can_mark(live) and name not in model.set_by_the_model:
-                yield live
+        for model, weight in self._weights(self._all_roles):
+            if can_mark(weight.live) and weight.name not in model.set_by_the_model:
+                yield weight.live
 
     def _prepare_swap(self, update: Update) -> PreparedSwap:
         if self._mode_of(update) is StagingMode.OFF:
             return PreparedSwap()
-        pairs = [(live, shadow) for _, _, live, shadow in self._weights(update.roles)]
-        for model in self._models:
-            if model.role in update.roles:
-                pairs += [(live, shadow) for _, live, shadow in model.shadow.derived_pairs]
-        return PreparedSwap(self._shadows.swap, tuple(pairs))
+        derived = [
+            (live, shadow)
+            for model in self._models
+            if model.role in update.roles
+            for _, live, shadow in model.shadow.derived_pairs
+        ]
+        weights = [weight for _, weight in self._weights(update.roles)]
+        return self._shadows.form.prepare(weights, derived)
 
     def _checkpoints(self, update: Update) -> tuple[tuple[ModelRunner, DiskSource], ...]:
         return tuple(
@@ -320,24 +323,26 @@ class Jobs:
         if self._mode_of(update) is StagingMode.OFF and not whole:
             # requests wait for this digest
             served = [
-                (f"{model.role}.{name}", weight)
-                for model, name, weight, _ in self._weights(self._all_roles)
+                (f"{model.role}.{weight.name}", weight.live)
+                for model, weight in self._weights(self._all_roles)
             ]
             return digest_of(served, update.check)
         digest = Digest()
-        for model, name, live, shadow in self._weights(self._all_roles):
-            tensor = shadow if model.role in shadowed else live
-            is_marked = model.role in whole and can_mark(tensor)
+        for model, weight in self._weights(self._all_roles):
+            name = f"{model.role}.{weight.name}"
             missing = 0
-            for piece in digest.read(f"{model.role}.{name}", tensor):
+            if model.role in shadowed:
+                read = self._shadows.form.read(digest, name, weight, counts=model.role in whole)
+            else:
+                read = read_live(digest, name, weight, self._rate_limit)
+            for count in read:
                 update.check()
-                missing += count_marked(piece) if is_marked else 0
-                self._rate_limit.spend(piece.nbytes)
+                missing += count
             if missing:
                 unsent = self._unsent(update, whole)
                 raise Refused(
-                    f"the update is not complete: {missing} of {tensor.numel()} elements of "
-                    f"{name!r} were not sent"
+                    f"the update is not complete: {missing} of {weight.live.numel()} elements of "
+                    f"{weight.name!r} were not sent"
                     + (f"; not sent: {list_names(unsent)}" if unsent else "")
                     + ". Send them, or set partial=true"
                 )
@@ -352,10 +357,8 @@ class Jobs:
         served = {name for m in self._models if m.role in whole for name in m.served}
         return sorted(served - update.names)
 
-    def _weights(
-        self, roles: Iterable[str]
-    ) -> Iterator[tuple[ShadowedModel, str, torch.Tensor, torch.Tensor]]:
-        """Yield model, name, live weight and shadow of each weight of ``roles``, once.
+    def _weights(self, roles: Iterable[str]) -> Iterator[tuple[ShadowedModel, Weight]]:
+        """Yield each weight of ``roles`` with its model, once.
 
         A weight shared by a draft and its target is the target's.
         """
@@ -365,7 +368,7 @@ class Jobs:
                 is_first = id(shadow) not in seen
                 seen.add(id(shadow))
                 if is_first and model.role in wanted:
-                    yield model, name, live, shadow
+                    yield model, Weight(name, live, shadow)
 
     def _is_partial(self, update: Update, model: ShadowedModel) -> bool:
         # a draft loads its part of the target's tensors and keeps its other weights

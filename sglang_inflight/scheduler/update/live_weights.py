@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.scheduler.update.swap import PreparedSwap
@@ -100,8 +100,14 @@ class LiveWeights:
         self.digest, self._is_named = None, False
 
     def lose_previous(self) -> None:
-        """Give up the previous version in the shadow: an update is staged over it."""
+        """Give up the previous version: an update is staged over it.
+
+        This frees its changes. The last commit may still exchange them on the device, and the
+        staging thread waits for that commit before it allocates (``Jobs.prepare``).
+        """
         self.holds_previous = False
+        if self.previous is not None:
+            self.previous = replace(self.previous, swap=PreparedSwap())
 
     def forget_previous(self) -> None:
         """Forget the previous version: its memory is freed."""

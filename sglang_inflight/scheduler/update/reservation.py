@@ -11,8 +11,9 @@ import torch
 from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
-from sglang_inflight.scheduler.collectives import is_true_on_any_rank, min_over_ranks
-from sglang_inflight.scheduler.memory.host import pinned_bytes
+from sglang_inflight.scheduler.collectives import (
+    is_true_on_any_rank,
+)
 from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
@@ -49,8 +50,7 @@ class Reservation:
         logger.warning(
             "Staging of weight updates reserves %d MiB of the device: without it the KV cache "
             "would hold %d tokens more than its %d (%.0f%% of its memory). "
-            "SGLANG_INFLIGHT_STAGING=host takes the host's memory instead, off takes none and "
-            "writes updates in place.",
+            "SGLANG_INFLIGHT_STAGING=changes takes none, host takes the host's memory instead.",
             nbytes >> 20,
             tokens * nbytes // left,
             tokens,
@@ -64,10 +64,8 @@ class ReservingScheduler(Scheduler, Protocol):
     inflight_reservation: Reservation | None
 
 
-def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservation | None:
+def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     """Choose the mode, and reserve its device memory. Return None on a CPU.
-
-    ``share_of_room`` is the share of the KV cache's memory free for staging under ``auto``.
 
     A server that can stage no update keeps all memory for the KV cache.
 
@@ -87,25 +85,20 @@ def reserve(scheduler: Scheduler, wanted: str, share_of_room: float) -> Reservat
         return None
     weights = tensors_copied_by_shadow(models)
     nbytes = sum(weight.nbytes for weight in weights)
-    pinned = sum(pinned_bytes(weight) for weight in weights)
     why_not = why_no_update(in_place=False) or next(
         filter(None, map(why_not_shadowed, models)), None
     )
-    room = _room(runners[0])
-    mode = choose_mode(
-        wanted, nbytes, device, room, pinned, share_of_room=share_of_room, why_not=why_not
-    )
+    mode = choose_mode(wanted, nbytes, device, why_not=why_not)
     # a rank unable to stage votes against every update, so no rank needs a shadow
     if mode is not StagingMode.DEVICE or is_true_on_any_rank(why_not is not None):
         return Reservation(mode)
     storage = reserve_storage(weights, device)
-    if storage is None and wanted == "device":
+    if storage is None:
         raise BadSetting(
             f"SGLANG_INFLIGHT_STAGING=device: there are no {nbytes >> 20} MiB free on {device} "
             "for a second copy of the weights"
         )
-    mode = StagingMode(min_over_ranks(StagingMode.HOST if storage is None else StagingMode.DEVICE))
-    return Reservation(mode, storage if storage and mode is StagingMode.DEVICE else {}, room)
+    return Reservation(mode, storage, _room(runners[0]))
 
 
 def reserve_storage(

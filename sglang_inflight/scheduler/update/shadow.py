@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -110,8 +110,14 @@ class Shadow:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: ShadowParameters, storage: torch.device
+        self,
+        model: nn.Module,
+        parameters: ShadowParameters,
+        storage: torch.device,
+        handle_for: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
+        """``handle_for`` returns what stands for a weight, if not a copy in ``storage``."""
+        self._handle_for = handle_for
         self._parameters = parameters
         self._storage = storage
         self._live = model
@@ -285,7 +291,7 @@ class Shadow:
         known = self._parameters.get(value)
         if known is None:
             known = self._parameters.view_like(value)
-        return self._copy(value, is_weight=False) if known is None else known
+        return self._copy(value) if known is None else known
 
     def _shadow_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         known: nn.Parameter | None = self._parameters.get(parameter)
@@ -295,7 +301,7 @@ class Shadow:
             return known
         shadow: nn.Parameter = torch.Tensor._make_subclass(
             type(parameter),
-            self._parameters.storage_for(parameter, self._storage),
+            self._storage_for(parameter),
             parameter.requires_grad,
         )
         shadow.__dict__.update(parameter.__dict__)
@@ -319,15 +325,25 @@ class Shadow:
 
     def _shadow_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         known: torch.Tensor | None = self._parameters.get(buffer)
-        return self._copy(buffer, is_weight=True) if known is None else known
+        if known is None:
+            known = self._storage_for(buffer)
+            if self._handle_for is None:
+                known.copy_(buffer.detach())
+            self._parameters.add(buffer, known, is_weight=True)
+        return known
 
-    def _copy(self, tensor: torch.Tensor, *, is_weight: bool) -> torch.Tensor:
+    def _storage_for(self, weight: torch.Tensor) -> torch.Tensor:
+        if self._handle_for is not None:
+            return self._handle_for(weight)
+        return self._parameters.storage_for(weight, self._storage)
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = self._storage
         # a scale kept on the host stays there
-        if not is_weight and storage.type not in ("cpu", "meta"):
+        if storage.type not in ("cpu", "meta"):
             storage = tensor.device
         shadow = self._parameters.storage_for(tensor, storage).copy_(tensor.detach())
-        self._parameters.add(tensor, shadow, is_weight=is_weight)
+        self._parameters.add(tensor, shadow, is_weight=False)
         return shadow
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,22 @@ from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
 
-from sglang_inflight.messages import DIRECT, FLATTENED_BUCKET, DiskSource, Source, TensorSource
-from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Write
+from sglang_inflight.messages import (
+    DIRECT,
+    FLATTENED_BUCKET,
+    SPARSE,
+    DiskSource,
+    DistributedSource,
+    Source,
+    TensorSource,
+)
+from sglang_inflight.scheduler.update.changes.recording import Recording
+from sglang_inflight.scheduler.update.checks.dataflow import (
+    Dataflow,
+    Kind,
+    Recorder,
+    Write,
+)
 from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
@@ -24,6 +38,7 @@ from sglang_inflight.scheduler.update.checks.stageable import (
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
 from sglang_inflight.scheduler.update.checks.tied_head import TiedHead
 from sglang_inflight.scheduler.update.error_texts import list_names
+from sglang_inflight.scheduler.update.forms import Form, Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -35,6 +50,7 @@ from sglang_inflight.scheduler.update.shadow import (
 )
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes, read_shapes
+from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -42,6 +58,8 @@ if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
 
 Weights = Iterator[tuple[str, torch.Tensor]]
+
+_MAY_BE_SPARSE = (TensorSource, DistributedSource)
 
 
 class ShadowedModel:
@@ -56,6 +74,7 @@ class ShadowedModel:
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
         self._shadow: Shadow | InPlaceModel | None = None
+        self._form: Form | None = None
         self._served: Shapes | None = None
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
@@ -66,14 +85,21 @@ class ShadowedModel:
         self.derived: str | None = None
 
     def build_shadow(
-        self, mode: StagingMode, device: torch.device, owners: Sequence[nn.Module]
+        self,
+        mode: StagingMode,
+        device: torch.device,
+        owners: Sequence[nn.Module],
+        recording: Recording | None,
+        form: Form,
     ) -> None:
         """Build the shadow at the first update: a server without updates pays nothing.
 
         ``owners`` are the rank's models before this model. They own the weights shared with it.
+        ``recording`` hands out what stands for the weights, in the mode ``changes``.
         """
         if self._shadow is not None:
             return
+        self._form = form
         model = self.runner.model
         if mode is StagingMode.OFF:
             self._shadow = InPlaceModel(
@@ -85,7 +111,8 @@ class ShadowedModel:
             )
         else:
             storage = torch.device("cpu") if mode is StagingMode.HOST else device
-            self._shadow = Shadow(model, self._parameters, storage)
+            handle_for = recording.handle_for if recording is not None else None
+            self._shadow = Shadow(model, self._parameters, storage, handle_for)
 
     @property
     def shadow(self) -> Shadow | InPlaceModel:
@@ -94,7 +121,11 @@ class ShadowedModel:
 
     def forget_shadow(self) -> None:
         """Forget the shadow; the next update builds it anew. ``ShadowParameters`` frees memory."""
-        self._shadow = None
+        self._shadow = self._form = None
+
+    @property
+    def _recorder(self) -> Recorder | None:
+        return self._form.recorder if self._form is not None else None
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +171,7 @@ class ShadowedModel:
 
     def _refresh(self, shadow: Shadow) -> None:
         """Recompute the clone's tensors derived from weights."""
-        with Dataflow(shadow.targets(), before_write=shadow.note_write):
+        with Dataflow(shadow.targets(), before_write=shadow.note_write, recorder=self._recorder):
             refresh_derived(shadow.model)
 
     def keep_weights_not_in_checkpoints(self, check: Callable[[], None]) -> None:
@@ -149,12 +180,11 @@ class ShadowedModel:
         All tensors of the served checkpoint were received. So the model itself set any unwritten
         weight at its construction.
         """
-        for _, live, shadow in self.shadow.pairs:
+        assert self._form is not None
+        for name, live, shadow in self.shadow.pairs:
             check()
-            if memory_key(shadow) in self._written or not can_mark(shadow):
-                continue
-            if count_marked(shadow) == shadow.numel():
-                shadow.copy_(live)
+            if memory_key(shadow) not in self._written:
+                self._form.keep_if_unwritten(Weight(name, live, shadow))
 
     def read_served(self, check: Callable[[], None]) -> None:
         """Read ``served`` once; ``check`` raises when it is time to give up."""
@@ -204,9 +234,14 @@ class ShadowedModel:
         biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
-        is_checkpoint = load_format in (None, FLATTENED_BUCKET)
+        is_sparse = isinstance(source, _MAY_BE_SPARSE) and source.load_format == SPARSE
+        is_checkpoint = load_format in (None, FLATTENED_BUCKET, SPARSE)
         if load_format == DIRECT:
             self._refuse_if_laid_out_anew()
+        if is_sparse:
+            weights = fill_in(weights, self.served)
+            # NaN is what was not sent
+            check_finite = False
         dataflow = Dataflow({}, before_write=self._before_write, rate_limit=rate_limit)
         checks = TensorChecks(
             served=self.served if is_checkpoint else {},
@@ -218,7 +253,7 @@ class ShadowedModel:
             check_finite=check_finite,
             rate_limit=rate_limit,
         )
-        self._checks = checks
+        self._checks, self._is_sparse = checks, is_sparse
         watched = checks.watch(weights, again=self._held)
         try:
             # Restoring may replace parameters, so restore before the loader looks them up. But
@@ -226,13 +261,20 @@ class ShadowedModel:
             first = list(itertools.islice(watched, 1))
             if first:
                 self.restore()
-            dataflow.aim_at(self.shadow.targets())
-            with dataflow:
-                self._load(source, load_format, _one_at_a_time(itertools.chain(first, watched)))
+            with self._leaving_out_nan(is_sparse):
+                dataflow.aim_at(self.shadow.targets(), self._recorder)
+                with dataflow:
+                    chained = itertools.chain(first, watched)
+                    self._load(source, load_format, _one_at_a_time(chained))
             # a loader may stop before the end: check the rest, which is not loaded
             for _ in watched:
                 pass
             self._held = checks.finish()
+            if is_sparse and self._held:
+                raise Refused(
+                    f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
+                    "together with other tensors: send the sparse parts of all in one call"
+                )
         except Refused:
             # ``raise error from error`` would be a cycle and keep the tensors of its frames
             raise
@@ -241,21 +283,30 @@ class ShadowedModel:
                 raise
             raise checks.explain(error) from error
         finally:
-            del self._checks
+            del self._checks, self._is_sparse
         return checks
 
     def _before_write(self, write: Write) -> None:
+        if write.target.kind is Kind.DERIVED and self._is_sparse:
+            raise Refused(
+                f"load_format 'sparse': the model's loader computes {write.target.name!r} from "
+                "what is sent: send whole tensors"
+            )
         if write.target.kind is Kind.WEIGHT:
             self._checks.refuse_if_no_float(write.target.name)
             self._written.add(write.memory)
         self.shadow.note_write(write)
         self.on_write()
 
+    def _leaving_out_nan(self, is_sparse: bool) -> AbstractContextManager[None]:
+        assert self._form is not None
+        return self._form.leaving_out_nan() if is_sparse else nullcontext()
+
     def _load(self, source: Source, load_format: str | None, weights: Weights) -> Any:
         model: Any = self.shadow.model
         if isinstance(source, DiskSource) and isinstance(self.shadow, InPlaceModel):
             return self.shadow.load(weights)
-        if load_format in (None, FLATTENED_BUCKET):
+        if load_format in (None, FLATTENED_BUCKET, SPARSE):
             return model.load_weights(weights)
         if load_format == DIRECT:
             return self._load_direct(weights)

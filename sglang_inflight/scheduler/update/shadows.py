@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
+from sglang_inflight.scheduler.update.forms import Changes, Form, WholeCopies
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.swap import Swap, swap_for
@@ -22,16 +25,30 @@ class Shadows:
     ``forget`` while the staging thread is idle.
     """
 
-    def __init__(self, models: Sequence[ShadowedModel], parameters: ShadowParameters) -> None:
+    def __init__(
+        self,
+        models: Sequence[ShadowedModel],
+        parameters: ShadowParameters,
+        rate_limit: RateLimit,
+        budget: Budget,
+    ) -> None:
         self._models = models
         self._parameters = parameters
+        self._rate_limit = rate_limit
+        self._budget = budget
         self._swap: Swap | None = None
+        self._form: Form | None = None
         self._built_as: StagingMode | None = None
 
     @property
     def swap(self) -> Swap:
         assert self._swap is not None
         return self._swap
+
+    @property
+    def form(self) -> Form:
+        assert self._form is not None
+        return self._form
 
     def build(self, mode: StagingMode, device: torch.device) -> None:
         """Build all shadows. Raise ``Refused`` on a failure; the next call tries again."""
@@ -48,19 +65,27 @@ class Shadows:
 
     def _try_to_build(self, mode: StagingMode, device: torch.device) -> str | None:
         try:
-            owners: list[nn.Module] = []
-            for model in self._models:
-                model.build_shadow(mode, device, tuple(owners))
-                owners.append(model.runner.model)
             if mode is not StagingMode.OFF:
                 self._swap = swap_for(device)
+            recording = None
+            if mode is StagingMode.CHANGES:
+                assert self._swap is not None
+                recording = Recording(self._budget, self._rate_limit)
+                form: Form = Changes(recording, self._swap, self._rate_limit)
+            else:
+                form = WholeCopies(mode, self._swap, self._rate_limit)
+            owners: list[nn.Module] = []
+            for model in self._models:
+                model.build_shadow(mode, device, tuple(owners), recording, form)
+                owners.append(model.runner.model)
+            self._form = form
         except Exception as error:
             return f"{error}".split("\n")[0] or type(error).__name__
         return None
 
     def forget(self, device: torch.device) -> None:
         """Free all shadows; the next update builds them anew."""
-        self._swap = self._built_as = None
+        self._swap = self._form = self._built_as = None
         for model in self._models:
             model.forget_shadow()
         self._parameters.forget()

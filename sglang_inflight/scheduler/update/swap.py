@@ -20,6 +20,7 @@ from typing import Protocol
 import torch
 from torch.autograd.graph import increment_version
 
+from sglang_inflight.scheduler.update.changes.exchange import Exchange
 from sglang_inflight.vocabulary.errors import Refused
 
 # size of the spare piece of device memory, kept from the first update on
@@ -87,7 +88,9 @@ class ContentSwap:
 
 @dataclass(frozen=True)
 class PreparedSwap:
-    """The pairs of live weight and shadow for a commit; none in the mode ``off``.
+    """What a commit exchanges; nothing in the mode ``off``.
+
+    ``pairs``: live weight and shadow of each whole copy. ``changes``: elements that differ.
 
     The staging thread makes this object, and the scheduler's thread makes the swap. The commit's
     message orders the two.
@@ -95,19 +98,22 @@ class PreparedSwap:
 
     how: Swap | None = None
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    changes: Exchange | None = None
 
     @property
     def is_possible(self) -> bool:
         return self.how is not None
 
     def make(self) -> int:
-        """Swap all pairs, and return the bytes swapped."""
+        """Exchange everything, and return the bytes exchanged."""
         if self.how is None:
             return 0
         swapped = 0
         for live, shadow in self.pairs:
             self.how.swap(live, shadow)
             swapped += live.nbytes
+        if self.changes is not None:
+            swapped += self.changes.make()
         return swapped
 
 

@@ -43,5 +43,10 @@ def count_marked(tensor: torch.Tensor) -> int:
     """Return how many elements of ``tensor`` were not written since ``mark``."""
     if is_finite(tensor):
         return 0
+    return int(marks_in(tensor).sum())
+
+
+def marks_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a boolean for each element: True if it was not written since ``mark``."""
     bits, pattern = _PATTERNS[tensor.dtype]
-    return int((tensor.view(bits) == pattern).sum())
+    return tensor.view(bits) == pattern

@@ -11,9 +11,9 @@ from __future__ import annotations
 import enum
 import functools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,6 +52,16 @@ class Write(NamedTuple):
 
 
 Targets = Mapping[int, Target]
+
+
+class Recorder(Protocol):
+    """Takes part in operations on the memory of weights, before each."""
+
+    def copy(self, to: torch.Tensor, of: torch.Tensor) -> bool:
+        """Make ``to.copy_(of)`` in the recorder's own way. Return False if torch shall make it."""
+
+    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Prepare the memory of ``tensors``: an operation will read or write it."""
 
 
 class _Received:
@@ -96,12 +106,14 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         before_write: Callable[[Write], None],
         rate_limit: RateLimit | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         """``before_write`` is called before each write to a weight or to derived memory."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._targets = targets
         self._before_write = before_write
         self._rate_limit = rate_limit
+        self._recorder = recorder
         # both by ``memory_key``
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
@@ -110,9 +122,9 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current: str | None = None
         self.reached: set[str] = set()
 
-    def aim_at(self, targets: Targets) -> None:
-        """Look for writes to ``targets`` from now on."""
-        self._targets = targets
+    def aim_at(self, targets: Targets, recorder: Recorder | None) -> None:
+        """Look for writes to ``targets`` from now on, and let ``recorder`` take part in them."""
+        self._targets, self._recorder = targets, recorder
 
     def receive(self, name: str, tensor: torch.Tensor, *, is_alone: bool) -> None:
         """Follow ``tensor``. ``is_alone``: no other followed tensor lies in its storage."""
@@ -154,13 +166,36 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if target.kind is Kind.FOREIGN:
                 # an in-place operation returns its first argument
                 return args[0]
-        if func is _COPY and self._rate_limit is not None and written_tensors:
+        if self._is_recorded(func, args, written_tensors, read):
+            result = args[0]
+        elif func is _COPY and self._rate_limit is not None and written_tensors:
             copy_in_pieces(self._rate_limit, args[0], args[1], *args[2:], **kwargs)
             result = args[0]
         else:
             result = func(*args, **kwargs)
         self._follow(result, written_tensors, read, names)
         return result
+
+    def _is_recorded(
+        self, func: Any, args: Any, written: list[torch.Tensor], read: list[torch.Tensor]
+    ) -> bool:
+        """Return whether the operation is a copy that the recorder has recorded."""
+        if self._recorder is None:
+            return False
+        read = [tensor for tensor in read if self._is_weight(tensor)]
+        written = [tensor for tensor in written if self._is_weight(tensor)]
+        if read:
+            self._recorder.touch(read)
+        if not written:
+            return False
+        if func is _COPY and self._recorder.copy(args[0], args[1]):
+            return True
+        self._recorder.touch([*written, *read])
+        return False
+
+    def _is_weight(self, tensor: torch.Tensor) -> bool:
+        target = self._targets.get(memory_key(tensor))
+        return target is not None and target.kind in (Kind.WEIGHT, Kind.FOREIGN)
 
     def _origin(self, tensors: list[torch.Tensor]) -> tuple[frozenset[str], bool]:
         """Return the received tensors behind ``tensors``, and whether all origins are known."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -27,10 +27,15 @@ class Digest:
         self._whole = hashlib.sha256()
         self._reader = _Reader()
 
-    def read(self, name: str, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Read ``tensor``, and yield each of its pieces, flat, as soon as it is read."""
+    def read(
+        self, name: str, tensor: torch.Tensor, pieces: Iterable[torch.Tensor] | None = None
+    ) -> Iterator[torch.Tensor]:
+        """Read ``tensor``, and yield each of its pieces, flat, as soon as it is read.
+
+        ``pieces``: elements to read in place of those of ``tensor``, flat, in its order.
+        """
         one = _OfOne(name, tensor)
-        yield from one.read(self._reader)
+        yield from one.read(self._reader, pieces)
         self.add(one.line)
 
     def add(self, line: str) -> None:
@@ -40,6 +45,11 @@ class Digest:
     def hexdigest(self) -> str:
         """Return 16 hex digits."""
         return self._whole.hexdigest()[:16]
+
+
+def chunks_of(flat: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return the pieces in which a digest reads ``flat``."""
+    return torch.split(flat, max(1, CHUNK_BYTES // flat.element_size()))
 
 
 def digest_of(
@@ -131,9 +141,12 @@ class _OfOne:
         self.tensor = tensor
         self._checksum = xxhash.xxh3_64()
 
-    def read(self, reader: _Reader) -> Iterator[torch.Tensor]:
-        flat = self.tensor.detach().contiguous().view(-1)
-        for chunk in torch.split(flat, max(1, CHUNK_BYTES // flat.element_size())):
+    def read(
+        self, reader: _Reader, pieces: Iterable[torch.Tensor] | None = None
+    ) -> Iterator[torch.Tensor]:
+        if pieces is None:
+            pieces = chunks_of(self.tensor.detach().contiguous().view(-1))
+        for chunk in pieces:
             self._checksum.update(reader.bytes_of(chunk))
             yield chunk
 

@@ -1,0 +1,137 @@
+"""The changed elements of a weight, in a few bytes each.
+
+A weight is seen as its memory: ``numel`` elements in a row, as integers of the element's width. So
+NaN payloads and the sign of zero count, and fused, transposed and sharded weights need no code.
+
+A changed element costs its value and a 16-bit offset within a block of 65,536 elements: 4 bytes in
+bfloat16. Above the share of elements where that costs more than the values alone, the values of
+the whole range are kept instead (half of them in bfloat16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+BLOCK = 1 << 16
+# elements compared in one go: 16 blocks. Comparing needs some 10 bytes an element meanwhile.
+PIECE = 16 * BLOCK
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OFFSET_BYTES = 2
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of ``tensor``, which has no holes, as a row of integers."""
+    memory = tensor.data.as_strided((tensor.numel(),), (1,))
+    return memory.view(_BITS[tensor.element_size()])
+
+
+def has_bits(tensor: torch.Tensor) -> bool:
+    """Return whether ``bits_of`` knows integers as wide as the elements of ``tensor``."""
+    return tensor.element_size() in _BITS
+
+
+@dataclass
+class Part:
+    """Changed elements in a range of a weight's memory.
+
+    ``start``, ``length``: the range, in elements; at most ``PIECE``. ``values``: integers of the
+    element's width. ``offsets``: uint16, the position of each value in its block, counted from
+    ``start``, in ascending order; None if ``values`` has the whole range. ``counts``: how many
+    values each block has.
+
+    An exchange writes ``values`` and nothing else. ``is_live`` says whose side they are on: True
+    while the weight holds the change, and ``values`` what was there before.
+    """
+
+    start: int
+    length: int
+    values: torch.Tensor
+    offsets: torch.Tensor | None = None
+    counts: tuple[int, ...] = ()
+    is_live: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
+
+    def positions(self) -> torch.Tensor:
+        """Return the int64 position of each value, counted from ``start``."""
+        if self.offsets is None:
+            return torch.arange(self.length, device=self.values.device)
+        at = torch.empty(len(self.offsets), dtype=torch.int64, device=self.offsets.device)
+        write_positions(self, at)
+        return at
+
+
+def write_positions(part: Part, at: torch.Tensor) -> None:
+    """Write the positions of ``part``, which has offsets, into ``at`` (int64), without memory."""
+    assert part.offsets is not None
+    at.copy_(part.offsets)
+    begin = 0
+    for block, count in enumerate(part.counts):
+        if block and count:
+            at[begin : begin + count].add_(block * BLOCK)
+        begin += count
+
+
+def encode(start: int, length: int, at: torch.Tensor, values: torch.Tensor) -> Part:
+    """Return the part with ``values`` at the ascending int64 positions ``at``."""
+    blocks = -(-length // BLOCK)
+    counts = torch.bincount(at >> 16, minlength=blocks).tolist()
+    offsets = (at & (BLOCK - 1)).to(torch.uint16)
+    return Part(start, length, values, offsets, tuple(counts))
+
+
+def find_changes(
+    start: int, live: torch.Tensor, new: torch.Tensor, written: torch.Tensor | None = None
+) -> Part | None:
+    """Return where ``new`` differs from ``live``, or None if nowhere.
+
+    Both are rows of at most ``PIECE`` integers, from position ``start`` on. ``written``: booleans,
+    False where ``new`` has no value of its own.
+    """
+    differs = new.ne(live)
+    if written is not None:
+        differs &= written
+    at = differs.nonzero().view(-1)
+    if not len(at):
+        return None
+    width = new.element_size()
+    # the values of a whole range would make the rest of it look written
+    is_whole = written is None or bool(written.all())
+    if is_whole and len(at) * (width + _OFFSET_BYTES) >= len(new) * width:
+        return Part(start, len(new), new.clone())
+    return encode(start, len(new), at, new[at])
+
+
+def without_range(part: Part, start: int, end: int) -> list[Part]:
+    """Return ``part`` without its values in the range from ``start`` to ``end``."""
+    first, last = start - part.start, end - part.start
+    if part.offsets is None:
+        rest = []
+        if first > 0:
+            rest.append(Part(part.start, first, part.values[:first].clone()))
+        if last < part.length:
+            rest.append(Part(end, part.length - last, part.values[last:].clone()))
+        return rest
+    at = part.positions()
+    keeps = (at < first) | (at >= last)
+    if not bool(keeps.any()):
+        return []
+    return [encode(part.start, part.length, at[keeps], part.values[keeps])]
+
+
+def put_into(part: Part, memory: torch.Tensor, start: int = 0) -> None:
+    """Write the values of ``part`` into ``memory``, a row of integers from ``start`` on.
+
+    Positions outside of ``memory`` are left out. ``memory`` may be on another device.
+    """
+    at = part.positions() + (part.start - start)
+    values = part.values
+    if part.start < start or part.start + part.length > start + len(memory):
+        inside = (at >= 0) & (at < len(memory))
+        at, values = at[inside], values[inside]
+    memory.index_copy_(0, at.to(memory.device), values.to(memory.device))

@@ -1,0 +1,51 @@
+"""Memory that a loader may address and that takes no room until it is written.
+
+A loader needs a tensor for each weight: it cuts views from it, and copies into these. Copies are
+recorded and not made (``recording.py``), so most of this memory is never touched. Linux gives an
+anonymous mapping its pages at their first write.
+"""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_PAGE = mmap.PAGESIZE
+# named by Python from 3.12 on
+_NO_RESERVE = 0x4000
+# bits of an entry in /proc/self/pagemap: the page is in memory, or in swap
+_PRESENT_OR_SWAPPED = 0b11 << 62
+
+
+class Handle:
+    """The address range of one weight's staged copy, in the host's memory."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        """``like`` gives shape, strides and dtype. It has no holes."""
+        self._memory = mmap.mmap(
+            -1,
+            max(1, like.nbytes),
+            flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE,
+        )
+        # a huge page would reach into the neighbours' ranges, and they would look written
+        with suppress(OSError):  # a kernel without huge pages
+            self._memory.madvise(mmap.MADV_NOHUGEPAGE)
+        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=max(1, like.numel()))
+        self.tensor = flat[: like.numel()].as_strided(like.shape, like.stride())
+        self._nbytes = like.nbytes
+
+    def release(self) -> None:
+        """Give the pages back. The next read sees zeros."""
+        self._memory.madvise(mmap.MADV_DONTNEED)
+
+    def is_touched(self) -> bool:
+        """Return whether a page was written since the last release."""
+        first = self.tensor.data_ptr() // _PAGE
+        pages = -(-self._nbytes // _PAGE)
+        with Path("/proc/self/pagemap").open("rb") as entries:
+            entries.seek(8 * first)
+            found = memoryview(entries.read(8 * pages)).cast("Q")
+        return any(entry & _PRESENT_OR_SWAPPED for entry in found)

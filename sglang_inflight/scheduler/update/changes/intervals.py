@@ -1,0 +1,50 @@
+"""Ranges of a weight's memory that an update has written."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+import torch
+
+
+class Intervals:
+    """A set of positions, as disjoint half-open ranges in ascending order."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    def add(self, start: int, end: int) -> None:
+        if start >= end:
+            return
+        # ranges that touch the new one become part of it
+        first = bisect_left(self._ends, start)
+        last = bisect_right(self._starts, end)
+        if first < last:
+            start = min(start, self._starts[first])
+            end = max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]
+
+    def add_where(self, start: int, written: torch.Tensor) -> None:
+        """Add each position of ``written`` (booleans, from position ``start`` on) that is True."""
+        if bool(written.all()):
+            self.add(start, start + len(written))
+            return
+        edges = torch.diff(
+            written.to(torch.int8),
+            prepend=written.new_zeros(1, dtype=torch.int8),
+            append=written.new_zeros(1, dtype=torch.int8),
+        )
+        begins = (edges == 1).nonzero().view(-1).tolist()
+        ends = (edges == -1).nonzero().view(-1).tolist()
+        for begin, end in zip(begins, ends, strict=True):
+            self.add(start + begin, start + end)
+
+    def overlaps(self, start: int, end: int) -> bool:
+        at = bisect_right(self._ends, start)
+        return start < end and at < len(self._starts) and self._starts[at] < end
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return sum(self._ends) - sum(self._starts)

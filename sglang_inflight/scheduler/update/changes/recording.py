@@ -1,0 +1,406 @@
+"""Records what an update writes as the set of elements that differ from what is served.
+
+A loader addresses handles (``handles.py``) in place of the weights. Each of its operations comes
+through ``Dataflow``, which asks the recording first:
+
+    operation                                     what happens
+    a copy into a range of a handle's memory      compared with the live range, piece by piece;
+                                                  no memory is written
+    any other that reads or writes a handle       the handle becomes a window: its memory is
+                                                  filled, and the operation runs on it
+
+A window is compared with the live weight when it closes: at the seal, or when windows take more
+than their budget and it is the one used longest ago. A window that opens again has the changes
+found before. So neither the order nor the number of a loader's writes matters, and the last one
+wins.
+
+A window of a whole update is filled with marks (``checks/coverage.py``): elements with a mark were
+not written. A window of a partial update is filled with the live weight.
+
+Memory that no operation of torch's wrote (numpy, another thread) is noticed at the seal.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_inflight.scheduler.memory.host import available_to_this_rank
+from sglang_inflight.scheduler.update.changes.encoding import (
+    PIECE,
+    Part,
+    bits_of,
+    find_changes,
+    has_bits,
+    put_into,
+    without_range,
+)
+from sglang_inflight.scheduler.update.changes.handles import Handle
+from sglang_inflight.scheduler.update.changes.intervals import Intervals
+from sglang_inflight.scheduler.update.checks.coverage import can_mark, mark, marks_in
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.answers import StagedChanges
+from sglang_inflight.vocabulary.errors import Refused
+
+
+@dataclass
+class _Weight:
+    """One weight of an open update. ``keeps``: elements that are not sent keep their value."""
+
+    name: str
+    live: torch.Tensor
+    handle: Handle
+    keeps: bool
+    parts: list[Part] = field(default_factory=list)
+    written: Intervals = field(default_factory=Intervals)
+
+    @property
+    def marks(self) -> bool:
+        return not self.keeps and can_mark(self.live)
+
+
+class Budget(NamedTuple):
+    """Bytes that a recording may take: for open windows, and for changes on device and host."""
+
+    windows: int = 64 << 20
+    device: int = 1 << 62
+    host: int = 1 << 62
+
+    @classmethod
+    def of(cls, nbytes: int, device: torch.device, changes: int | None, windows: int) -> Budget:
+        """Return the budget of a rank with ``nbytes`` of weights on ``device``.
+
+        ``changes``: bytes on the device, or None for a tenth of the weights.
+        """
+        on_device = nbytes // 10 if changes is None else changes
+        on_host = available_to_this_rank()
+        if device.type == "cpu":
+            on_device = on_host if changes is None else min(changes, on_host)
+            on_host = 0
+        return cls(windows, on_device, on_host)
+
+
+class Recording:
+    """The changes of the open update of one rank. The staging thread owns it until the seal."""
+
+    def __init__(self, budget: Budget, rate_limit: RateLimit) -> None:
+        self._budget = budget
+        self._rate_limit = rate_limit
+        # each weight with its handle, by the handle's memory
+        self._handles: dict[int, tuple[torch.Tensor, Handle]] = {}
+        # by the id of the weight
+        self._weights: dict[int, _Weight] = {}
+        self._by_memory: dict[int, _Weight] = {}
+        self._windows: OrderedDict[int, _Weight] = OrderedDict()
+        self._reads_served = False
+        # whether NaN stands for what was not sent
+        self._leaves_out_nan = False
+        # bytes of the changes on the device, and in the host's memory
+        self.nbytes = self.host_bytes = 0
+        self.peak_bytes = 0
+
+    def handle_for(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that a loader addresses in place of ``weight``."""
+        handle = Handle(weight)
+        self._handles[memory_key(handle.tensor)] = weight, handle
+        return handle.tensor
+
+    def begin(self) -> None:
+        """Forget the last update. Its changes belong to its commit by now."""
+        for weight in self._windows.values():
+            weight.handle.release()
+        self._windows.clear()
+        self._weights.clear()
+        self._by_memory.clear()
+        self._reads_served = False
+        self.nbytes = self.host_bytes = self.peak_bytes = 0
+
+    def add(self, name: str, memory: int, *, keeps: bool) -> None:
+        """Record the update's writes to the handle at ``memory`` (``memory_key``).
+
+        ``keeps``: the update is partial, and elements that are not sent keep their value.
+        """
+        live, handle = self._handles[memory]
+        if handle.tensor.stride() != live.stride() or not has_bits(live):
+            raise Refused(
+                f"{name!r} cannot be staged: its memory has holes (shape {tuple(live.shape)}, "
+                f"strides {live.stride()})"
+            )
+        weight = _Weight(name, live, handle, keeps)
+        self._weights[id(live)] = weight
+        self._by_memory[memory] = weight
+
+    # ---- the loader's operations -----------------------------------------------------
+
+    def copy(self, to: torch.Tensor, of: torch.Tensor) -> bool:
+        """Record ``to.copy_(of)``. Return False if the caller shall make the copy itself."""
+        weight = self._by_memory.get(memory_key(to))
+        if weight is None:
+            return False
+        is_range = to.is_contiguous() and to.dtype == weight.live.dtype
+        if id(weight.live) in self._windows or not is_range or of.dim() > to.dim():
+            self.touch([to])
+            return False
+        if to.numel():
+            start = int(to.storage_offset())
+            if self._leaves_out_nan and self._has_changes(weight, start, start + to.numel()):
+                # some of these changes stay, and others go
+                self.touch([to])
+                return False
+            self._forget_range(weight, start, start + to.numel())
+            self._compare(weight, to, of.expand(to.shape))
+        return True
+
+    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Give those of ``tensors`` their memory that are parts of handles, for an operation."""
+        used = []
+        for memory in {memory_key(tensor) for tensor in tensors} & self._handles.keys():
+            if memory not in self._by_memory:
+                # another model's weight, which this update only reads
+                self.add("", memory, keeps=True)
+            used.append(self._by_memory[memory])
+        if not used:
+            return
+        for weight in used:
+            if id(weight.live) not in self._windows:
+                self._open(weight)
+            self._windows.move_to_end(id(weight.live))
+        needed = {id(weight.live) for weight in used}
+        while self._open_bytes() > self._budget.windows:
+            oldest = next(iter(self._windows.values()))
+            if id(oldest.live) in needed:
+                break
+            self._close(oldest)
+
+    @contextmanager
+    def leaving_out_nan(self) -> Iterator[None]:
+        """Take NaN for what was not sent: within this context no tensor sends NaN."""
+        self._close_all()
+        self._leaves_out_nan = True
+        try:
+            yield
+            self._close_all()
+        finally:
+            self._leaves_out_nan = False
+
+    def read_as_served(self) -> None:
+        """Let windows show the weights as they will be served, from now on."""
+        self._close_all()
+        self._reads_served = True
+
+    # ---- the seal ---------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Compare all windows. Raise ``Refused`` if a handle was written behind torch's back."""
+        self._close_all()
+        for weight in self._weights.values():
+            if weight.handle.is_touched():
+                weight.handle.release()
+                raise Refused(
+                    f"the model's loader uses the memory of {weight.name!r} past torch's "
+                    "operations (through numpy, a kernel or another thread), where changes are "
+                    "not seen: SGLANG_INFLIGHT_STAGING=device or host stages this model"
+                )
+
+    def unwritten(self, live: torch.Tensor) -> int:
+        """Return how many elements no tensor wrote, 0 for weights that keep theirs."""
+        weight = self._weights[id(live)]
+        return live.numel() - len(weight.written) if weight.marks else 0
+
+    def keep(self, live: torch.Tensor) -> None:
+        """Count all elements of ``live`` as written if none was."""
+        weight = self._weights[id(live)]
+        if not len(weight.written):
+            weight.written.add(0, live.numel())
+
+    def changes(self) -> list[tuple[torch.Tensor, list[Part]]]:
+        """Return each changed weight with its parts, for the commit."""
+        return [(w.live, w.parts) for w in self._weights.values() if w.parts]
+
+    def describe(self) -> StagedChanges:
+        """Return this rank's part of the receipt."""
+        changed = sum(len(part.values) for w in self._weights.values() for part in w.parts)
+        elements = sum(weight.live.numel() for weight in self._weights.values())
+        return StagedChanges(
+            form="changes on host" if self.host_bytes else "changes",
+            changed_elements=changed,
+            changed_fraction=changed / max(1, elements),
+            staging_bytes_peak=self.peak_bytes,
+        )
+
+    def as_committed(self, live: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield ``live`` with its changes, flat, in the order of its elements, piece by piece."""
+        weight = self._weights.get(id(live))
+        parts = weight.parts if weight is not None else []
+        if not parts:
+            yield from torch.split(live.detach().contiguous().view(-1), PIECE)
+        elif not live.is_contiguous():
+            changed = live.detach().clone()
+            for part in parts:
+                put_into(part, bits_of(changed))
+            yield from torch.split(changed.contiguous().view(-1), PIECE)
+        else:
+            flat = live.detach().view(-1)
+            for start in range(0, len(flat), PIECE):
+                piece = flat[start : start + PIECE]
+                within = [
+                    p for p in parts if p.start < start + PIECE and p.start + p.length > start
+                ]
+                if within:
+                    piece = piece.clone()
+                    for part in within:
+                        put_into(part, bits_of(piece), start)
+                yield piece
+
+    # ---- parts ------------------------------------------------------------------------
+
+    def _compare(self, weight: _Weight, to: torch.Tensor, of: torch.Tensor) -> None:
+        """Add what of ``of`` differs from the live weight. ``to`` is a range of the handle."""
+        live = bits_of(weight.live)
+        for to_piece, of_piece in _pieces(to, of):
+            start = int(to_piece.storage_offset())
+            new = of_piece.to(live.device, weight.live.dtype).contiguous()
+            served = live[start : start + new.numel()]
+            written = ~new.view(-1).isnan() if self._leaves_out_nan else None
+            if written is None:
+                weight.written.add(start, start + new.numel())
+            elif not weight.keeps:
+                weight.written.add_where(start, written)
+            self._add(weight, find_changes(start, served, bits_of(new), written))
+            self._rate_limit.spend(of_piece.nbytes + 2 * new.nbytes)
+
+    def _add(self, weight: _Weight, part: Part | None) -> None:
+        if part is None:
+            return
+        if self.nbytes + part.nbytes > self._budget.device:
+            self._move_to_host(part)
+        self._count(part, 1)
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + self.host_bytes + self._open_bytes())
+        weight.parts.append(part)
+
+    def _move_to_host(self, part: Part) -> None:
+        if self.host_bytes + part.nbytes > self._budget.host:
+            raise Refused(
+                f"the update changes more than {self._budget.device >> 20} MiB "
+                f"(SGLANG_INFLIGHT_CHANGES_BYTES) and {self._budget.host >> 20} MiB of the host's "
+                "memory hold: send it in several updates, or use SGLANG_INFLIGHT_STAGING=off"
+            )
+        # a kernel reads pinned memory where it is
+        part.values = part.values.cpu().pin_memory()
+        if part.offsets is not None:
+            part.offsets = part.offsets.cpu().pin_memory()
+
+    def _count(self, part: Part, sign: int) -> None:
+        if part.values.device.type == "cpu" and self._budget.host:
+            self.host_bytes += sign * part.nbytes
+        else:
+            self.nbytes += sign * part.nbytes
+
+    def _forget_range(self, weight: _Weight, start: int, end: int) -> None:
+        if not self._has_changes(weight, start, end):
+            return
+        kept: list[Part] = []
+        for part in weight.parts:
+            if part.start < end and part.start + part.length > start:
+                rest = without_range(part, start, end)
+                self._count(part, -1)
+                for one in rest:
+                    self._count(one, 1)
+                kept += rest
+            else:
+                kept.append(part)
+        weight.parts = kept
+
+    def _has_changes(self, weight: _Weight, start: int, end: int) -> bool:
+        if not weight.parts or not (weight.keeps or weight.written.overlaps(start, end)):
+            return False
+        return any(p.start < end and p.start + p.length > start for p in weight.parts)
+
+    # ---- windows ----------------------------------------------------------------------
+
+    def _open(self, weight: _Weight) -> None:
+        memory = weight.handle.tensor
+        if weight.marks and not self._reads_served:
+            for (piece,) in self._rate_limit.cut(memory):
+                mark(piece)
+        else:
+            for to, of in self._rate_limit.cut(memory, weight.live.data):
+                to.copy_(of)
+        bits = bits_of(memory)
+        for part in weight.parts:
+            put_into(part, bits)
+        self._windows[id(weight.live)] = weight
+        self.peak_bytes = max(self.peak_bytes, self.nbytes + self.host_bytes + self._open_bytes())
+
+    def _close(self, weight: _Weight) -> None:
+        del self._windows[id(weight.live)]
+        before, weight.parts = weight.parts, []
+        for part in before:
+            self._count(part, -1)
+        live, new = (
+            bits_of(weight.live),
+            weight.handle.tensor.as_strided((weight.live.numel(),), (1,)),
+        )
+        for start in range(0, len(live), PIECE):
+            piece = new[start : start + PIECE].to(live.device)
+            written = None
+            if weight.marks and not self._reads_served:
+                written = ~marks_in(piece)
+                if self._leaves_out_nan:
+                    # a mark that was computed with is NaN, too
+                    written = ~piece.isnan()
+                weight.written.add_where(start, written)
+            served = live[start : start + PIECE]
+            if self._leaves_out_nan and piece.is_floating_point():
+                piece, written = self._without_nan(weight, before, start, piece, written)
+            self._add(weight, find_changes(start, served, bits_of(piece), written))
+            self._rate_limit.spend(3 * piece.nbytes)
+        weight.handle.release()
+
+    def _without_nan(
+        self,
+        weight: _Weight,
+        before: list[Part],
+        start: int,
+        piece: torch.Tensor,
+        written: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put the live element, or its change found ``before``, where ``piece`` has NaN.
+
+        Return the piece, and which of it is written or changed.
+        """
+        as_was = bits_of(weight.live)[start : start + len(piece)].clone()
+        for part in before:
+            if part.start < start + len(piece) and part.start + part.length > start:
+                put_into(part, as_was, start)
+        changed = as_was != bits_of(weight.live)[start : start + len(piece)]
+        is_sent = ~piece.isnan()
+        whole = torch.where(is_sent, piece, as_was.view(piece.dtype))
+        return whole, None if written is None else (written & is_sent) | changed
+
+    def _close_all(self) -> None:
+        while self._windows:
+            self._close(next(iter(self._windows.values())))
+
+    def _open_bytes(self) -> int:
+        return sum(weight.live.nbytes for weight in self._windows.values())
+
+
+def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yield the same rows of ``tensors``, of one shape, at most ``PIECE`` elements at a time."""
+    first = tensors[0]
+    if first.numel() <= PIECE:
+        yield tensors
+        return
+    if len(first) == 1:
+        yield from _pieces(*(tensor[0] for tensor in tensors))
+        return
+    rows = max(1, PIECE // (first.numel() // len(first)))
+    for piece in zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True):
+        yield from _pieces(*piece)

@@ -1,0 +1,206 @@
+"""The two forms in which an update is staged: whole copies of the weights, or their changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_inflight.scheduler.update.changes.exchange import Exchange
+from sglang_inflight.scheduler.update.changes.recording import Recording
+from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
+from sglang_inflight.scheduler.update.checks.dataflow import Recorder
+from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.swap import PreparedSwap, Swap
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.answers import StagedChanges
+from sglang_inflight.vocabulary.errors import Refused
+
+
+class Weight(NamedTuple):
+    """A weight, and what a loader addresses in its place."""
+
+    name: str
+    live: torch.Tensor
+    shadow: torch.Tensor
+
+
+class Form(Protocol):
+    """Keeps an open update's weights. Used on the staging thread."""
+
+    @property
+    def recorder(self) -> Recorder | None:
+        """Takes part in the loader's operations, if not None."""
+
+    def begin(self) -> None:
+        """Begin an update without any weight."""
+
+    def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
+        """Make ``weight`` ready for the loader's writes.
+
+        ``keeps``: elements that are not sent keep their value. Raises ``Refused`` if a commit
+        could not write the weight. ``check`` raises to give up.
+        """
+
+    def leaving_out_nan(self) -> AbstractContextManager[None]:
+        """Return a context in which the loader's tensors have NaN where nothing was sent."""
+
+    def show_as_served(self) -> None:
+        """Let the loader's tensors show the weights as they will be served."""
+
+    def close(self) -> None:
+        """End the loader's writes. Raises ``Refused`` if some of them were not seen."""
+
+    def keep_if_unwritten(self, weight: Weight) -> None:
+        """Keep the live elements of ``weight`` if none was written."""
+
+    def read(self, digest: Digest, name: str, weight: Weight, *, counts: bool) -> Iterator[int]:
+        """Read ``weight`` as it will be served into ``digest``, in the name of ``name``.
+
+        Yield, for each piece, how many elements were not written; 0 unless ``counts``.
+        """
+
+    def prepare(
+        self, weights: Sequence[Weight], derived: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> PreparedSwap:
+        """Return the exchange for the commit of ``weights`` and ``derived`` pairs."""
+
+    def describe(self) -> StagedChanges:
+        """Return this rank's part of the receipt."""
+
+
+def read_live(digest: Digest, name: str, weight: Weight, rate_limit: RateLimit) -> Iterator[int]:
+    """Like ``Form.read``, for a weight that the update leaves alone."""
+    for piece in digest.read(name, weight.live):
+        rate_limit.spend(piece.nbytes)
+        yield 0
+
+
+class WholeCopies:
+    """A second copy of each weight. Elements that are not written show by their marks.
+
+    In the mode ``off`` the copies are the weights themselves, and are only read.
+    """
+
+    def __init__(self, mode: StagingMode, swap: Swap | None, rate_limit: RateLimit) -> None:
+        self._mode = mode
+        self._swap = swap
+        self._rate_limit = rate_limit
+        self._recorder: Recorder | None = None
+
+    @property
+    def recorder(self) -> Recorder | None:
+        return self._recorder
+
+    @contextmanager
+    def leaving_out_nan(self) -> Iterator[None]:
+        self._recorder = _NoNaN(self._rate_limit)
+        try:
+            yield
+        finally:
+            self._recorder = None
+
+    def begin(self) -> None:
+        pass
+
+    def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
+        check()
+        assert self._swap is not None
+        self._swap.check(*weight)
+        if keeps or not can_mark(weight.shadow):
+            for to, of in self._rate_limit.cut(weight.shadow, weight.live):
+                to.copy_(of)
+        else:
+            for (piece,) in self._rate_limit.cut(weight.shadow):
+                mark(piece)
+
+    def show_as_served(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def keep_if_unwritten(self, weight: Weight) -> None:
+        shadow = weight.shadow
+        if can_mark(shadow) and count_marked(shadow) == shadow.numel():
+            shadow.copy_(weight.live)
+
+    def read(self, digest: Digest, name: str, weight: Weight, *, counts: bool) -> Iterator[int]:
+        is_marked = counts and can_mark(weight.shadow)
+        for piece in digest.read(name, weight.shadow):
+            self._rate_limit.spend(piece.nbytes)
+            yield count_marked(piece) if is_marked else 0
+
+    def prepare(
+        self, weights: Sequence[Weight], derived: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> PreparedSwap:
+        pairs = [(weight.live, weight.shadow) for weight in weights]
+        return PreparedSwap(self._swap, (*pairs, *derived))
+
+    def describe(self) -> StagedChanges:
+        return StagedChanges(form=self._mode.name.lower())
+
+
+class _NoNaN:
+    """Copies all elements but NaN, and refuses what may compute with NaN."""
+
+    def __init__(self, rate_limit: RateLimit) -> None:
+        self._rate_limit = rate_limit
+
+    def copy(self, to: torch.Tensor, of: torch.Tensor) -> bool:
+        for to_piece, of_piece in self._rate_limit.cut(to, of.expand(to.shape)):
+            new = of_piece.to(to.device, to.dtype)
+            to_piece.copy_(torch.where(new.isnan(), to_piece, new))
+        return True
+
+    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        raise Refused(
+            "load_format 'sparse': the model's loader computes with a tensor, and does not only "
+            "copy it: send whole tensors, or set SGLANG_INFLIGHT_STAGING=changes"
+        )
+
+
+class Changes:
+    """The elements that differ from the live weights. Derived tensors are whole copies."""
+
+    def __init__(self, recording: Recording, swap: Swap, rate_limit: RateLimit) -> None:
+        self.recorder = recording
+        self._swap = swap
+        self._rate_limit = rate_limit
+
+    def leaving_out_nan(self) -> AbstractContextManager[None]:
+        return self.recorder.leaving_out_nan()
+
+    def begin(self) -> None:
+        self.recorder.begin()
+
+    def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
+        self.recorder.add(weight.name, memory_key(weight.shadow), keeps=keeps)
+
+    def show_as_served(self) -> None:
+        self.recorder.read_as_served()
+
+    def close(self) -> None:
+        self.recorder.close()
+
+    def keep_if_unwritten(self, weight: Weight) -> None:
+        self.recorder.keep(weight.live)
+
+    def read(self, digest: Digest, name: str, weight: Weight, *, counts: bool) -> Iterator[int]:
+        for piece in digest.read(name, weight.live, self.recorder.as_committed(weight.live)):
+            self._rate_limit.spend(piece.nbytes)
+            yield 0
+        if counts:
+            yield self.recorder.unwritten(weight.live)
+
+    def prepare(
+        self, weights: Sequence[Weight], derived: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ) -> PreparedSwap:
+        return PreparedSwap(self._swap, tuple(derived), Exchange(self.recorder.changes()))
+
+    def describe(self) -> StagedChanges:
+        return self.recorder.describe()

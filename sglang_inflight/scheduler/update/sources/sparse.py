@@ -1,0 +1,93 @@
+"""Sparse tensors: positions in a checkpoint's tensor, and the values there.
+
+``NAME.indices`` (int32 or int64, one dimension, flat positions, each once) and ``NAME.values`` (a
+float dtype, as many) stand for the tensor NAME. A model's loader takes whole tensors. So it gets
+one of the checkpoint's shape, with NaN where nothing was sent, and its copies leave out NaN: the
+way into fused, sharded and renamed weights is the loader's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+
+from sglang_inflight.scheduler.update.checks.coverage import is_finite
+from sglang_inflight.scheduler.update.error_texts import shorten
+from sglang_inflight.vocabulary.errors import Refused
+
+_INDICES = ".indices"
+_VALUES = ".values"
+
+
+def fill_in(
+    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that sparse ``weights`` stand for, with NaN where nothing was sent.
+
+    ``shapes``: of the tensors of the served checkpoint. Indices and values of a tensor may come in
+    either order. Raises ``Refused`` with the tensor's name if one is missing, or does not fit.
+    """
+    halves: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in weights:
+        base, kind = _split(name, tensor)
+        if base not in shapes:
+            raise Refused(
+                f"sparse tensor {shorten(base)!r}: the served checkpoint has no tensor of this "
+                "name, or is not on this machine. Its shape is needed: send whole tensors"
+            )
+        both = halves.setdefault(base, {})
+        if kind in both:
+            raise Refused(f"sparse tensor {shorten(base)!r} came twice in one call")
+        # the sender's memory may be written again before the other half comes
+        both[kind] = tensor.clone() if len(both) == 0 else tensor
+        if len(both) == 2:
+            del halves[base]
+            yield base, _filled_in(base, both[_INDICES], both[_VALUES], shapes[base])
+    for base, both in halves.items():
+        missing = _VALUES if _INDICES in both else _INDICES
+        raise Refused(f"sparse tensor {shorten(base)!r} lacks {base + missing!r} in the same call")
+
+
+def _split(name: object, tensor: object) -> tuple[str, str]:
+    if isinstance(name, str) and isinstance(tensor, torch.Tensor):
+        for kind in _INDICES, _VALUES:
+            if name.endswith(kind):
+                return name.removesuffix(kind), kind
+    raise Refused(
+        f"load_format 'sparse' takes tensors named NAME{_INDICES} and NAME{_VALUES}, "
+        f"got {shorten(str(name))!r}"
+    )
+
+
+def _filled_in(
+    name: str, indices: torch.Tensor, values: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor:
+    at = f"sparse tensor {shorten(name)!r}"
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise Refused(f"{at}: indices are {indices.dtype}, not int32 or int64")
+    if not values.is_floating_point() or values.itemsize < 2:
+        raise Refused(f"{at}: values are {values.dtype}, not float16, bfloat16, float32 or float64")
+    if indices.dim() != 1 or indices.shape != values.shape:
+        raise Refused(
+            f"{at}: {list(indices.shape)} indices and {list(values.shape)} values are not two "
+            "rows of one length"
+        )
+    if not is_finite(values):
+        raise Refused(f"{at}: values hold NaN or infinity")
+    dense = torch.full((torch.Size(shape).numel(),), torch.nan, dtype=values.dtype)
+    dense = dense.to(values.device)
+    if len(indices):
+        low, high = (int(end) for end in torch.aminmax(indices))
+        if low < 0 or high >= len(dense):
+            raise Refused(
+                f"{at}: index {low if low < 0 else high} is out of range: the tensor has "
+                f"{len(dense)} elements"
+            )
+        dense.index_copy_(0, indices.to(values.device, torch.int64), values)
+        # each index once: as many elements were filled as came
+        if len(dense) - int(dense.isnan().sum()) != len(indices):
+            ordered = indices.sort().values
+            twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
+            raise Refused(f"{at}: index {int(twice)} comes twice")
+    return dense.view(shape)

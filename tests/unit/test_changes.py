@@ -1,0 +1,271 @@
+"""Changes found by a recording equal a dense load, and an exchange undoes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_inflight.scheduler.update.changes.encoding import (
+    PIECE,
+    Part,
+    bits_of,
+    find_changes,
+    put_into,
+    without_range,
+)
+from sglang_inflight.scheduler.update.changes.exchange import Exchange
+from sglang_inflight.scheduler.update.changes.intervals import Intervals
+from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
+from sglang_inflight.scheduler.update.checks.coverage import can_mark
+from sglang_inflight.scheduler.update.checks.dataflow import (
+    Dataflow,
+    Kind,
+    Target,
+)
+from sglang_inflight.scheduler.update.checks.digest import Digest
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused
+
+UNPACED = RateLimit(0, lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    """Turn gradients off, like the staging thread."""
+    with torch.no_grad():
+        yield
+
+
+def random_bits(count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return any bit patterns of ``dtype``: NaN payloads and signed zeros too."""
+    of_bytes = torch.randint(
+        0,
+        256,
+        (count * dtype.itemsize,),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return of_bytes.view(dtype)
+
+
+def are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(bits_of(one), bits_of(other))
+
+
+@dataclass
+class Rank:
+    """Weights, and a recording of the writes to them."""
+
+    weights: list[torch.Tensor]
+    keeps: bool
+    budget: Budget
+
+    def __post_init__(self) -> None:
+        self.recording = Recording(self.budget, UNPACED)
+        self.handles = [self.recording.handle_for(weight) for weight in self.weights]
+        self.begin()
+
+    def begin(self) -> None:
+        self.recording.begin()
+        for at, handle in enumerate(self.handles):
+            self.recording.add(f"weight {at}", memory_key(handle), keeps=self.keeps)
+
+    def record(self, writes: Sequence[Callable[[list[torch.Tensor]], object]]) -> None:
+        """Make ``writes``, each given the tensors in place of the weights."""
+        targets = {memory_key(handle): Target(Kind.WEIGHT, "") for handle in self.handles}
+        with Dataflow(targets, before_write=lambda write: None, recorder=self.recording):
+            for write in writes:
+                write(self.handles)
+
+    def commit(self) -> Exchange:
+        self.recording.close()
+        exchange = Exchange(self.recording.changes())
+        exchange.make()
+        return exchange
+
+
+SHAPES = [(7, 5), (64,), (3, 4, 5)]
+DTYPES = [torch.bfloat16, torch.float32, torch.uint8, torch.int64]
+
+
+@st.composite
+def writes_to(draw: st.DrawFn, dtype: torch.dtype) -> Callable[[list[torch.Tensor]], object]:
+    """Draw an operation on one of the weights."""
+    which = draw(st.integers(0, len(SHAPES) - 1))
+    shape = SHAPES[which]
+    begin = draw(st.integers(0, shape[0] - 1))
+    rows = draw(st.integers(1, shape[0] - begin))
+    kind = draw(st.sampled_from(["rows", "columns", "fill", "index", "from another", "expand"]))
+    count = int(torch.Size(shape).numel())
+    values = random_bits(count, dtype, draw(st.integers(0, 5))).view(shape)
+
+    def write(weights: list[torch.Tensor]) -> object:
+        target = weights[which]
+        if kind == "rows":
+            return target.narrow(0, begin, rows).copy_(values.narrow(0, begin, rows))
+        if kind == "columns":
+            return target.movedim(0, -1)[..., begin : begin + rows].copy_(
+                values.movedim(0, -1)[..., begin : begin + rows]
+            )
+        if kind == "fill":
+            return target[begin].fill_(1)
+        if kind == "index":
+            return target.index_copy_(0, torch.tensor([begin]), values[begin : begin + 1])
+        if kind == "from another":
+            # a weight that nobody wrote has no value in a whole update
+            return target.view(-1)[:7].copy_(values.view(-1)[:7]).sub_(values.view(-1)[0])
+        return target.narrow(0, begin, rows).copy_(values[0])
+
+    return write
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_recorded_writes_equal_writes_to_the_weights(data: st.DataObject) -> None:
+    """Writes of any kind and order, with windows that close at any time."""
+    dtype = data.draw(st.sampled_from(DTYPES))
+    writes = data.draw(st.lists(writes_to(dtype), max_size=8))
+    windows = data.draw(st.sampled_from([0, 100, 1 << 20]))
+    weights = [random_bits(torch.Size(s).numel(), dtype, 7).view(s) for s in SHAPES]
+    before = [weight.clone() for weight in weights]
+    expected = [weight.clone() for weight in weights]
+    for write in writes:
+        write(expected)
+    rank = Rank(weights, True, Budget(windows=windows))
+    rank.record(writes)
+    assert all(map(are_same, weights, before)), "the served weights were written"
+    rank.recording.close()
+    digest, of_expected = Digest(), Digest()
+    for weight, wanted in zip(weights, expected, strict=True):
+        for _ in digest.read("w", weight, rank.recording.as_committed(weight)):
+            pass
+        for _ in of_expected.read("w", wanted):
+            pass
+    assert digest.hexdigest() == of_expected.hexdigest()
+    exchange = rank.commit()
+    assert all(map(are_same, weights, expected))
+    exchange.make()
+    assert all(map(are_same, weights, before))
+    exchange.make()
+    assert all(map(are_same, weights, expected))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_unwritten_elements_are_counted(data: st.DataObject) -> None:
+    shape = 8, 6
+    live = torch.zeros(shape)
+    rank = Rank([live], False, Budget(windows=data.draw(st.sampled_from([0, 1 << 20]))))
+    is_written = torch.zeros(shape, dtype=torch.bool)
+
+    def write(begin: int, end: int, by_rows: bool, by_copy: bool) -> Callable[..., object]:
+        def act(weights: list[torch.Tensor]) -> object:
+            part = weights[0][begin:end] if by_rows else weights[0][:, begin:end]
+            return part.copy_(torch.ones(part.shape)) if by_copy else part.fill_(0)
+
+        return act
+
+    for _ in range(data.draw(st.integers(0, 5))):
+        begin = data.draw(st.integers(0, 5))
+        end = data.draw(st.integers(begin, 6))
+        by_rows = data.draw(st.booleans())
+        rank.record([write(begin, end, by_rows, data.draw(st.booleans()))])
+        (is_written[begin:end] if by_rows else is_written[:, begin:end]).fill_(True)
+    rank.recording.close()
+    assert rank.recording.unwritten(live) == int((~is_written).sum())
+
+
+def test_copies_touch_no_memory_of_the_handle() -> None:
+    live = torch.zeros(1 << 20)
+    rank = Rank([live], False, Budget())
+    rank.record([lambda weights: weights[0][:500].copy_(torch.ones(500))])
+    assert rank.recording.peak_bytes == 500 * 4
+    rank.commit()
+    assert live.sum() == 500
+
+
+@pytest.mark.parametrize("width", [torch.uint8, torch.bfloat16, torch.float32])
+def test_sparse_and_dense_parts_take_the_fewer_bytes(width: torch.dtype) -> None:
+    live = torch.zeros(PIECE, dtype=width)
+    for share in 0.001, 0.01, 0.3, 0.6, 1.0:
+        new = live.clone()
+        count = int(share * PIECE)
+        new[torch.randperm(PIECE)[:count]] = 1
+        part = find_changes(0, bits_of(live), bits_of(new))
+        assert part is not None
+        assert part.nbytes == min(count * (width.itemsize + 2), PIECE * width.itemsize)
+        memory = live.clone()
+        put_into(part, bits_of(memory))
+        assert are_same(memory, new)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_part_without_a_range_keeps_the_rest(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 200_000))
+    live = torch.zeros(length, dtype=torch.int16)
+    new = live.clone()
+    stride = data.draw(st.sampled_from([1, 2, 7, 70_000]))
+    new[::stride] = 3
+    part = find_changes(1000, live, new)
+    assert isinstance(part, Part)
+    start = data.draw(st.integers(0, length))
+    end = data.draw(st.integers(start, length))
+    memory = torch.zeros(length, dtype=torch.int16)
+    for rest in without_range(part, 1000 + start, 1000 + end):
+        put_into(rest, memory, 1000)
+    new[start:end] = 0
+    assert torch.equal(memory, new)
+
+
+def test_interrupted_exchange_is_completed_by_the_next() -> None:
+    """Parts on the wanted side are left alone."""
+    live = torch.zeros(3 * PIECE, dtype=torch.int16)
+    new = torch.arange(3 * PIECE, dtype=torch.int16)
+    rank = Rank([live], True, Budget())
+    rank.record([lambda weights: weights[0].copy_(new)])
+    rank.recording.close()
+    changes = rank.recording.changes()
+    Exchange([(live, changes[0][1][:1])]).make()
+    Exchange(changes).make()
+    assert torch.equal(live, new)
+
+
+def test_weight_written_through_numpy_is_refused() -> None:
+    live = torch.zeros(3000)
+    rank = Rank([live, torch.zeros(3000)], True, Budget())
+    rank.record([lambda weights: weights[1].copy_(torch.ones(3000))])
+    rank.handles[0].numpy()[5] = 1
+    with pytest.raises(Refused, match=r"'weight 0' past torch's operations"):
+        rank.recording.close()
+    rank.begin()
+    rank.recording.close()
+
+
+def test_changes_beyond_their_budget_are_refused() -> None:
+    live = torch.zeros(3000)
+    rank = Rank([live], True, Budget(device=400, host=0))
+    with pytest.raises(Refused, match=r"changes more than .* \(SGLANG_INFLIGHT_CHANGES_BYTES\)"):
+        rank.record([lambda weights: weights[0].copy_(torch.ones(3000))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30))))
+def test_intervals_are_a_set_of_positions(ranges: list[tuple[int, int]]) -> None:
+    intervals = Intervals()
+    positions: set[int] = set()
+    for start, end in ranges:
+        assert intervals.overlaps(start, end) == any(p in positions for p in range(start, end))
+        intervals.add(start, end)
+        positions |= set(range(start, end))
+        assert len(intervals) == len(positions)
+
+
+def test_marks_are_known_for_the_floats_of_this_test() -> None:
+    assert [can_mark(torch.zeros(1, dtype=dtype)) for dtype in DTYPES] == [True, True, False, False]
