@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import increment_version
 
-from sglang_inflight.scheduler.update.changes.encoding import (
-    BLOCK,
-    Part,
-    bits_of,
-    write_positions,
-)
+from sglang_inflight.scheduler.update.changes.encoding import Part, bits_of, write_positions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,22 +91,3 @@ class _Reference:
                 here.index_copy_(0, at, part.values)
             part.values.copy_(old)
             part.is_live = not part.is_live
-
-
-def rows_of(bits: torch.Tensor, part: Part) -> list[tuple[int, int, int, int]]:
-    """Return (address in the weight, address of values, of offsets or 0, count) of each block."""
-    width = bits.element_size()
-    start = bits.data_ptr() + part.start * width
-    values = part.values.data_ptr()
-    if part.offsets is None:
-        counts = [min(BLOCK, part.length - at) for at in range(0, part.length, BLOCK)]
-    else:
-        counts = list(part.counts)
-    rows = []
-    begin = 0
-    for block, count in enumerate(counts):
-        offsets = 0 if part.offsets is None else part.offsets.data_ptr() + 2 * begin
-        if count:
-            rows.append((start + block * BLOCK * width, values + begin * width, offsets, count))
-        begin += count
-    return rows

@@ -6,8 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_inflight.scheduler.update.changes.encoding import Part
-from sglang_inflight.scheduler.update.changes.exchange import rows_of
+from sglang_inflight.scheduler.update.changes.encoding import BLOCK, Part
 
 _TILE = 1024
 _WIDTHS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -15,7 +14,7 @@ _WIDTHS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _exchange(table, TYPE: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Exchange one block: a row of the table has three addresses and a count, see ``rows_of``.
+    """Exchange one block: a row of the table has three addresses and a count, see ``_rows_of``.
 
     No element is in two blocks, so the programs need no order.
     """
@@ -48,7 +47,7 @@ class Launch:
         self._parts = parts
         rows: dict[int, list[tuple[int, int, int, int]]] = {}
         for bits, part in parts:
-            rows.setdefault(bits.element_size(), []).extend(rows_of(bits, part))
+            rows.setdefault(bits.element_size(), []).extend(_rows_of(bits, part))
         device = parts[0][0].device
         self._tables = {
             width: torch.tensor(found, dtype=torch.int64, device=device)
@@ -63,3 +62,22 @@ class Launch:
             _exchange[(len(table),)](table, _WIDTHS[width], _TILE)
         for _, part in parts:
             part.is_live = not part.is_live
+
+
+def _rows_of(bits: torch.Tensor, part: Part) -> list[tuple[int, int, int, int]]:
+    """Return (address in the weight, address of values, of offsets or 0, count) of each block."""
+    width = bits.element_size()
+    start = bits.data_ptr() + part.start * width
+    values = part.values.data_ptr()
+    if part.offsets is None:
+        counts = [min(BLOCK, part.length - at) for at in range(0, part.length, BLOCK)]
+    else:
+        counts = list(part.counts)
+    rows = []
+    begin = 0
+    for block, count in enumerate(counts):
+        offsets = 0 if part.offsets is None else part.offsets.data_ptr() + 2 * begin
+        if count:
+            rows.append((start + block * BLOCK * width, values + begin * width, offsets, count))
+        begin += count
+    return rows
