@@ -15,7 +15,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_inflight import foreign
 from sglang_inflight.livepatch import (
@@ -31,6 +31,7 @@ from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
 from sglang_inflight.porting.imports import look_at_imports
 from sglang_inflight.porting.protocols import look_at_protocols
 from sglang_inflight.porting.source_tree import SourceTree
+from sglang_inflight.vocabulary.answers import Capabilities
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Report:
     ``supported``: supported versions of SGLang.
     ``upstream``: number of SGLang's names (classes' members, modules) looked for in its source.
     ``on_cpu``: choices of the reference platform, empty on others.
+    ``capabilities``: what a server with the given flags can do, as far as they tell; None without
+    flags, or if the server would not start with us.
     """
 
     versions: dict[str, str]
@@ -67,6 +70,7 @@ class Report:
     on_cpu: dict[str, str]
     settings: dict[str, Any]
     refused: list[str]
+    capabilities: dict[str, str | None] | None
     inactive: list[str]
     problems: list[str]
     notes: list[str]
@@ -77,6 +81,18 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "healthy": self.healthy}
+
+
+class _Flags(NamedTuple):
+    """What the flags tell of a server.
+
+    ``refusals``: why ``sglang serve`` refuses them. ``why_inactive``: why the server cannot run
+    with us. ``can``: what it can do, None if one of the others says that it would not run.
+    """
+
+    refusals: Sequence[str] = ()
+    why_inactive: str | None = None
+    can: Capabilities | None = None
 
 
 def report(server_flags: Sequence[str] = ()) -> Report:
@@ -100,6 +116,11 @@ def report(server_flags: Sequence[str] = ()) -> Report:
     # an inactive server installs no hooks, so their problems do not count
     looked_for = [] if inactive else problems
     _left_out(problems, inactive)
+    flags = _Flags()
+    if server_flags:
+        # in a process of its own: SGLang changes its environment while it reads flags
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
+            flags = elsewhere.submit(_look_at_flags, server_flags).result()
     found = Report(
         versions=_versions(),
         supported=supported_versions(),
@@ -112,20 +133,17 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         on_cpu=_on_cpu(chosen),
         settings=settings,
         refused=_refused(problems),
+        capabilities=flags.can.as_json() if flags.can is not None else None,
         inactive=inactive,
         problems=problems,
         notes=others.notes,
     )
-    if server_flags:
-        # in a process of its own: SGLang changes its environment while it reads flags
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as elsewhere:
-            refusals, why = elsewhere.submit(_look_at_flags, server_flags).result()
-        problems += refusals
-        if why is not None:
-            from sglang_inflight.unsupported import why_refused
+    problems += flags.refusals
+    if (why := flags.why_inactive) is not None:
+        from sglang_inflight.unsupported import why_refused
 
-            stops = why_refused(why, off=unsupported is inactive, in_fork=already_applied)
-            (problems if stops else inactive).append(stops or why)
+        stops = why_refused(why, off=unsupported is inactive, in_fork=already_applied)
+        (problems if stops else inactive).append(stops or why)
     return found
 
 
@@ -261,26 +279,30 @@ def _refused(problems: list[str]) -> list[str]:
         return []
 
 
-def _look_at_flags(server_flags: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return why ``sglang serve`` refuses the flags, and why the server cannot run with us."""
+def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
     said = io.StringIO()
     try:
+        from sglang.srt.arg_groups.model_override_base import resolved_view
         from sglang.srt.server_args import prepare_server_args
 
+        from sglang_inflight import capabilities
         from sglang_inflight.unsupported import why_not
 
         with redirect_stderr(said):
             server_args = prepare_server_args(list(server_flags))
-        return [], why_not(server_args)
+        if (why := why_not(server_args)) is not None:
+            return _Flags(why_inactive=why)
+        can = capabilities.with_store(capabilities.of(server_args), resolved_view(server_args))
+        return _Flags(can=can)
     except SystemExit as refusal:
         code = refusal.code
         if not code:
             # --help ends with code 0
-            return [], None
+            return _Flags()
         if isinstance(code, str):
-            return [code], None
+            return _Flags([code])
         # argparse prints the reason on stderr, and exits with a number
         lines = said.getvalue().splitlines() or [f"SGLang refuses these flags: exit code {code}"]
-        return lines[-1:], None
+        return _Flags(lines[-1:])
     except Exception as error:
-        return [f"SGLang refuses these flags: {error}"], None
+        return _Flags([f"SGLang refuses these flags: {error}"])

@@ -17,6 +17,7 @@ import msgspec
 from sglang.srt.managers import io_struct
 
 from sglang_inflight.vocabulary.answers import (
+    Capabilities,
     MemoryStatus,
     PauseStatus,
     Role,
@@ -259,6 +260,7 @@ class TransferGivenUp(RankAnswer, kw_only=True):
 
 class Described(RankAnswer, kw_only=True):
     role: Role = "both"
+    capabilities: Capabilities
     pause: PauseStatus
     weights: WeightsStatus
     staging: StagingStatus

@@ -1,4 +1,4 @@
-"""Refuse unsupported server arguments, at the start or at the call.
+"""Refuse unsupported server arguments at the start.
 
 With ``SGLANG_INFLIGHT_UNSUPPORTED=off`` such a server starts as SGLang ships it.
 """
@@ -17,15 +17,6 @@ from sglang.srt.environ import envs
 from sglang_inflight import inactive
 from sglang_inflight.livepatch import is_fork
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types.runtime_context import (
-    get_disagg,
-    get_exec,
-    get_lora,
-    get_model,
-    get_parallel,
-    get_serving,
-    get_spec,
-)
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types.server_args import ServerArgs
@@ -187,110 +178,3 @@ def _tell_tokenizer_workers(server_args: ServerArgs, why: str) -> None:
         os.environ.setdefault(
             "SGLANG_HTTP_SERVER_APP_PATH", "sglang_inflight.frontend.http.worker_app:app"
         )
-
-
-def why_no_pause() -> str | None:
-    """Return why this server's event loop has no pause states, or None."""
-    if get_parallel().pp_size > 1:
-        if get_parallel().attn_dp_enabled:
-            return "a pause needs --pp-size 1 with --enable-dp-attention: nobody has tried both"
-        if get_spec().speculative_algorithm is not None:
-            return "a pause needs --pp-size 1 with speculative decoding: nobody has tried both"
-        if get_disagg().disaggregation_mode != "null":
-            return "a pause needs --pp-size 1 with --disaggregation-mode: its event loops differ"
-    if get_disagg().enable_pdmux:
-        return "a pause needs a server without --enable-pdmux"
-    return None
-
-
-def why_no_retraction() -> str | None:
-    """Return why this server cannot retract running requests, or None."""
-    if (reason := why_no_pause()) is not None:
-        return reason
-    if get_disagg().disaggregation_mode != "null":
-        return (
-            "one server makes the KV of a request's prompt and another one uses it "
-            "(--disaggregation-mode)"
-        )
-    return None
-
-
-def why_not_sent_for_again(*, is_multimodal: bool) -> str | None:
-    """Return why a decode server cannot retract, or None.
-
-    A retracted request needs a re-prefill: SGLang sends the prefill server the request's tokens,
-    and nothing else of the request.
-    """
-    lacks = {
-        "no adapter (--enable-lora)": get_lora().enable_lora,
-        "no images": is_multimodal,
-        "no key (--api-key)": get_serving().api_key is not None,
-    }
-    for what, is_wanted in lacks.items():
-        if is_wanted:
-            return f"SGLang's re-prefill request carries {what}"
-    return None
-
-
-def why_no_update(*, in_place: bool) -> str | None:
-    """Return why this server's weights cannot be updated, or None.
-
-    ``in_place`` is true if updates write the live weights between two steps, without a shadow.
-    """
-    mode = get_model().weight_cache_mode
-    if mode != "off":
-        return (
-            f"weights are shared with other engines (--weight-cache-mode {mode}): an update "
-            "needs --weight-cache-mode off"
-        )
-    if get_disagg().enable_pdmux:
-        return "an update needs a server without --enable-pdmux: forwards run on several streams"
-    if (why := _why_offloaded(in_place=in_place)) is not None:
-        return why
-    if in_place:
-        return None
-    moe = get_exec().moe
-    moves = {
-        "--enable-eplb": moe.enable_eplb,
-        "--elastic-ep-backend": moe.elastic_ep_backend is not None,
-    }
-    for flag, is_set in moves.items():
-        if is_set:
-            return (
-                f"an update cannot be staged with {flag}: experts may move between staging and "
-                "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
-            )
-    return None
-
-
-def _why_offloaded(*, in_place: bool) -> str | None:
-    """Return why weights offloaded to the host cannot be updated, or None.
-
-    A commit swaps contents on the device's stream, behind the launched forwards. Weights on the
-    host would change at once, under those forwards. An update in place runs without forwards in
-    flight, and ``OffloaderV1`` reads the host's memory in each forward. But SGLang's
-    post-processing moves parameters to the device and back, and captured graphs keep reading the
-    old addresses. ``OffloaderV2`` fetches the first layers of a step before it is scheduled.
-    """
-    offload = get_exec().offload
-    if offload.offload_group_size > 0:
-        return (
-            "an update needs a server without --offload-group-size: the first layers of a step "
-            "are fetched before it is scheduled, so one step would mix two versions"
-        )
-    if offload.cpu_offload_gb <= 0:
-        return None
-    graphs = get_exec().graph.cuda_graph_config
-    if {graphs.decode.backend, graphs.prefill.backend} != {"disabled"}:
-        return (
-            "an update needs a server without --cpu-offload-gb, or without CUDA graphs "
-            "(--cuda-graph-backend-decode and --cuda-graph-backend-prefill disabled): graphs "
-            "read weights on the host where they were captured"
-        )
-    if not in_place:
-        return (
-            "an update cannot be staged with --cpu-offload-gb: weights on the host would change "
-            "under running forwards. SGLANG_INFLIGHT_STAGING=auto or off writes them between two "
-            "steps"
-        )
-    return None

@@ -267,6 +267,8 @@ def test_unsupported_pipeline_keeps_sglangs_own_pause(folder: Path, tmp_path: Pa
         generations = start_running(server, 4, tokens=ENDLESS)
         for fields in ({"mode": "in_place"}, {"lease_s": 5}, {"new_id": "mine"}):
             refuse(server.post("/pause_generation", fields), "--pp-size 1")
+        can = status(server)["capabilities"]
+        assert ("--pp-size 1" in can["pause"], can["stage"]) == (True, None)
         expect_all_go_on(generations[:1])
 
         answer = ask(server, "POST", "/pause_generation", {})

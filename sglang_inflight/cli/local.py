@@ -73,6 +73,11 @@ def _show(report: Report) -> None:
             target = ".".join(hook.target.split(".")[-2:])
             hooked.add_row(target, hook.kind, hook.reason or "is there")
         print_table(hooked)
+    if report.capabilities is not None:
+        cannot = start_table("a server with these flags", "can")
+        for name, why in report.capabilities.items():
+            cannot.add_row(name, "yes" if why is None else f"no: {why}")
+        print_table(cannot)
     off = report.settings.get("unsupported") == "off"
     becomes = "started without SGLang Inflight" if off else "refused"
     refused = start_table(f"a server is {becomes} if it asks for")

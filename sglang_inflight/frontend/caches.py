@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates.kv_policy import why_cache_cannot_be_flushed
+from sglang_inflight.frontend.updates.kv_policy import now
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
-from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
@@ -23,9 +23,12 @@ class Caches:
     Lives on the front end's event loop.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks) -> None:
+    def __init__(
+        self, tokenizer_manager: TokenizerManager, ranks: Ranks, can: Capabilities
+    ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._ranks = ranks
+        self._can = can
 
     async def flush(self, *, retract: bool) -> None:
         """Forget every cached prefix, on every rank.
@@ -34,9 +37,7 @@ class Caches:
         ``Conflict`` if ``retract`` is false and requests run. Raises ``Refused`` if the server's
         loop cannot retract, or a flush does not reach every tier of the cache.
         """
-        if (reason := why_no_retraction()) is not None:
-            raise Refused(f"running requests cannot be retracted: {reason}")
-        if (reason := why_cache_cannot_be_flushed()) is not None:
+        if (reason := now(self._can).recompute) is not None:
             raise Refused(f"the cache cannot be flushed: {reason}")
         await self._ranks.carry_out(FlushCall(retract=retract), FLUSH_TIMEOUT_S)
         clear_preprocessed(self._tokenizer_manager)

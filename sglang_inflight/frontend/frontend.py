@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight import capabilities
 from sglang_inflight.frontend.aborts import Aborts
 from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import Caches
@@ -64,19 +65,20 @@ class Frontend:
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
         self._control_calls.route(tokenizer_manager)
         metrics = Metrics()
-        self.pauses = Pauses(tokenizer_manager, self.ranks, metrics)
-        self.caches = Caches(tokenizer_manager, self.ranks)
+        can = self.can = capabilities.of(tokenizer_manager.server_args)
+        self.pauses = Pauses(tokenizer_manager, self.ranks, metrics, can)
+        self.caches = Caches(tokenizer_manager, self.ranks, can)
         settings = self.settings = Settings.from_environment()
-        self.adapters = Adapters(tokenizer_manager, self.ranks, self.in_background)
+        self.adapters = Adapters(tokenizer_manager, self.ranks, can, self.in_background)
         self.model_names = ModelNames(tokenizer_manager, known_only=settings.model_names == "known")
         self.groups = Groups(self.ranks, settings)
-        idle = NoRequestsRunning(tokenizer_manager, self.pauses)
+        idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
         self._served = Served(tokenizer_manager, min(self.ranks.all))
-        two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics)
-        self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase)
+        two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics, can)
+        self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase, can)
         # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update
-        self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings)
+        self.updates = Updates(tokenizer_manager, two_phase, self.groups, idle, settings, can)
         self._handlers = direct_handlers(
             tokenizer_manager,
             self.pauses,
@@ -95,6 +97,7 @@ class Frontend:
                 self.memory,
                 self.groups,
                 settings,
+                can,
                 in_background=self.in_background,
             ).handlers
         tokenizer_manager._result_dispatcher += TypeBasedDispatcher(

@@ -30,8 +30,7 @@ from sglang_inflight.messages import (
     ReleaseCall,
     ResumeCall,
 )
-from sglang_inflight.unsupported import why_no_retraction
-from sglang_inflight.vocabulary.answers import GONE, MemoryMoved, RankMemory
+from sglang_inflight.vocabulary.answers import GONE, Capabilities, MemoryMoved, RankMemory
 from sglang_inflight.vocabulary.bodies import ReleaseMemoryBody, ResumeMemoryBody
 from sglang_inflight.vocabulary.errors import HalfDone, RankSilent, Refused
 
@@ -60,7 +59,9 @@ class Memory:
         ranks: Ranks,
         pauses: Pauses,
         two_phase: TwoPhase,
+        can: Capabilities,
     ) -> None:
+        self._can = can
         self._tokenizer_manager = tokenizer_manager
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
@@ -76,11 +77,11 @@ class Memory:
         the memory is released already; every rank then stays unchanged.
         """
         tags = read_tags(body.tags)
-        if (reason := why_no_retraction()) is not None:
+        if self._can.keep_weights is not None:
             if body.keep_weights is not None:
-                raise Refused(f"keep_weights is not offered here: {reason}")
+                raise Refused(self._can.keep_weights)
             if not torch.cuda.is_available():
-                raise Refused(f"memory can be released only by SGLang itself, on CUDA: {reason}")
+                raise Refused(f"SGLang releases memory only on CUDA, and {self._can.keep_weights}")
             await self._tokenizer_manager.release_memory_occupation(
                 ReleaseMemoryOccupationReqInput(tags=tags)
             )
@@ -104,7 +105,7 @@ class Memory:
         ``until_filled`` they wait. Raises ``Conflict`` if the memory was not released.
         """
         tags = read_tags(body.tags)
-        if why_no_retraction() is not None:
+        if self._can.keep_weights is not None:
             await self._tokenizer_manager.resume_memory_occupation(
                 ResumeMemoryOccupationReqInput(tags=tags)
             )

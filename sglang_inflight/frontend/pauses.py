@@ -25,10 +25,8 @@ from sglang_inflight.messages import (
     Resumed,
     StatusCall,
 )
-from sglang_inflight.sglang_types.runtime_context import get_disagg
 from sglang_inflight.topology import Rank
-from sglang_inflight.unsupported import why_no_pause, why_not_sent_for_again
-from sglang_inflight.vocabulary.answers import MEMORY, Grant, RankGrant, Release
+from sglang_inflight.vocabulary.answers import MEMORY, Capabilities, Grant, RankGrant, Release
 from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
 from sglang_inflight.vocabulary.errors import Conflict, RankSilent, Refused
 
@@ -53,9 +51,16 @@ class Pauses:
     If the loop has no pause states, the flag itself is the state of SGLang's own pause.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager, ranks: Ranks, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        tokenizer_manager: TokenizerManager,
+        ranks: Ranks,
+        metrics: Metrics,
+        can: Capabilities,
+    ) -> None:
         self._tokenizer_manager = tokenizer_manager
-        self.sglangs = SGLangsPause(tokenizer_manager)
+        self._can = can
+        self.sglangs = SGLangsPause(tokenizer_manager, can)
         self._metrics = metrics
         self._ranks = ranks
         # running calls by their callers' new_id
@@ -81,12 +86,12 @@ class Pauses:
         Raises ``Conflict`` if ``pause_id`` is not held any more, ``Refused`` if the server's
         loop has no pause states.
         """
-        if (reason := why_no_pause()) is not None:
-            raise Refused(f'{reason}. Use SGLang\'s own pause: mode "abort" and no other field')
-        if body.mode == "retract" and get_disagg().disaggregation_mode == "decode":
-            is_multimodal = self._tokenizer_manager.model_config.is_multimodal
-            if (reason := why_not_sent_for_again(is_multimodal=is_multimodal)) is not None:
-                raise Refused(f"running requests cannot be retracted: {reason}")
+        if self._can.pause is not None:
+            raise Refused(
+                f'{self._can.pause}. Use SGLang\'s own pause: mode "abort" and no other field'
+            )
+        if body.mode == "retract" and self._can.retract is not None:
+            raise Refused(self._can.retract)
         if self._tokenizer_manager.gracefully_exit:
             raise Conflict("the server is shutting down (SIGTERM), and takes no new pause")
         if body.pause_id is not None and body.new_id is not None:

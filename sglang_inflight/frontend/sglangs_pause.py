@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from sglang_inflight.unsupported import why_no_pause
-from sglang_inflight.vocabulary.answers import NamelessGrant, Release
+from sglang_inflight.vocabulary.answers import Capabilities, NamelessGrant, Release
 from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
 from sglang_inflight.vocabulary.errors import Conflict
 
@@ -32,13 +31,14 @@ class CallOriginal:
 class SGLangsPause:
     """Take and release SGLang's pause. ``TokenizerManager.is_pause`` is its state."""
 
-    def __init__(self, tokenizer_manager: TokenizerManager) -> None:
+    def __init__(self, tokenizer_manager: TokenizerManager, can: Capabilities) -> None:
         self._tokenizer_manager = tokenizer_manager
+        self._can = can
 
     @property
     def is_the_servers(self) -> bool:
         """Whether this server has only SGLang's pause, and none of ours."""
-        return why_no_pause() is not None
+        return self._can.pause is not None
 
     @property
     def holds(self) -> bool:
@@ -68,7 +68,7 @@ class SGLangsPause:
     async def release(self, body: ContinueBody) -> Release:
         """Release the pause. Raises ``Conflict`` for a ``pause_id``: SGLang's pause has no id."""
         if body.pause_id is not None:
-            raise Conflict(f"pause {body.pause_id!r} is not held: {why_no_pause()}")
+            raise Conflict(f"pause {body.pause_id!r} is not held: {self._can.pause}")
         await self._release(torch_empty_cache=body.torch_empty_cache)
         return Release(message="Generation continued successfully.", paused=False)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_inflight.messages import Described
-from sglang_inflight.vocabulary.answers import RankStatus, Status
+from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 
 
 def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
@@ -19,6 +19,7 @@ def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
     return Status(
         **_side_by_side(ranks[0]) | pause,
         role=ranks[0].role,
+        capabilities=_merge([rank.capabilities for rank in ranks]),
         ranks=tuple(
             RankStatus(
                 **_side_by_side(rank),
@@ -34,3 +35,13 @@ def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
 def _side_by_side(rank: Described) -> dict[str, Any]:
     """Return the fields of ``State``."""
     return {**rank.pause, **rank.weights, "staging": rank.staging, "memory": rank.memory}
+
+
+def _merge(tables: list[Capabilities]) -> Capabilities:
+    """Return the first reason of any rank for each row. Stages have different models."""
+    return Capabilities(
+        **{
+            row: next((table[row] for table in tables if table[row] is not None), None)
+            for row in Capabilities.__struct_fields__
+        }
+    )

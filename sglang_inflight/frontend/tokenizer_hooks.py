@@ -57,7 +57,6 @@ from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
-from sglang_inflight.unsupported import why_no_retraction
 from sglang_inflight.vocabulary.bodies import Body, NameBody
 from sglang_inflight.vocabulary.calls import TABLE, Call
 
@@ -167,7 +166,7 @@ def _if_memory_can_go(call: Call) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        if why_no_retraction() is not None:
+        if tm.inflight.can.keep_weights is not None:
             await upstreams(tm, obj, *args, **kwargs)
         else:
             await tm.inflight.handlers[call.name](_read(call, obj))

@@ -41,13 +41,14 @@ from sglang_inflight.frontend.handlers import Arrival, Handler, Handlers
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.kv_policy import why_cache_cannot_be_flushed
+from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.frontend.updates.wanted import source_of
 from sglang_inflight.messages import KVPolicy, PauseMode
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import (
     Begun,
+    Capabilities,
     Deferred,
     Grant,
     MemoryMoved,
@@ -111,13 +112,6 @@ class Window:
     ending: asyncio.Future[WindowRelease] | None = None
     # end of the previous window, whose session may still be open
     before: asyncio.Future[WindowRelease] | None = None
-
-    @property
-    def kv_policy(self) -> KVPolicy:
-        if self.mode == "retract":
-            return "recompute"
-        # without a fence the KV is kept, as by SGLang's own pause
-        return "keep" if why_cache_cannot_be_flushed() else "fence"
 
     def require_whole(self) -> None:
         """Raise ``Dropped`` if a piece is missing."""
@@ -192,6 +186,7 @@ class Transparent:
         memory: Memory,
         groups: Groups,
         settings: Settings,
+        can: Capabilities,
         *,
         in_background: Callable[[Coroutine[Any, Any, None]], None],
     ) -> None:
@@ -202,6 +197,7 @@ class Transparent:
         self._updates = updates
         self._memory = memory
         self._groups = groups
+        self._can = can
         self._settings = settings
         self._in_background = in_background
         self._tasks = tokenizer_manager.asyncio_tasks
@@ -424,13 +420,14 @@ class Transparent:
                     NameBody(new_version=window.weight_version, abort_all_requests=False)
                 )
             return None
+        policy: KVPolicy = "recompute" if window.mode == "retract" else "fence"
         try:
             return await self._updates.end(
                 EndBody(
                     session_id=window.session_id,
                     non_blocking=True,
                     weight_version=window.weight_version,
-                    kv_cache=window.kv_policy,
+                    kv_cache=as_sglang_does(policy, self._can),
                 )
             )
         except Refused as error:

@@ -7,7 +7,7 @@ requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -19,12 +19,13 @@ from sglang.srt.managers.scheduler import _make_abort_req
 from sglang_inflight.scheduler.fixes.beams import begin_beams_anew
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.sglang_types.by_version import paused_as_it_was, send_abort_output
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.pools import PrefixCache
-    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.req import Req
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
     from sglang_inflight.sglang_types.requests import AbortRequest
 
@@ -39,39 +40,7 @@ class Boundary:
     def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
         self._scheduler = scheduler
         self._metrics = metrics
-
-    @property
-    def pending_batches(self) -> list[ScheduleBatch]:
-        """Launched batches with unprocessed results, oldest first.
-
-        The same objects are later passed to ``process_batch_result``.
-        """
-        if get_parallel().pp_size > 1:
-            return self._pending_microbatches()
-        return [batch for batch, _ in self._result_queue]
-
-    @property
-    def _result_queue(self) -> Sequence[tuple[ScheduleBatch, Any]]:
-        # the normal loop has no queue: it processes a result before the next boundary
-        return getattr(self._scheduler, "result_queue", ())
-
-    def _pending_microbatches(self) -> list[ScheduleBatch]:
-        """Return the microbatches in flight: all but the current turn's."""
-        scheduler = self._scheduler
-        microbatches, turn = len(scheduler.running_mbs), self._turn
-        pending = []
-        for index in (*range(turn + 1, microbatches), *range(turn)):
-            batch, launch = scheduler.mbs[index], scheduler.mb_metadata[index]
-            if batch is not None:
-                snapshot = launch.fwd_batch if launch is not None else None
-                pending.append(batch if snapshot is None else snapshot)
-        return pending
-
-    @property
-    def _turn(self) -> int:
-        """Index of the microbatch whose turn the pipeline's loop is in."""
-        running = self._scheduler.running_mbs
-        return next(i for i, batch in enumerate(running) if batch is self._scheduler.running_batch)
+        self.requests = Requests(scheduler)
 
     def drain(self) -> None:
         """Finish the last forward and process its result, as the loop itself would.
@@ -81,7 +50,7 @@ class Boundary:
         """
         scheduler = self._scheduler
         self._finish_chunk()
-        while self._result_queue:
+        while self.requests.result_queue:
             batch, result = scheduler.result_queue.popleft()
             scheduler.process_batch_result(batch, result)
         # A result is ready when its tokens are copied. A draft model may still run after that,
@@ -132,84 +101,11 @@ class Boundary:
         """
         scheduler = self._scheduler
         last = scheduler.last_batch
-        if not self._result_queue or last is None or last.prefill_chunk_processed:
+        if not self.requests.result_queue or last is None or last.prefill_chunk_processed:
             return
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
             scheduler.process_prefill_chunk(last_batch=last, running_batch=scheduler.running_batch)
             last.prefill_chunk_processed = True
-
-    def live_requests(self) -> set[Req]:
-        """Return every request of this scheduler, in any queue or batch."""
-        scheduler = self._scheduler
-        batches = [
-            *scheduler._collect_inflight_batches(),
-            scheduler.cur_batch_for_debug,
-            *self.pending_batches,
-        ]
-        live = {req for batch in batches if batch is not None for req in batch.reqs}
-        live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
-        if scheduler.chunked_req is not None:
-            live.add(scheduler.chunked_req)
-        live.update(self._backed_up())
-        live.update(self.between_servers())
-        return live
-
-    def _backed_up(self) -> list[Req]:
-        """Return prefilled requests that wait, in no batch, for HiSparse to back up their KV."""
-        coordinator = self._scheduler.hisparse_coordinator
-        return [] if coordinator is None else [act.req for act in coordinator.ack_staging_queue]
-
-    def between_servers(self) -> Iterator[Req]:
-        """Yield the requests in the queues of a prefill server, or of a decode server."""
-        scheduler = self._scheduler
-        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
-            yield from scheduler.disagg_prefill_bootstrap_queue.queue
-            yield from scheduler.disagg_prefill_inflight_queue
-        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            prealloc = scheduler.disagg_decode_prealloc_queue
-            yield from prealloc.retracted_queue
-            # retracted by a pause: their prompts are prefilled again when generation continues
-            yield from prealloc.held_rebootstrap_reqs
-            transfers = scheduler.disagg_decode_transfer_queue.queue
-            yield from (entry.req for entry in (*prealloc.queue, *transfers))
-
-    def running_requests(self) -> set[Req]:
-        """Return the unfinished requests admitted to a batch."""
-        scheduler = self._scheduler
-        admitted = scheduler.collect_inflight_reqs()
-        if scheduler.chunked_req is not None:
-            admitted.add(scheduler.chunked_req)
-        admitted.update(self._backed_up())
-        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
-            # they run until the decode server has their KV
-            admitted.update(scheduler.disagg_prefill_inflight_queue)
-        return {req for req in admitted if not req.finished() and not req.is_retracted}
-
-    def begun_requests(self) -> set[Req]:
-        """Return the requests that a draining pause lets finish.
-
-        On a decode server these include requests with KV and no slot yet, and requests moved
-        to the host for lack of memory. Held back, they would keep memory from running requests.
-        """
-        scheduler = self._scheduler
-        begun = self.running_requests()
-        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            begun.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
-            begun.update(req for req in self.live_requests() if req.kv.holds_kv)
-        return begun
-
-    def waiting_requests(self) -> list[Req]:
-        """Return the queued requests, without those whose KV is in transfer to this server."""
-        scheduler = self._scheduler
-        waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
-        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
-            waiting += scheduler.disagg_prefill_bootstrap_queue.queue
-        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            prealloc = scheduler.disagg_decode_prealloc_queue
-            waiting += [entry.req for entry in prealloc.queue]
-            waiting += prealloc.held_rebootstrap_reqs
-            waiting += prealloc.retracted_queue
-        return waiting
 
     def _queue_for_the_other_server(self) -> Iterator[list[Any]]:
         """Yield the queue of requests that wait for the other server, if there is one."""
@@ -218,46 +114,6 @@ class Boundary:
             yield scheduler.disagg_prefill_bootstrap_queue.queue
         elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
             yield scheduler.disagg_decode_prealloc_queue.queue
-
-    @property
-    def may_be_written_to(self) -> bool:
-        """Whether the prefill server may still write the KV of an ended request.
-
-        SGLang keeps the memory until the prefill server says no, for 30 s at most.
-        """
-        scheduler = self._scheduler
-        return (
-            scheduler.disaggregation_mode is DisaggregationMode.DECODE
-            and scheduler.disagg_decode_transfer_queue.has_pending_deferred_releases()
-        )
-
-    def why_not_recomputed(self) -> str | None:
-        """Return why some KV must stay, or None where all KV can be recomputed."""
-        scheduler = self._scheduler
-        if scheduler.disaggregation_mode is DisaggregationMode.NULL:
-            return None
-        have_kv = {req for req in self.live_requests() if req.kv.holds_kv}
-        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            # their KV is on the host, or in transfer
-            have_kv.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
-            have_kv.update(entry.req for entry in scheduler.disagg_decode_transfer_queue.queue)
-        holding = len(have_kv) + self.may_be_written_to
-        if not holding:
-            return None
-        return (
-            f"{holding} requests have KV, and this server cannot recompute it: a prefill server "
-            "computes KV for a decode server (--disaggregation-mode)"
-        )
-
-    def requests_without_kv(self) -> list[Req]:
-        """Return the queued requests, here or for another server, without a prefix lookup yet."""
-        scheduler = self._scheduler
-        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            # a decode server's waiting queue holds requests with their prompt's KV
-            asked_for = [entry.req for entry in scheduler.disagg_decode_prealloc_queue.queue]
-            held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
-            return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
-        return self.waiting_requests()
 
     def free_sessions(self) -> list[Req]:
         """Release the KV that idle streaming sessions keep for their next request.
@@ -269,8 +125,8 @@ class Boundary:
         records = cache.session_records()
         if not records:
             return []
-        waiting = self.requests_without_kv()
-        users = {id(req.kv): req for req in self.live_requests().difference(waiting)}
+        waiting = self.requests.without_kv()
+        users = {id(req.kv): req for req in self.requests.live().difference(waiting)}
         idle = {id(kv) for kv in records.values()} - users.keys()
         for req in waiting:
             if id(req.kv) in idle:
@@ -279,18 +135,6 @@ class Boundary:
             if id(kv) in idle:
                 cache.release_session(session_id)
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
-
-    def is_of_another_worker(self, request: AbortRequest) -> bool:
-        """Return whether the named request belongs to another tokenizer worker than the abort.
-
-        A worker aborts its own request. That request may have ended, or been refused, by now
-        (``request_names.py``), and another worker's request may have its name.
-        """
-        worker = request.http_worker_ipc
-        if request.abort_all or worker is None:
-            return False
-        named = [r for r in self.live_requests() if r.rid == request.rid and not r.finished()]
-        return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)
 
     def abort_waiting(self, request: AbortRequest) -> None:
         """Abort queued requests that SGLang's abort misses, or ends only with the next batch.
@@ -331,7 +175,7 @@ class Boundary:
         """
         scheduler = self._scheduler
         self.drain()
-        running = self.running_requests()
+        running = self.requests.running()
         self._metrics.retracted.inc(len(running))
         self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in running))
         if any(req.beam_group is not None for req in running):
@@ -357,7 +201,7 @@ class Boundary:
             held[scheduler.chunked_req] = None
         reqs = [req for req in held if not req.finished() and not req.is_retracted]
         self._take_kv_from(reqs)
-        turn = self._turn
+        turn = self.requests.turn
         microbatches = range(len(scheduler.running_mbs))
         scheduler.mbs = [None for _ in microbatches]
         scheduler.last_mbs = [None for _ in microbatches]
@@ -375,7 +219,7 @@ class Boundary:
         """
         scheduler = self._scheduler
         in_batches = scheduler.collect_inflight_reqs()
-        reqs = [req for req in self._backed_up() if req not in in_batches]
+        reqs = [req for req in self.requests.backed_up() if req not in in_batches]
         self._take_kv_from(reqs)
         for req in reqs:
             scheduler._add_request_to_queue(req)

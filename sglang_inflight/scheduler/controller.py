@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.utils import TypeBasedDispatcher
 
+from sglang_inflight import capabilities
 from sglang_inflight.messages import (
     CancelReleaseCall,
     CommitCall,
@@ -69,7 +70,7 @@ from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types.runtime_context import get_model
+from sglang_inflight.sglang_types.runtime_context import get_memory, get_model
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ class Controller:
         self._answers = AnswerChannel(find_reply_transport(port_args.tokenizer_ipc_name))
         metrics = Metrics(scheduler.weight_updater.metrics_collector)
         boundary = self._boundary = Boundary(scheduler, metrics)
-        NAMES.bind(scheduler, boundary)
+        NAMES.bind(scheduler, boundary.requests)
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
-        self.versions = Versions(boundary, kv_versions)
-        self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
+        self.versions = Versions(boundary.requests, kv_versions)
+        self.staleness = Staleness(scheduler, boundary.requests, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self.handover = Handover(
             scheduler,
@@ -121,6 +122,7 @@ class Controller:
             self._answers,
             metrics,
             settings,
+            capabilities.of(scheduler.server_args),
             is_busy=self._is_busy,
         )
         self.hold = Hold(scheduler, boundary, self.pause, self.live, self.staging)
@@ -181,7 +183,9 @@ class Controller:
             PauseGenerationReqInput: defer(self._take_upstream_pause),
             ContinueGenerationReqInput: defer(self._take_upstream_continue),
         }
-        containment = Containment(scheduler, boundary, self.memory_release, self._answers)
+        containment = Containment(
+            scheduler, boundary, self.memory_release, self._answers, self.staging.can
+        )
         containment.surround(scheduler._request_dispatcher)
         self._background = containment.background
 
@@ -260,7 +264,7 @@ class Controller:
 
         Return False where SGLang's abort must not run: another worker owns the request.
         """
-        if self._boundary.is_of_another_worker(request):
+        if self._boundary.requests.is_of_another_worker(request):
             return False
         self._boundary.abort_waiting(request)
         return True
@@ -396,7 +400,7 @@ class Controller:
 
     def _flush(self, call: FlushCall) -> None:
         self._boundary.drain()
-        running = len(self._boundary.running_requests())
+        running = len(self._boundary.requests.running())
         if running and not call.retract:
             raise Conflict(f"{running} running requests hold KV")
         self._boundary.retract()
@@ -418,6 +422,7 @@ class Controller:
         self._answers.succeed(
             call,
             Described(
+                capabilities=capabilities.with_store(self.staging.can, get_memory()),
                 role=_ROLES[self._scheduler.disaggregation_mode.value],
                 pause=self.pause.describe(),
                 weights=self.commits.describe(),

@@ -44,7 +44,7 @@ class Hold:
         self._pause = pause
         self._live = live
         self._staging = staging
-        self.pipeline_drain = PipelineDrain(boundary)
+        self.pipeline_drain = PipelineDrain(boundary.requests)
         self._skipped_turns = SkippedTurns()
         # time.perf_counter() at the first step skipped because the weights cannot be served
         self._weights_since: float | None = None
@@ -104,7 +104,7 @@ class Hold:
 
         Requests are retracted first, because SGLang would let running ones make a last step.
         """
-        if not self._boundary.live_requests():
+        if not self._boundary.requests.live():
             return
         self._boundary.retract()
         status = HTTPStatus.SERVICE_UNAVAILABLE

@@ -30,7 +30,7 @@ from sglang.srt.managers.mm_utils import discard_shm_features
 from sglang_inflight.sglang_types.runtime_context import get_serving
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.boundary import Boundary
+    from sglang_inflight.scheduler.requests import Requests
     from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
     from sglang_inflight.sglang_types.requests import BatchRequest, Request
 
@@ -50,14 +50,14 @@ class RequestNames:
 
     def __init__(self) -> None:
         self._scheduler: Scheduler | None = None
-        self._boundary: Boundary | None = None
+        self._requests: Requests | None = None
         self._names: set[str] = set()
         self._full = FULL
         # accepted names whose requests have not reached the scheduler yet
         self._taken: set[str] = set()
 
-    def bind(self, scheduler: Scheduler, boundary: Boundary) -> None:
-        self._scheduler, self._boundary = scheduler, boundary
+    def bind(self, scheduler: Scheduler, requests: Requests) -> None:
+        self._scheduler, self._requests = scheduler, requests
 
     def take(self, messages: list[Any] | None) -> list[Any] | None:
         """Return the accepted ``messages``, in their order. Refused requests are answered here.
@@ -94,8 +94,8 @@ class RequestNames:
         return True
 
     def _in_use(self) -> set[str]:
-        assert self._boundary is not None
-        live = {req.rid for req in self._boundary.live_requests() if not req.finished()}
+        assert self._requests is not None
+        live = {req.rid for req in self._requests.live() if not req.finished()}
         return live | self._taken
 
     def _refuse(self, request: Any) -> None:

@@ -78,31 +78,12 @@ class Disaggregation(Protocol):
     def disaggregation_transfer_backend(self) -> str: ...
     @property
     def disaggregation_decode_host_receive_threshold(self) -> float: ...
-    @property
-    def enable_pdmux(self) -> bool: ...
-
-
-@describes(f"{_FIELDS}.exec_.ExecMoe")
-class Experts(Protocol):
-    @property
-    def enable_eplb(self) -> bool: ...
-    @property
-    def elastic_ep_backend(self) -> str | None: ...
 
 
 @describes(f"{_FIELDS}.exec_.ExecFeatures")
 class Features(Protocol):
     @property
     def enable_weights_cpu_backup(self) -> bool: ...
-
-
-@describes(f"{_FIELDS}.exec_.ExecOffload")
-class Offloading(Protocol):
-    @property
-    def cpu_offload_gb(self) -> int: ...
-    # below 1 if no layer is offloaded
-    @property
-    def offload_group_size(self) -> int: ...
 
 
 @describes("sglang.srt.model_executor.cuda_graph_config.PhaseConfig")
@@ -118,23 +99,11 @@ class GraphConfig(Protocol):
     prefill: GraphsOfAPhase
 
 
-@describes(f"{_FIELDS}.exec_.ExecGraph")
-class Graphs(Protocol):
-    @property
-    def cuda_graph_config(self) -> GraphConfig: ...
-
-
 class Execution(Protocol):
     """A namespace of namespaces, built by SGLang at run time from no class with members."""
 
     @property
-    def offload(self) -> Offloading: ...
-    @property
-    def graph(self) -> Graphs: ...
-    @property
     def features(self) -> Features: ...
-    @property
-    def moe(self) -> Experts: ...
 
 
 @describes(f"{_FIELDS}.lora.Lora")
@@ -157,10 +126,6 @@ class Memory(Protocol):
     def enable_hierarchical_cache(self) -> bool: ...
     @property
     def hicache_storage_backend(self) -> str | None: ...
-    @property
-    def enable_lmcache(self) -> bool: ...
-    @property
-    def enable_flexkv(self) -> bool: ...
 
 
 @describes(f"{_FIELDS}.model.Model")
@@ -203,15 +168,7 @@ class Serving(Protocol):
     @property
     def tokenizer_worker_num(self) -> int: ...
     @property
-    def api_key(self) -> str | None: ...
-    @property
     def admin_api_key(self) -> str | None: ...
-
-
-@describes(f"{_FIELDS}.spec.Spec")
-class Speculation(Protocol):
-    @property
-    def speculative_algorithm(self) -> str | None: ...
 
 
 @describes("sglang.srt.runtime_context.Resources")

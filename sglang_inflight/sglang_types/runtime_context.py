@@ -19,7 +19,6 @@ from sglang_inflight.sglang_types.configuration import (
     RuntimeContext,
     Schedule,
     Serving,
-    Speculation,
 )
 
 get_context: Callable[[], RuntimeContext] = runtime_context.get_context
@@ -34,4 +33,3 @@ get_parallel: Callable[[], Parallel] = runtime_context.get_parallel
 get_resources: Callable[[], Resources] = runtime_context.get_resources
 get_schedule: Callable[[], Schedule] = runtime_context.get_schedule
 get_serving: Callable[[], Serving] = runtime_context.get_serving
-get_spec: Callable[[], Speculation] = runtime_context.get_spec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from sglang_inflight.sglang_types.configuration import GraphConfig
 from sglang_inflight.sglang_types.describes import describes
 
 _FIELDS = "sglang.srt.arg_groups.fields"
@@ -13,11 +14,15 @@ _FIELDS = "sglang.srt.arg_groups.fields"
     "sglang.srt.server_args.ServerArgs",
     f"{_FIELDS}.device.Device",
     f"{_FIELDS}.model.Model",
-    f"{_FIELDS}.device.Device",
     f"{_FIELDS}.parallel.Parallel",
     f"{_FIELDS}.serving.Serving",
     f"{_FIELDS}.disagg.Disagg",
+    f"{_FIELDS}.exec_.ExecGraph",
     f"{_FIELDS}.exec_.ExecMoe",
+    f"{_FIELDS}.exec_.ExecOffload",
+    f"{_FIELDS}.lora.Lora",
+    f"{_FIELDS}.memory.Memory",
+    f"{_FIELDS}.spec.Spec",
 )
 class ServerArgs(Protocol):
     """SGLang's arguments, with fields collected from the classes above."""
@@ -41,6 +46,19 @@ class ServerArgs(Protocol):
     disaggregation_mode: str
     enable_pd_role_switch: bool
     enable_pdmux: bool
+    api_key: str | None
+    weight_cache_mode: str
+    enable_eplb: bool
+    cpu_offload_gb: int
+    # below 1 if no layer is offloaded
+    offload_group_size: int
+    cuda_graph_config: GraphConfig
+    enable_lora: bool | None
+    enable_hierarchical_cache: bool
+    hicache_storage_backend: str | None
+    enable_lmcache: bool
+    enable_flexkv: bool
+    speculative_algorithm: str | None
 
     def resolve_once(self) -> None: ...
 

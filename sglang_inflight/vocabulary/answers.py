@@ -127,6 +127,30 @@ class MemoryStatus(Answer, frozen=True, kw_only=True):
     hollow: str | None = None
 
 
+class Capabilities(Answer, frozen=True, kw_only=True):
+    """For each thing that a server may do: None if it can, else the reason.
+
+    The reason is a sentence that says what, why, and what to do. ``capabilities.py`` makes it.
+    """
+
+    # pauses with our modes, holders and leases
+    pause: str | None = None
+    # a pause in mode "retract"
+    retract: str | None = None
+    # updates written beside the served weights
+    stage: str | None = None
+    # updates written over the served weights, between two steps
+    in_place: str | None = None
+    # kv_cache="fence": later requests reuse no prefix of older weights
+    fence: str | None = None
+    # kv_cache="recompute" and flushes, while requests run
+    recompute: str | None = None
+    # release of memory while requests wait, with a choice about the weights
+    keep_weights: str | None = None
+    # running="move": running requests pass to the adapter that takes their adapter's name
+    move_adapters: str | None = None
+
+
 class State(PauseStatus, frozen=True, kw_only=True):
     """The status of pauses, weights, staging and memory.
 
@@ -154,6 +178,7 @@ class Status(State, frozen=True, kw_only=True):
     # an inactive server answers ``Inactive`` instead
     active: bool = True
     role: Role = "both"
+    capabilities: Capabilities
     ranks: Annotated[tuple[RankStatus, ...], msgspec.Meta(min_length=1)]
 
 

@@ -1,9 +1,10 @@
 """``python -m tests.matrix``: run every cell, and write the table into ``docs/matrix.md``.
 
-The README gets the rows of ``IN_README``.
+The README gets the rows of ``IN_README``, and the table of ``limits.py``.
 
 A cell is a check mark, or the letter of a refusal below the table: the server refused, and its
 requests continued. Any other result is a failure: the command exits with 1 and writes nothing.
+So is a refusal that is not in the server's ``capabilities``, and a reason there without a refusal.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ from rich.console import Console
 
 from harness.starting import ROOT
 from harness.trainer import Trainers
-from tests.matrix.columns import COLUMNS, Column, Refusal, Running, restore_servers, why_not_run
+from tests.matrix import limits
+from tests.matrix.columns import (
+    COLUMNS,
+    ROWS,
+    Column,
+    Refusal,
+    Running,
+    restore_servers,
+    why_not_run,
+)
 from tests.matrix.configurations import CONFIGURATIONS, Configuration
 from tests.support.load import more_tokens
 from tests.support.pair import why_no_pair
 from tests.support.updates import Sender
 
-README, MATRIX = ROOT / "README.md", ROOT / "docs" / "matrix.md"
+MATRIX = ROOT / "docs" / "matrix.md"
 IN_README = (
     "one rank",
     "`SGLANG_INFLIGHT_STAGING=off`",
@@ -55,9 +65,7 @@ class Table:
         return Table({name: self._rows[name] for name in names})
 
     def write_into(self, document: Path) -> None:
-        before, rest = document.read_text().split(BEGIN)
-        _, after = rest.split(END)
-        document.write_text(f"{before}{BEGIN}{self}{END}{after}")
+        limits.replace_between(document, BEGIN, END, str(self))
 
     def __str__(self) -> str:
         """Letters stand for sentences, which follow the table."""
@@ -104,7 +112,8 @@ def main(only: list[str] | None = None, *, write: bool = True) -> None:
         sys.exit(f"{failed} cells failed")
     if write and not only:
         table.write_into(MATRIX)
-        table.only(IN_README).write_into(README)
+        table.only(IN_README).write_into(limits.README)
+        limits.write_into_readme()
 
 
 def _run(
@@ -121,6 +130,9 @@ def _run(
                         started = configuration.run(checkpoints / "v0", logs)
                         running = Running(*stack.enter_context(started), configuration, sender)
                     said = _try(running, do)
+                    if (row := ROWS.get(column)) is not None:
+                        why = running.why_not(row)
+                        assert (said == DONE) == (why is None), f"{said!r}, and {row} is {why!r}"
                     restore_servers(running)
                 except Exception:
                     console.print(traceback.format_exc(), markup=False)

@@ -61,6 +61,11 @@ class Running:
         assert 400 <= answer["status_code"] < 500 or answer["status_code"] == 501, answer
         raise Refusal(answer["message"])
 
+    def why_not(self, row: str) -> str | None:
+        """Return the reason of the first server whose ``capabilities`` refuse ``row``."""
+        said = (server.get("/inflight/status")["capabilities"][row] for server in self.servers)
+        return next((why for why in said if why is not None), None)
+
     def update(self, version: int, source: str = "disk", **fields: Any) -> None:
         """Update every server. Raise ``Refusal`` if one refuses."""
         named = {"weight_version": f"v{version}", "non_blocking": True, **fields}
@@ -179,6 +184,17 @@ COLUMNS: dict[str, Column] = {
     "rollback": _rollback,
     "`kv_versions`": _kv_versions,
     "release": _release,
+}
+
+# the row of ``capabilities`` that refuses a column
+ROWS = {
+    "`abort`": "pause",
+    "`in_place`": "pause",
+    "`retract`": "retract",
+    "`wait`": "pause",
+    "`fence`": "fence",
+    "`recompute`": "recompute",
+    "release": "keep_weights",
 }
 
 # a cell that cannot be run here

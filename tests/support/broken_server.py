@@ -13,6 +13,7 @@ import msgspec
 from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
+    Capabilities,
     Grant,
     RankReceipt,
     RankStatus,
@@ -62,7 +63,9 @@ _STATE: dict[str, Any] = {
 # a healthy server's answers
 WELL: dict[str, Answer] = {
     "/inflight/status": Status(
-        **_STATE, ranks=(RankStatus(**_STATE, dp_rank=0, tp_rank=0, pp_rank=0),)
+        **_STATE,
+        capabilities=Capabilities(),
+        ranks=(RankStatus(**_STATE, dp_rank=0, tp_rank=0, pp_rank=0),),
     ),
     "/pause_generation": Grant(mode="abort", pause_id="p", weight_version="v0", ranks=()),
     "/continue_generation": Release(message="ok", paused=False),

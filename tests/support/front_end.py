@@ -73,6 +73,7 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import (
     MEMORY,
+    Capabilities,
     MemoryStatus,
     PauseStatus,
     StagedChanges,
@@ -220,6 +221,7 @@ class OneRank:
 
     def _describe(self) -> Described:
         return Described(
+            capabilities=Capabilities(),
             pause=PauseStatus(
                 state=self.pauses.state.value, paused=self.is_paused, mode=self.pauses.mode,
                 holders=(), running=0, waiting=0,
@@ -285,6 +287,7 @@ class FrontEnd:
 
     def __init__(self, *, delay: int = 0, transparent: bool = False) -> None:
         self.rank = OneRank()
+        can = Capabilities()
         manager: Any = Manager(self.rank, delay)
         self.manager = manager
         self.lifetime = Lifetime(manager)
@@ -293,12 +296,12 @@ class FrontEnd:
         labelled = SimpleNamespace(labels=lambda *_: metric)
         metrics: Any = SimpleNamespace(updates=labelled, pause_grant=labelled)
         self.served = Served(manager, FIRST)
-        self.pauses = Pauses(manager, self.ranks, metrics)
-        self.two_phase = TwoPhase(manager, self.ranks, self.served, metrics)
-        self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase)
+        self.pauses = Pauses(manager, self.ranks, metrics, can)
+        self.two_phase = TwoPhase(manager, self.ranks, self.served, metrics, can)
+        self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase, can)
         self.groups = Groups(self.ranks, SETTINGS)
-        idle = NoRequestsRunning(manager, self.pauses)
-        self.updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS)
+        idle = NoRequestsRunning(manager, self.pauses, can)
+        self.updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS, can)
         self.handlers = direct_handlers(
             manager,
             self.pauses,
@@ -317,6 +320,7 @@ class FrontEnd:
                 self.memory,
                 self.groups,
                 SETTINGS,
+                can,
                 in_background=self.in_background,
             ).handlers
         manager.take_answer = self._take_answer
@@ -342,14 +346,8 @@ class FrontEnd:
 def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the checks of server arguments: there are none here."""
     front = "sglang_inflight.frontend"
-    for name, modules in {
-        "why_no_pause": ("pauses", "sglangs_pause", "updates.drain"),
-        "why_no_retraction": ("memory", "updates.kv_policy"),
-        "why_cache_cannot_be_flushed": ("updates.kv_policy", "transparent"),
-    }.items():
-        for module in modules:
-            monkeypatch.setattr(f"{front}.{module}.{name}", lambda: None)
     disagg = SimpleNamespace(disaggregation_mode="null")
-    for module in ("pauses", "updates.drain", "updates.two_phase"):
-        monkeypatch.setattr(f"{front}.{module}.get_disagg", lambda: disagg)
+    monkeypatch.setattr(f"{front}.updates.drain.get_disagg", lambda: disagg)
+    no_store = SimpleNamespace(hicache_storage_backend=None)
+    monkeypatch.setattr(f"{front}.updates.kv_policy.get_memory", lambda: no_store)
     monkeypatch.setattr(f"{front}.ranks.all_ranks", lambda: frozenset({FIRST}))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.platforms import current_platform
 
 from sglang_inflight.frontend.pauses import Pauses
@@ -37,15 +38,20 @@ from sglang_inflight.messages import (
     TransferGivenUp,
     Voted,
 )
+from sglang_inflight.scheduler import requests
 from sglang_inflight.scheduler.update.worker import Job
 from sglang_inflight.settings import Settings
 from sglang_inflight.topology import Rank
-from sglang_inflight.vocabulary.answers import StagedChanges
-from sglang_inflight.vocabulary.bodies import TensorBody
+from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges
+from sglang_inflight.vocabulary.bodies import (
+    TensorBody,
+)
 from sglang_inflight.vocabulary.errors import InflightError
 from tests.support.ticks import until_idle
 
 SESSION = "s"
+# a server that can do everything
+ALL = Capabilities()
 
 
 # more rounds than there are updates in a play
@@ -111,7 +117,7 @@ class ManualRank(Ranks):
 class Play:
     """A front end with an open session, and the calls made to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, can: Capabilities = ALL) -> None:
         # the version after each commit and rollback
         self.published: list[str] = []
         self.manager: Any = SimpleNamespace(
@@ -125,12 +131,12 @@ class Play:
         self.ranks = ManualRank()
         served = Served(manager, Rank(0, 0, 0))
         self.ranks.heard_by = served.take_answer
-        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS)
+        self.two_phase = TwoPhase(manager, self.ranks, served, METRICS, can)
         self.groups, idle = (
             Groups(self.ranks, SETTINGS),
-            NoRequestsRunning(manager, pauses=NO_PAUSES),
+            NoRequestsRunning(manager, NO_PAUSES, can),
         )
-        self.updates: Updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS)
+        self.updates: Updates = Updates(manager, self.two_phase, self.groups, idle, SETTINGS, can)
         self.background = manager.asyncio_tasks
         self.made: list[asyncio.Future[Any]] = []
         self.left: list[asyncio.Future[Any]] = []
@@ -217,20 +223,13 @@ class PausingRank(Ranks):
         raise AssertionError(call)
 
 
-@pytest.fixture(autouse=True)
-def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let pauses work without a server's settings."""
-    for module in ("pauses", "sglangs_pause"):
-        monkeypatch.setattr(f"sglang_inflight.frontend.{module}.why_no_pause", lambda: None)
-
-
 def pauses_of(rank: PausingRank) -> Pauses:
     manager: Any = SimpleNamespace(
         gracefully_exit=False, is_pause=False, config_value=lambda name: "v0"
     )
     metric = SimpleNamespace(observe=lambda value: None)
     metrics: Any = SimpleNamespace(pause_grant=SimpleNamespace(labels=lambda mode: metric))
-    return Pauses(manager, rank, metrics)
+    return Pauses(manager, rank, metrics, ALL)
 
 
 class ManualWorker:
@@ -256,4 +255,36 @@ def name_device_as_trainers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the platform of this process name a CPU as the reference platform does."""
     monkeypatch.setattr(
         type(current_platform), "get_device_uuid", lambda self, device=0: platform.machine()
+    )
+
+
+class QueuedRequest:
+    """An unfinished request of a scheduler."""
+
+    def __init__(self, *, row: int | None = None) -> None:
+        self.kv = SimpleNamespace(holds_kv=row is not None, kv_committed_len=0)
+        self.is_retracted = False
+        self.beam_group = None
+
+    def finished(self) -> bool:
+        return False
+
+
+def full_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a scheduler with one request in every place."""
+    monkeypatch.setattr(requests, "get_parallel", lambda: SimpleNamespace(pp_size=1))
+    staged = SimpleNamespace(req="backed up by HiSparse")
+
+    def batch(name: str) -> Any:
+        return SimpleNamespace(reqs=[name])
+
+    return SimpleNamespace(
+        _collect_inflight_batches=lambda: [batch("running"), None],
+        cur_batch_for_debug=batch("current"),
+        result_queue=[(batch("launched"), None)],
+        waiting_queue=["waiting"],
+        grammar_manager=SimpleNamespace(grammar_queue=["waiting for its grammar"]),
+        chunked_req="chunked",
+        hisparse_coordinator=SimpleNamespace(ack_staging_queue=[staged]),
+        disaggregation_mode=DisaggregationMode.NULL,
     )

@@ -20,6 +20,7 @@ from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 from sglang_inflight.frontend.lora import adapters, unloading
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.lora.loading import load_everywhere
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import LoadFolderBody
 from sglang_inflight.vocabulary.errors import Conflict
 
@@ -96,7 +97,7 @@ def _keep(manager: Manager, doing: Coroutine[Any, Any, Any]) -> None:
 def run(doing: Callable[[Manager, Adapters], Awaitable[None]]) -> None:
     async def bounded() -> None:
         manager: Any = Manager()
-        loads = Adapters(manager, manager, lambda doing: _keep(manager, doing))
+        loads = Adapters(manager, manager, Capabilities(), lambda doing: _keep(manager, doing))
         manager.inflight = SimpleNamespace(worker=None, adapters=loads)
         async with asyncio.timeout(60):
             await doing(manager, loads)

@@ -20,6 +20,7 @@ from sglang_inflight.scheduler.update.sources.groups import Group, Groups
 from sglang_inflight.scheduler.update.sources.process_group import Formed
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.update import Update
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.fakes import ManualWorker
 
@@ -57,8 +58,7 @@ class Rank(ManualWorker):
             LiveWeights(scheduler),
             none,
             mode=StagingMode.DEVICE,
-            refusal=None,
-            why_not_staged=None,
+            can=Capabilities(),
             expect_no_step=lambda: None,
             post_ahead=lambda source: broadcast.post_ahead(source, self.groups, CPU, self.stream),
         )

@@ -25,6 +25,7 @@ from sglang_inflight.scheduler.update.sources import groups
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.settings import Settings
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import JoinGroupBody
 from sglang_inflight.vocabulary.errors import Refused
 from tests.unit.fakes import ManualWorker
@@ -67,8 +68,7 @@ class OneRank:
             LiveWeights(scheduler),
             answers,
             mode=StagingMode.DEVICE,
-            refusal=None,
-            why_not_staged=None,
+            can=Capabilities(),
             expect_no_step=lambda: None,
             post_ahead=lambda source: None,
         )

@@ -13,6 +13,7 @@ from harness.starting import ROOT
 from sglang_inflight.settings import PREFIX, Settings
 from sglang_inflight.vocabulary.calls import TABLE
 from sglang_inflight.vocabulary.errors import ERRORS, InflightError
+from tests.matrix import limits
 from tests.matrix.__main__ import IN_README
 from tests.matrix.columns import COLUMNS
 from tests.matrix.configurations import CONFIGURATIONS
@@ -75,6 +76,11 @@ def test_matrix_rows_match_the_command() -> None:
     assert {name: len(cells) for name, cells in readme.items() if name} == dict.fromkeys(
         ["---", *IN_README], len(COLUMNS)
     )
+
+
+def test_readme_has_other_limits_than_the_servers() -> None:
+    _, rest = (ROOT / "README.md").read_text().split(limits.BEGIN)
+    assert rest.split(limits.END)[0] == limits.write(), "run tests.matrix.limits"
 
 
 def table_of(document: Path) -> dict[str, list[str]]:

@@ -84,14 +84,14 @@ RAY = ["--use-ray"]
 
 def test_doctor_refuses_unsupported_flags(model: Path) -> None:
     flags = ["--model-path", str(model)]
-    assert doctor._look_at_flags([*flags, *RAY]) == ([], unsupported.NO_RAY)
-    ((refusal,), why) = doctor._look_at_flags([*flags, "--no-such-flag"])
-    assert ("--no-such-flag" in refusal, why) == (True, None)
+    assert doctor._look_at_flags([*flags, *RAY]) == doctor._Flags(why_inactive=unsupported.NO_RAY)
+    (refusal,), *others = doctor._look_at_flags([*flags, "--no-such-flag"])
+    assert ("--no-such-flag" in refusal, others) == (True, [None, None])
 
 
 def test_doctor_accepts_help_flag(model: Path) -> None:
     """SGLang exits without a word on stderr, and refuses nothing."""
-    assert doctor._look_at_flags(["--help"]) == ([], None)
+    assert doctor._look_at_flags(["--help"]) == doctor._Flags()
 
 
 def test_doctor_prints_verdict_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,8 +111,8 @@ def test_doctor_checks_local_control_broadcast(
     """Accepted if the ranks meet before each forward and none can be absent."""
     flags = ["--model-path", str(model), "--tp-size", "2", "--attn-dp-size", "2"]
     flags += ["--enable-dp-attention-local-control-broadcast"]
-    assert doctor._look_at_flags(flags) == ([], None)
-    refused: tuple[list[str], str] = ([], unsupported.NO_LOCAL_BROADCAST)
+    assert doctor._look_at_flags(flags).can is not None
+    refused = doctor._Flags(why_inactive=unsupported.NO_LOCAL_BROADCAST)
     assert doctor._look_at_flags([*flags, "--pp-size", "2"]) == refused
     monkeypatch.setenv("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "1")
     assert doctor._look_at_flags(flags) == refused
@@ -167,6 +167,15 @@ def test_doctor_accepts_supported_flags(model: Path) -> None:
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
     assert dict(os.environ) == before
+
+
+def test_doctor_says_what_a_server_with_these_flags_cannot_do(model: Path) -> None:
+    flags = ["--model-path", str(model), "--disaggregation-mode", "prefill"]
+    said = doctor.report(flags).capabilities
+    assert said is not None
+    assert said["pause"] is None
+    assert "--disaggregation-mode" in (said["recompute"] or "")
+    assert doctor.report().capabilities is None
 
 
 def test_doctor_lists_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from sglang.srt.utils.aio_rwlock import RWLock
 
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Conflict
 from tests.support.ticks import run, tick, until_idle
 
@@ -25,7 +26,7 @@ class Manager:
 
 
 def no_requests_running(manager: Any) -> Any:
-    return NoRequestsRunning(manager, pauses=None)._locked(Deadline(PATIENCE_S))  # type: ignore[arg-type]
+    return NoRequestsRunning(manager, None, Capabilities())._locked(Deadline(PATIENCE_S))  # type: ignore[arg-type]
 
 
 async def begin_request(manager: Manager) -> asyncio.Task[None]:
@@ -121,7 +122,7 @@ def test_wait_for_requests_times_out() -> None:
     async def play() -> None:
         manager = Manager()
         await begin_request(manager)
-        block = NoRequestsRunning(manager, pauses=None)._locked(Deadline(0.01))  # type: ignore[arg-type]
+        block = NoRequestsRunning(manager, None, Capabilities())._locked(Deadline(0.01))  # type: ignore[arg-type]
         with pytest.raises(Conflict, match="requests still ran"):
             async with asyncio.timeout(PATIENCE_S), block:
                 pass

@@ -18,6 +18,7 @@ from sglang_inflight.client import AsyncFleet, Fleet, FleetRefused, FleetSplit
 from sglang_inflight.vocabulary.answers import (
     Answer,
     Begun,
+    Capabilities,
     Grant,
     RankStatus,
     Receipt,
@@ -52,7 +53,7 @@ def status_of(role: Role) -> Status:
         ),
     }  # fmt: skip
     rank = RankStatus(**state, dp_rank=0, tp_rank=0, pp_rank=0)
-    return Status(**state, role=role, ranks=(rank,))
+    return Status(**state, capabilities=Capabilities(), role=role, ranks=(rank,))
 
 
 RECEIPT = Receipt(

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
+from sglang.srt.disaggregation.utils import MetadataBuffers
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.versions import handover as handovers
 from sglang_inflight.scheduler.versions import kv_versions, token_versions
 from sglang_inflight.scheduler.versions.handover import Handover
@@ -87,14 +86,15 @@ class Server:
             disagg_decode_transfer_queue=SimpleNamespace(gloo_group=None),
         )
         self.live: set[Req] = set()
-        boundary: Any = SimpleNamespace(
-            pending_batches=[], live_requests=lambda: self.live, running_requests=set,
-            requests_without_kv=list, free_sessions=list,
+        requests: Any = SimpleNamespace(
+            pending_batches=[], live=lambda: self.live, running=set,
+            without_kv=list,
         )  # fmt: skip
+        boundary: Any = SimpleNamespace(requests=requests, free_sessions=list)
         metrics: Any = SimpleNamespace(prefill_mismatches=SimpleNamespace(inc=self.count))
         self.mismatches = 0
         self.kv_versions = KVVersions(self.scheduler)
-        self.versions = Versions(boundary, self.kv_versions)
+        self.versions = Versions(requests, self.kv_versions)
         self.fence = PrefixFence(boundary)
         self.handover = Handover(
             self.scheduler, self.versions, self.kv_versions, self.fence, metrics,
@@ -133,7 +133,7 @@ class Process:
 
     def put(self, versions: Versions, label: VersionLabel) -> None:
         old, self.label = self.label, label
-        token_versions._record(versions._boundary.live_requests(), old)
+        token_versions._record(versions._requests.live(), old)
 
 
 @pytest.fixture(autouse=True)
@@ -289,24 +289,6 @@ def test_kv_versions_survive_host_backup(buffers: MetadataBuffers) -> None:
         decode.kv_versions.restore(req)
     assert decode.kv_spans(first) == [("", "v0", 10)]
     assert decode.kv_spans(second) == [("", "v1", 10)]
-
-
-def test_requests_without_kv_are_found_on_both_servers() -> None:
-    none: Any = None
-    waiting: Any = SimpleNamespace(
-        waiting_queue=["has its KV, or will"],
-        grammar_manager=SimpleNamespace(grammar_queue=["grammar"]),
-        disaggregation_mode=DisaggregationMode.PREFILL,
-        disagg_prefill_bootstrap_queue=SimpleNamespace(queue=["met no decode server yet"]),
-        disagg_decode_prealloc_queue=SimpleNamespace(
-            queue=[SimpleNamespace(req="asked for")], held_rebootstrap_reqs=["retracted"]
-        ),
-    )
-    said: list[Any] = list(Boundary(waiting, none).requests_without_kv())
-    assert said == ["has its KV, or will", "grammar", "met no decode server yet"]
-    waiting.disaggregation_mode = DisaggregationMode.DECODE
-    said = list(Boundary(waiting, none).requests_without_kv())
-    assert said == ["asked for", "retracted", "grammar"]
 
 
 def test_mismatch_ends_request_when_configured(

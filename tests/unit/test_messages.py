@@ -10,6 +10,7 @@ from sglang.srt.managers import io_struct
 from sglang_inflight.messages import ANSWERS, CALLS, Described, make_known
 from sglang_inflight.vocabulary.answers import (
     Answer,
+    Capabilities,
     Holder,
     MemoryStatus,
     PauseStatus,
@@ -20,6 +21,7 @@ from sglang_inflight.vocabulary.answers import (
 DESCRIBED = Described(
     call_id="c",
     tp_rank=1,
+    capabilities=Capabilities(stage="is quantized by Fp8"),
     pause=PauseStatus(
         state="frozen",
         paused=True,

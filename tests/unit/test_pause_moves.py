@@ -47,8 +47,6 @@ class Scheduler:
 
     # methods of its boundary
 
-    pending_batches: tuple[Any, ...] = ()
-
     def drain(self) -> None:
         pass
 
@@ -61,22 +59,18 @@ class Scheduler:
         self.told.append("retract")
         return len(self.running)
 
-    def running_requests(self) -> set[Any]:
-        return self.running
-
-    def begun_requests(self) -> set[Any]:
-        return {*self.running, *self.elsewhere}
-
-    def waiting_requests(self) -> list[Any]:
-        return self.waiting
-
-    def live_requests(self) -> list[Any]:
-        return self.live
-
-    def between_servers(self) -> list[Any]:
-        return self.elsewhere
-
-    may_be_written_to = False
+    @property
+    def requests(self) -> Any:
+        """The census of its requests."""
+        return SimpleNamespace(
+            pending_batches=(),
+            may_be_written_to=False,
+            running=lambda: self.running,
+            begun=lambda: {*self.running, *self.elsewhere},
+            waiting=lambda: self.waiting,
+            live=lambda: self.live,
+            between_servers=lambda: self.elsewhere,
+        )
 
 
 class Answers:

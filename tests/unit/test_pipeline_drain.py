@@ -12,14 +12,14 @@ from sglang_inflight.scheduler.pause.pipeline_drain import PipelineDrain
 
 
 @pytest.fixture
-def boundary(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Boundary of a pipeline stage with one microbatch in flight."""
+def requests(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Requests of a pipeline stage with one microbatch in flight."""
     monkeypatch.setattr(pipeline_drain, "get_parallel", lambda: SimpleNamespace(pp_size=2))
     return SimpleNamespace(pending_batches=["a microbatch"])
 
 
-def test_deferred_calls_keep_their_order(boundary: Any) -> None:
-    still = PipelineDrain(boundary)
+def test_deferred_calls_keep_their_order(requests: Any) -> None:
+    still = PipelineDrain(requests)
     handled: list[str] = []
     always = still.defer(handled.append)
     sometimes = still.defer(handled.append, lambda call: call == "recompute")
@@ -33,7 +33,7 @@ def test_deferred_calls_keep_their_order(boundary: Any) -> None:
     assert still.is_waited_for
     assert still.run_if_drained()
 
-    boundary.pending_batches.clear()
+    requests.pending_batches.clear()
     assert not still.run_if_drained()
     assert handled == ["keep", "pause", "keep again"]
     assert not still.is_waited_for

@@ -7,9 +7,7 @@ import asyncio
 from sglang_inflight.vocabulary.answers import Grant
 from sglang_inflight.vocabulary.bodies import PauseBody
 from tests.support.ticks import run, tick, until_idle
-from tests.unit.fakes import PausingRank, no_server, pauses_of
-
-__all__ = ["no_server"]
+from tests.unit.fakes import PausingRank, pauses_of
 
 BODY = PauseBody(mode="in_place", new_id="p")
 # more ticks than a call waits for by itself

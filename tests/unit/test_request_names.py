@@ -51,8 +51,8 @@ class Rank:
         scheduler: Any = SimpleNamespace(
             ipc_channels=SimpleNamespace(send_to_tokenizer=sender), _deferred_input_requests=[]
         )
-        boundary: Any = SimpleNamespace(live_requests=lambda: self.live.values())
-        self.names.bind(scheduler, boundary)
+        requests: Any = SimpleNamespace(live=lambda: self.live.values())
+        self.names.bind(scheduler, requests)
 
     def _send(self, output: AbortReq, recv_obj: Any) -> None:
         assert output.finished_reason is not None

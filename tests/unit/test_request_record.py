@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,9 @@ class Queues:
     def __init__(self) -> None:
         self.running: set[Req] = set()
         self.waiting: list[Req] = []
-
-    def running_requests(self) -> set[Req]:
-        return self.running
-
-    def requests_without_kv(self) -> list[Req]:
-        return self.waiting
+        self.requests = SimpleNamespace(
+            running=lambda: self.running, without_kv=lambda: self.waiting
+        )
 
     def free_sessions(self) -> list[Req]:
         return []

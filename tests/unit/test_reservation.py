@@ -16,6 +16,7 @@ import torch
 from sglang.srt.managers import scheduler as sglangs_scheduler
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from sglang_inflight.scheduler.update import reservation
@@ -110,7 +111,11 @@ def server() -> Any:
     draft = nn.Sequential(
         target[0], nn.Linear(GB // 8, 4, bias=False, device=DEVICE, dtype=torch.bfloat16)
     )
-    return SimpleNamespace(tp_worker=Worker("target", target), draft_worker=Worker("draft", draft))
+    return SimpleNamespace(
+        tp_worker=Worker("target", target),
+        draft_worker=Worker("draft", draft),
+        server_args=ServerArgs(model_path=""),
+    )
 
 
 def test_shared_weight_is_reserved_once(host: Host) -> None:
@@ -133,8 +138,9 @@ def test_modes_without_a_device_copy_reserve_nothing(host: Host, wanted: str) ->
 def test_refused_updates_reserve_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Host, wanted: str
 ) -> None:
-    monkeypatch.setattr(reservation, "why_no_update", lambda in_place: "weights are shared")
-    reserved = reserve(server(), wanted)
+    scheduler = server()
+    scheduler.server_args = ServerArgs(model_path="", weight_cache_mode="client")
+    reserved = reserve(scheduler, wanted)
     assert reserved is not None
     assert reserved.storage == {}
 

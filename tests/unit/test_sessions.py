@@ -12,7 +12,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.session.session_controller import Session
 from sglang.srt.session.streaming_session import StreamingSession
 
-from sglang_inflight.scheduler import boundary
+from sglang_inflight.scheduler import boundary, requests
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.fixes.retracted import end_turns_of_aborted
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
@@ -53,7 +53,8 @@ class Scheduler:
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
-    monkeypatch.setattr(boundary, "get_parallel", lambda: SimpleNamespace(pp_size=1))
+    for module in (boundary, requests):
+        monkeypatch.setattr(module, "get_parallel", lambda: SimpleNamespace(pp_size=1))
     return Scheduler()
 
 

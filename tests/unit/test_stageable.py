@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +24,7 @@ from sglang.srt.models.inkling_common.dense_mlp import _InklingUnquantizedFusedM
 from sglang.srt.models.kimi_vl import KimiVLForConditionalGeneration
 from torch import nn
 
-from sglang_inflight import unsupported
 from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, why_not_shadowed
-from sglang_inflight.unsupported import why_no_update
 
 try:
     from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
@@ -159,77 +156,3 @@ def test_sglangs_weight_caches_are_not_stageable() -> None:
     assert why_not_shadowed(model_with(_derived_weight_cache_error=reason)) == reason
     split = why_not_shadowed(model_with(_hc_attn_tf32_parts=(1,))) or ""
     assert "SGLANG_OPT_DEEPGEMM_HC_PRENORM=0" in split
-
-
-class Server:
-    """The settings read by the checks, at SGLang's defaults."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.model = SimpleNamespace(weight_cache_mode="off")
-        self.disagg = SimpleNamespace(enable_pdmux=False)
-        self.moe = SimpleNamespace(enable_eplb=False, elastic_ep_backend=None)
-        monkeypatch.setattr(unsupported, "get_model", lambda: self.model)
-        monkeypatch.setattr(unsupported, "get_disagg", lambda: self.disagg)
-        self.offload = SimpleNamespace(cpu_offload_gb=0, offload_group_size=-1)
-        self.decode, self.prefill = SimpleNamespace(backend="full"), SimpleNamespace(backend=None)
-        graphs = SimpleNamespace(decode=self.decode, prefill=self.prefill)
-        settings = SimpleNamespace(
-            moe=self.moe,
-            offload=self.offload,
-            graph=SimpleNamespace(cuda_graph_config=graphs),
-        )
-        monkeypatch.setattr(unsupported, "get_exec", lambda: settings)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Server:
-    return Server(monkeypatch)
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_default_server_can_be_updated(server: Server, in_place: bool) -> None:
-    assert why_no_update(in_place=in_place) is None
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("mode", ["daemon", "client"])
-def test_weight_cache_mode_refuses_updates(server: Server, mode: str, in_place: bool) -> None:
-    server.model.weight_cache_mode = mode
-    assert f"--weight-cache-mode {mode}" in (why_no_update(in_place=in_place) or "")
-
-
-def test_pdmux_refuses_updates(server: Server) -> None:
-    server.disagg.enable_pdmux = True
-    assert "--enable-pdmux" in (why_no_update(in_place=False) or "")
-
-
-@pytest.mark.parametrize("in_place", [True, False])
-def test_offload_groups_refuse_updates(server: Server, in_place: bool) -> None:
-    server.offload.offload_group_size = 4
-    server.decode.backend = server.prefill.backend = "disabled"
-    assert "--offload-group-size" in (why_no_update(in_place=in_place) or "")
-
-
-def test_cpu_offload_allows_in_place_without_graphs(server: Server) -> None:
-    server.offload.cpu_offload_gb = 4
-    for in_place in (True, False):
-        assert "without CUDA graphs" in (why_no_update(in_place=in_place) or "")
-    server.decode.backend = "disabled"
-    assert "without CUDA graphs" in (why_no_update(in_place=True) or "")
-    server.prefill.backend = "disabled"
-    assert "--cpu-offload-gb" in (why_no_update(in_place=False) or "")
-    assert why_no_update(in_place=True) is None
-
-
-@pytest.mark.parametrize(
-    ("flag", "field", "value"),
-    [
-        ("--enable-eplb", "enable_eplb", True),
-        ("--elastic-ep-backend", "elastic_ep_backend", "mooncake"),
-    ],
-)
-def test_moving_experts_refuse_staging(server: Server, flag: str, field: str, value: Any) -> None:
-    setattr(server.moe, field, value)
-    assert flag in (why_no_update(in_place=False) or "")
-    # no step comes between the first write and the last
-    assert why_no_update(in_place=True) is None

@@ -28,7 +28,7 @@ from sglang_inflight.scheduler.update.staging import MOVES, Staging, StagingStat
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
-from sglang_inflight.vocabulary.answers import StagedChanges
+from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges
 from sglang_inflight.vocabulary.errors import Conflict
 from tests.unit.fakes import ManualWorker
 
@@ -82,8 +82,7 @@ class OneRank:
             self.live,
             none,
             mode=StagingMode.DEVICE,
-            refusal=None,
-            why_not_staged=None,
+            can=Capabilities(),
             expect_no_step=lambda: None,
             post_ahead=lambda source: None,
         )

@@ -8,7 +8,13 @@ import pytest
 from rich.console import Console
 
 from sglang_inflight.cli.status import _draw
-from sglang_inflight.vocabulary.answers import MemoryStatus, RankStatus, StagingStatus, Status
+from sglang_inflight.vocabulary.answers import (
+    Capabilities,
+    MemoryStatus,
+    RankStatus,
+    StagingStatus,
+    Status,
+)
 
 
 def draw_status(hollow: str | None = None, **of_staging: Any) -> str:
@@ -25,7 +31,7 @@ def draw_status(hollow: str | None = None, **of_staging: Any) -> str:
     ranks = tuple(RankStatus(**state, dp_rank=0, tp_rank=rank, pp_rank=0) for rank in (0, 1))
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(_draw(Status(**state, ranks=ranks)))
+        console.print(_draw(Status(**state, capabilities=Capabilities(), ranks=ranks)))
     return capture.get()
 
 

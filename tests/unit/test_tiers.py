@@ -1,4 +1,4 @@
-"""Prefix cache kv_policy, and the KV policies possible with each."""
+"""Stores behind the prefix cache, and the KV policies possible with each."""
 
 from __future__ import annotations
 
@@ -7,57 +7,43 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.updates import kv_policy, two_phase
+from sglang_inflight.frontend.updates import kv_policy
 from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.messages import CommitCall
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import BeginBody, EndBody, IPCBody, TensorBody
 from sglang_inflight.vocabulary.errors import InflightError, Refused
 from tests.support.ticks import run
-from tests.unit.fakes import Play
+from tests.unit.fakes import ALL, Play
 
-ONE: dict[str, Any] = {
-    "enable_lmcache": False,
-    "enable_flexkv": False,
-    "enable_hierarchical_cache": False,
-    "hicache_storage_backend": None,
-}
-TWO = {**ONE, "enable_hierarchical_cache": True}
+STORES = "LMCache keeps prefixes"
 
 
-def start(monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int = 1) -> None:
-    """Set the memory settings of a server."""
-    monkeypatch.setattr(kv_policy, "get_memory", lambda: SimpleNamespace(**memory))
-    monkeypatch.setattr(kv_policy, "get_parallel", lambda: SimpleNamespace(pp_size=pp_size))
-    alone = SimpleNamespace(disaggregation_mode="null")
-    monkeypatch.setattr(two_phase, "get_disagg", lambda: alone)
+@pytest.fixture(autouse=True)
+def stores(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The settings of HiCache, which SGLang changes while it serves."""
+    settings = SimpleNamespace(enable_hierarchical_cache=True, hicache_storage_backend=None)
+    monkeypatch.setattr(kv_policy, "get_memory", lambda: settings)
+    return settings
 
 
-@pytest.mark.parametrize("memory", [ONE, TWO], ids=["device", "host"])
-def test_device_and_host_tiers_can_be_fenced(
-    monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any]
-) -> None:
-    start(monkeypatch, memory)
-    assert kv_policy.why_cache_cannot_be_flushed() is None
-    require_supported("fence", retracts=False)
-
-
-@pytest.mark.parametrize(
-    ("memory", "pp_size", "words"),
-    [
-        ({**TWO, "hicache_storage_backend": "mooncake"}, 1, "--hicache-storage-backend mooncake"),
-        ({**ONE, "enable_lmcache": True}, 1, "LMCache"),
-        ({**ONE, "enable_flexkv": True}, 1, "FlexKV"),
-        (TWO, 2, "--pp-size above 1"),
-    ],
-)
 @pytest.mark.parametrize("kv_cache", ["fence", "recompute"])
-def test_external_tiers_refuse_fence_and_recompute(
-    monkeypatch: pytest.MonkeyPatch, memory: dict[str, Any], pp_size: int, words: str, kv_cache: Any
-) -> None:
-    start(monkeypatch, memory, pp_size)
-    with pytest.raises(Refused, match=words):
-        require_supported(kv_cache, retracts=False)
-    require_supported("keep", retracts=False)
+def test_attached_store_refuses_fence_and_recompute(stores: SimpleNamespace, kv_cache: Any) -> None:
+    require_supported(kv_cache, ALL, retracts=True)
+    stores.hicache_storage_backend = "mooncake"
+    with pytest.raises(Refused, match="--hicache-storage-backend mooncake"):
+        require_supported(kv_cache, ALL, retracts=False)
+    require_supported("keep", ALL, retracts=True)
+    stores.hicache_storage_backend = None
+    require_supported(kv_cache, ALL, retracts=True)
+
+
+def test_recompute_is_refused_only_while_requests_may_run() -> None:
+    can = Capabilities(recompute="no retraction here")
+    require_supported("recompute", can, retracts=False)
+    require_supported("fence", can, retracts=True)
+    with pytest.raises(Refused, match="no retraction here"):
+        require_supported("recompute", can, retracts=True)
 
 
 async def update(play: Play, *, in_session: bool, **fields: Any) -> None:
@@ -71,9 +57,9 @@ async def update(play: Play, *, in_session: bool, **fields: Any) -> None:
     await play.updates.end(EndBody())
 
 
-def kv_cache_of_commit(**fields: Any) -> str:
+def kv_cache_of_commit(can: Capabilities, **fields: Any) -> str:
     async def commit() -> str:
-        play = Play()
+        play = Play(can)
         play.make(update(play, **fields))
         await play.finish()
         await play.made[0]
@@ -85,31 +71,27 @@ def kv_cache_of_commit(**fields: Any) -> str:
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
 @pytest.mark.parametrize(
-    ("memory", "fields", "kv_cache"),
+    ("fence", "fields", "kv_cache"),
     [
-        (ONE, {}, "recompute"),
-        (ONE, {"flush_cache": False}, "fence"),
-        ({**ONE, "enable_lmcache": True}, {}, "recompute"),
-        ({**ONE, "enable_lmcache": True}, {"flush_cache": False}, "keep"),
+        (None, {}, "recompute"),
+        (None, {"flush_cache": False}, "fence"),
+        (STORES, {}, "recompute"),
+        (STORES, {"flush_cache": False}, "keep"),
     ],
 )
 def test_sglangs_own_update_keeps_external_tiers(
-    monkeypatch: pytest.MonkeyPatch,
-    memory: dict[str, Any],
-    fields: dict[str, Any],
-    kv_cache: str,
-    in_session: bool,
+    fence: str | None, fields: dict[str, Any], kv_cache: str, in_session: bool
 ) -> None:
     """The device's part is flushed or kept, and storage behind it is kept."""
-    start(monkeypatch, memory)
-    assert kv_cache_of_commit(in_session=in_session, **fields) == kv_cache
+    can = Capabilities(fence=fence, recompute=fence)
+    assert kv_cache_of_commit(can, in_session=in_session, **fields) == kv_cache
 
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
 @pytest.mark.parametrize("fields", [{"kv_cache": "recompute"}, {"non_blocking": True}], ids=str)
 def test_our_update_is_refused_with_external_tiers(
-    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], in_session: bool
+    fields: dict[str, Any], in_session: bool
 ) -> None:
-    start(monkeypatch, {**ONE, "enable_lmcache": True})
-    with pytest.raises(InflightError, match="LMCache"):
-        kv_cache_of_commit(in_session=in_session, **fields)
+    can = Capabilities(fence=STORES, recompute=STORES)
+    with pytest.raises(InflightError, match=STORES):
+        kv_cache_of_commit(can, in_session=in_session, **fields)

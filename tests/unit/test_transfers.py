@@ -37,8 +37,8 @@ def test_decode_pause_extends_transfer_timeouts() -> None:
         disagg_decode_prealloc_queue=none,
         disagg_decode_transfer_queue=SimpleNamespace(queue=[SimpleNamespace(kv_receiver=receiver)]),
     )
-    boundary: Any = None
-    Transfers(scheduler, boundary).extend_request_timeouts(200)
+    requests: Any = None
+    Transfers(scheduler, requests).extend_request_timeouts(200)
     assert receiver._check_waiting_timeout() is None
 
 
@@ -46,8 +46,8 @@ def test_prefill_pause_extends_bootstrap_timeouts() -> None:
     sender = connection(CommonKVSender)
     scheduler: Any = SimpleNamespace(disaggregation_mode=DisaggregationMode.PREFILL)
     held = [SimpleNamespace(disagg_kv_sender=sender)]
-    boundary: Any = SimpleNamespace(live_requests=lambda: held)
-    Transfers(scheduler, boundary).extend_request_timeouts(200)
+    requests: Any = SimpleNamespace(live=lambda: held)
+    Transfers(scheduler, requests).extend_request_timeouts(200)
     assert sender._check_bootstrap_timeout() is None
 
 
@@ -55,8 +55,6 @@ def test_timeout_of_request_during_pause_is_not_overextended() -> None:
     sender = connection(CommonKVSender)
     sender.init_time = time.time() - 10
     scheduler: Any = SimpleNamespace(disaggregation_mode=DisaggregationMode.PREFILL)
-    boundary: Any = SimpleNamespace(
-        live_requests=lambda: [SimpleNamespace(disagg_kv_sender=sender)]
-    )
-    Transfers(scheduler, boundary).extend_request_timeouts(200)
+    requests: Any = SimpleNamespace(live=lambda: [SimpleNamespace(disagg_kv_sender=sender)])
+    Transfers(scheduler, requests).extend_request_timeouts(200)
     assert sender.init_time <= time.time()

@@ -40,7 +40,7 @@ from sglang_inflight.vocabulary.errors import Dropped, InflightError, Refused
 from tests.support.front_end import NAMES, NO_ADAPTERS, NO_STATUS, FrontEnd
 from tests.support.front_end import no_arguments as no_arguments
 from tests.support.ticks import run, tick, timers, until_idle
-from tests.unit.fakes import SETTINGS, Play
+from tests.unit.fakes import ALL, SETTINGS, Play
 
 
 class NoPauses:
@@ -69,6 +69,7 @@ class TransparentPlay(Play):
             no_memory,
             self.groups,
             SETTINGS,
+            ALL,
             in_background=lambda doing: doing.close(),
         ).handlers
 
@@ -86,10 +87,8 @@ class TransparentPlay(Play):
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let updates work without a server's settings."""
-    for module in ("transparent", "updates.kv_policy"):
-        monkeypatch.setattr(
-            f"sglang_inflight.frontend.{module}.why_cache_cannot_be_flushed", lambda: None
-        )
+    no_store = SimpleNamespace(hicache_storage_backend=None)
+    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.get_memory", lambda: no_store)
 
 
 @pytest.mark.parametrize("others", [0, 1])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,9 +104,8 @@ def expect_each_update_ends_once(play: Play) -> None:
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let updates work without a server's settings."""
-    monkeypatch.setattr(
-        "sglang_inflight.frontend.updates.kv_policy.why_cache_cannot_be_flushed", lambda: None
-    )
+    no_store = SimpleNamespace(hicache_storage_backend=None)
+    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.get_memory", lambda: no_store)
 
 
 def test_update_ends_once_in_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:

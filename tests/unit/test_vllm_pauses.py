@@ -15,9 +15,7 @@ from sglang_inflight.frontend.http.vllm.routes import _Routes
 from sglang_inflight.vocabulary.answers import MemoryMoved
 from sglang_inflight.vocabulary.errors import Conflict, OutcomeUnknown
 from tests.support.ticks import run, until_idle
-from tests.unit.fakes import PausingRank, no_server, pauses_of
-
-__all__ = ["no_server"]
+from tests.unit.fakes import ALL, PausingRank, pauses_of
 
 
 class WorkAfterGrant:
@@ -46,7 +44,7 @@ class Played:
         frontend: Any = SimpleNamespace(
             ranks=self.rank,
             pauses=pauses,
-            caches=Caches(pauses._tokenizer_manager, self.rank),
+            caches=Caches(pauses._tokenizer_manager, self.rank, ALL),
             updates=None,
             groups=None,
             aborts=None,
@@ -79,10 +77,8 @@ CALLS: dict[str, Callable[[_Routes], Awaitable[Any]]] = {
 
 @pytest.fixture(autouse=True)
 def one_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, disagg = SimpleNamespace(device="cpu"), SimpleNamespace(disaggregation_mode="null")
-    frontend = "sglang_inflight.frontend"
-    monkeypatch.setattr(f"{frontend}.http.vllm.routes.get_device", lambda: device)
-    monkeypatch.setattr(f"{frontend}.pauses.get_disagg", lambda: disagg)
+    device = SimpleNamespace(device="cpu")
+    monkeypatch.setattr("sglang_inflight.frontend.http.vllm.routes.get_device", lambda: device)
 
 
 @pytest.mark.parametrize("path", CALLS)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
 
+from sglang_inflight.capabilities import ONE_REPLICA
 from sglang_inflight.frontend.aio import carry_through
 from sglang_inflight.frontend.lora.answers import AdapterLoaded
 from sglang_inflight.frontend.lora.moving import count_as_moved
@@ -34,8 +35,8 @@ from sglang_inflight.messages import (
     MoveRequestsCall,
     NameAdaptersCall,
 )
-from sglang_inflight.sglang_types.runtime_context import get_lora, get_memory, get_parallel
-from sglang_inflight.unsupported import why_no_retraction
+from sglang_inflight.sglang_types.runtime_context import get_lora, get_parallel
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import (
     LoadAdapterBody,
     LoadFolderBody,
@@ -80,8 +81,10 @@ class Adapters:
         self,
         tokenizer_manager: TokenizerManager,
         ranks: Ranks,
+        can: Capabilities,
         in_background: Callable[[Coroutine[Any, Any, Any]], None],
     ) -> None:
+        self._can = can
         self._tokenizer_manager = tokenizer_manager
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
@@ -155,7 +158,8 @@ class Adapters:
                 await self._send(body, name, version)
             else:
                 self._require_room(name)
-                self._require_movable(body)
+                if body.running == "move" and self._can.move_adapters is not None:
+                    raise Refused(self._can.move_adapters)
                 # ranks refuse a loaded name
                 own_name = new_name(name)
                 new_id = await self._send(body, own_name, version)
@@ -353,20 +357,10 @@ class Adapters:
                 "ended. Unload one first, or wait"
             )
 
-    def _require_movable(self, body: LoadAdapterBody) -> None:
-        if body.running != "move":
-            return
-        if get_parallel().pp_size > 1:
-            raise Refused('running="move" is untested with --pp-size above 1')
-        if (reason := why_no_retraction()) is not None:
-            raise Refused(f'running="move" is not possible here: {reason}')
-        if get_memory().enable_hierarchical_cache:
-            raise Refused('running="move" is not possible with --enable-hierarchical-cache')
-
 
 def _require_one_replica() -> None:
     if get_parallel().dp_size > 1:
-        raise NotOffered("SGLang loads and unloads no adapters while it runs with --dp-size > 1")
+        raise NotOffered(ONE_REPLICA)
 
 
 async def unload_unused(tm: TokenizerManager, lora_id: str) -> Any:

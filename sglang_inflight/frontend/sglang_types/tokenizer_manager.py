@@ -94,6 +94,8 @@ class ModelConfig(Protocol):
 
 @describes("sglang.srt.managers.tokenizer_manager.TokenizerManager")
 class TokenizerManager(Protocol):
+    server_args: ServerArgs
+
     # ---- its process ---------------------------------------------------------------
     # None until the first call
     event_loop: asyncio.AbstractEventLoop | None

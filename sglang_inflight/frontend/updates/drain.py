@@ -15,7 +15,7 @@ from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.sglang_types.runtime_context import get_disagg, get_serving
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 LOOK_S = 0.05
 
 
-def _why_no_pause_of_its_own() -> str | None:
-    if get_disagg().disaggregation_mode == "decode":
-        # a pause would leave received KV in place, and not all of it could be recomputed
-        return "a pause keeps KV received from the prefill server (--disaggregation-mode decode)"
-    return why_no_pause()
-
-
 class NoRequestsRunning:
     """Holds requests back for the duration of a block. Lives on the front end's event loop.
 
@@ -39,9 +32,12 @@ class NoRequestsRunning:
     are held back only for the current update, never for a queued one.
     """
 
-    def __init__(self, tokenizer_manager: TokenizerManager, pauses: Pauses) -> None:
+    def __init__(
+        self, tokenizer_manager: TokenizerManager, pauses: Pauses, can: Capabilities
+    ) -> None:
         self._tokenizer_manager = tokenizer_manager
         self._pauses = pauses
+        self._can = can
 
     @asynccontextmanager
     async def held(self, update_id: str, deadline: Deadline) -> AsyncIterator[None]:
@@ -49,7 +45,11 @@ class NoRequestsRunning:
 
         Raises ``Conflict`` if requests still run at ``deadline``.
         """
-        if (reason := _why_no_pause_of_its_own()) is None:
+        reason = self._can.pause
+        if get_disagg().disaggregation_mode == "decode":
+            # a pause would leave received KV in place, and not all of it could be recomputed
+            reason = "a pause keeps KV received from the prefill server (--disaggregation-mode)"
+        if reason is None:
             block = self._pauses.held_while_nothing_runs(f"update-{update_id}", deadline)
         elif get_serving().tokenizer_worker_num > 1:
             raise Refused(

@@ -37,8 +37,7 @@ from sglang_inflight.messages import (
     RollbackCall,
     TensorSource,
 )
-from sglang_inflight.sglang_types.runtime_context import get_disagg
-from sglang_inflight.vocabulary.answers import Receipt
+from sglang_inflight.vocabulary.answers import Capabilities, Receipt
 from sglang_inflight.vocabulary.bodies import OnBusy
 from sglang_inflight.vocabulary.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 
@@ -74,7 +73,9 @@ class TwoPhase:
         ranks: Ranks,
         served: Served,
         metrics: Metrics,
+        can: Capabilities,
     ) -> None:
+        self._can = can
         self._tokenizer_manager = tokenizer_manager
         self._tasks = tokenizer_manager.asyncio_tasks
         self._ranks = ranks
@@ -178,14 +179,14 @@ class TwoPhase:
         update.move(Event.STAGE)
         update.add(wanted)
         if wanted.uses_our_fields:
-            require_supported(update.kv_policy, retracts=wanted.non_blocking)
+            require_supported(update.kv_policy, self._can, retracts=wanted.non_blocking)
 
     async def _call(self, call: InflightCall[A], deadline: Deadline) -> list[A]:
         return await self._ranks.call(call, deadline.seconds_left + GRACE_S)
 
     async def vote_on_kv(self, update: OpenUpdate, deadline: Deadline) -> None:
         """Raise ``Conflict`` if a rank cannot recompute its KV and the policy asks for it."""
-        if update.kv_policy == "recompute" and get_disagg().disaggregation_mode != "null":
+        if update.kv_policy == "recompute" and self._can.recompute is not None:
             await self._call(MayRecomputeCall(), deadline)
             update.require_alive()
 

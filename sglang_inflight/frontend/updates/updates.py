@@ -23,7 +23,7 @@ from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted, source_of
 from sglang_inflight.messages import RenameCall, RollbackCall
 from sglang_inflight.settings import Settings
-from sglang_inflight.vocabulary.answers import Begun, Receipt, StagedSoFar
+from sglang_inflight.vocabulary.answers import Begun, Capabilities, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.bodies import (
     AbortUpdateBody,
     BeginBody,
@@ -49,7 +49,9 @@ class Updates:
         groups: Groups,
         idle: NoRequestsRunning,
         settings: Settings,
+        can: Capabilities,
     ) -> None:
+        self._can = can
         self._tokenizer_manager = tokenizer_manager
         self._two_phase = two_phase
         self._groups = groups
@@ -88,7 +90,7 @@ class Updates:
         """
         source = source_of(body)
         async with self._groups.mark_broken_on_failure(source):
-            wanted = Wanted.of(body, source, self._deadline(body.timeout_s))
+            wanted = Wanted.of(body, source, self._deadline(body.timeout_s), self._can)
             session = self._session_for(wanted)
             if session is not None:
                 return await self._add(session, wanted)
@@ -111,7 +113,7 @@ class Updates:
         Raises ``Conflict`` if the served version is not ``expected_version``. With that field a
         retry after a lost answer does not undo the first rollback.
         """
-        require_supported(body.kv_policy, retracts=True)
+        require_supported(body.kv_policy, self._can, retracts=True)
         call = RollbackCall(
             weight_version=body.weight_version,
             expected_version=body.expected_version,
@@ -199,7 +201,7 @@ class Updates:
             ending = Ending.of(body)
             if ending.uses_our_fields:
                 policy = ending.kv_policy or session.kv_policy
-                require_supported(policy, retracts=ending.non_blocking)
+                require_supported(policy, self._can, retracts=ending.non_blocking)
             return await session.being_ended.join(lambda: self._end(session, ending))
 
     async def _end(self, session: OpenUpdate, ending: Ending) -> Receipt:

@@ -17,6 +17,7 @@ from sglang_inflight.messages import (
     Source,
     TensorSource,
 )
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import (
     BeginBody,
     DiskBody,
@@ -128,7 +129,7 @@ class Wanted:
     torch_empty_cache: bool
 
     @classmethod
-    def of(cls, body: UpdateBody, source: Source, deadline: Deadline) -> Wanted:
+    def of(cls, body: UpdateBody, source: Source, deadline: Deadline, can: Capabilities) -> Wanted:
         """Read ``body``. ``source`` is its source, made once by ``source_of``."""
         uses_our_fields = body.kv_cache is not None or body.non_blocking
         return cls(
@@ -142,7 +143,7 @@ class Wanted:
             partial=body.is_partial,
             expected_version=body.expected_version,
             weight_version=body.weight_version,
-            kv_policy=body.kv_policy if uses_our_fields else as_sglang_does(body.kv_policy),
+            kv_policy=body.kv_policy if uses_our_fields else as_sglang_does(body.kv_policy, can),
             uses_our_fields=uses_our_fields,
             kv_policy_is_explicit=body.kv_cache is not None or body.flush_cache,
             non_blocking=body.non_blocking,

@@ -35,7 +35,7 @@ from sglang_inflight.scheduler.isolation import preconditions
 from sglang_inflight.scheduler.isolation.background import BackgroundHandlers
 from sglang_inflight.scheduler.isolation.other_writers import OtherWriters
 from sglang_inflight.scheduler.memory.release import MemoryRelease
-from sglang_inflight.unsupported import why_no_pause
+from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
@@ -65,7 +65,9 @@ class Containment:
         boundary: Boundary,
         memory_release: MemoryRelease,
         answers: AnswerChannel,
+        can: Capabilities,
     ) -> None:
+        self._can = can
         self._scheduler = scheduler
         self._boundary = boundary
         self._answers = answers
@@ -81,7 +83,7 @@ class Containment:
             contained = self._contain(handler)
             waits = request_type is InitWeightsSendGroupForRemoteInstanceReqInput
             # loops without pause states never send background answers
-            if waits and why_no_pause() is None:
+            if waits and self._can.pause is None:
                 contained = self.background.send(contained, self._answer)
             dispatcher._mapping[request_type] = contained
         # the cache still holds the bare handlers
@@ -136,7 +138,7 @@ class Containment:
     def _end(self, requests: list[Request], message: str, status: HTTPStatus) -> None:
         """Abort the ``requests`` that did not reach the scheduler."""
         reason: Any = {"type": "abort", "status_code": status, "message": message}
-        live = {req.rid for req in self._boundary.live_requests()}
+        live = {req.rid for req in self._boundary.requests.live()}
         for request in requests:
             if request.rid not in live:
                 abort = AbortReq(rid=request.rid, abort_message=message, finished_reason=reason)

@@ -125,8 +125,8 @@ class OtherWriters:
     def _why_requests_would_end(self) -> str | None:
         if self._scheduler._engine_paused:
             return None
-        running = len(self._boundary.running_requests())
-        waiting = len(self._boundary.waiting_requests())
+        running = len(self._boundary.requests.running())
+        waiting = len(self._boundary.requests.waiting())
         if not running + waiting:
             return None
         return (

@@ -68,7 +68,7 @@ def check(
 
 def _require_idle(scheduler: Scheduler, boundary: Boundary) -> None:
     if not boundary.is_fully_idle(ignore_waiting=scheduler._engine_paused):
-        running, waiting = len(boundary.running_requests()), len(boundary.waiting_requests())
+        running, waiting = len(boundary.requests.running()), len(boundary.requests.waiting())
         raise Conflict(
             f"memory cannot be released: {running} requests run and {waiting} wait. Let "
             'them end, or pause with mode "retract" or "abort"'

@@ -152,11 +152,11 @@ class Adapters:
         return manager
 
     def _requests_of(self, lora_id: str) -> list[Req]:
-        live = self._boundary.live_requests()
+        live = self._boundary.requests.live()
         return [req for req in live if req.lora_id == lora_id and not req.finished()]
 
     def _hold_kv(self, requests: list[Req]) -> list[Req]:
-        waiting = set(self._boundary.waiting_requests())
+        waiting = set(self._boundary.requests.waiting())
         return [req for req in requests if req not in waiting]
 
     def _require_room(self, call: MoveRequestsCall) -> None:
@@ -167,7 +167,7 @@ class Adapters:
                 'kv_cache="fence" is not possible with --enable-lora-overlap-loading or '
                 '--enable-dp-attention: pass kv_cache="recompute"'
             )
-        running: set[Any] = {req.lora_id for req in self._boundary.running_requests()}
+        running: set[Any] = {req.lora_id for req in self._boundary.requests.running()}
         if call.from_id not in running:
             return
         after = (running - {call.from_id}) | {call.to_id}

@@ -52,7 +52,6 @@ from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
 from sglang_inflight.sglang_types.runtime_context import get_exec, get_model, get_parallel
-from sglang_inflight.unsupported import why_no_retraction
 from sglang_inflight.vocabulary.answers import MemoryStatus
 from sglang_inflight.vocabulary.errors import BadSetting, Conflict, Dropped, HalfDone
 
@@ -123,7 +122,7 @@ class MemoryRelease:
             look_in(self._occupants.of)
         self._saver_copies = self._is_backup_wanted and look_in is None
         if require_update:
-            if (why := staging.refusal or staging.why_not_staged) is not None:
+            if (why := staging.refusal or staging.can.stage) is not None:
                 raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {why}")
             self._memory = {**PRESENT, WEIGHTS: Where.HOLLOW}
             live.become_hollow("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)")
@@ -222,7 +221,7 @@ class MemoryRelease:
         if get_parallel().pp_size > 1:
             # a stage with whole weights would step, and wait for a stage with hollow ones
             return "because the stages of a pipeline may have whole weights in different turns"
-        if (why := self._staging.refusal or self._staging.why_not_staged) is not None:
+        if (why := self._staging.refusal or self._staging.can.stage) is not None:
             return f"because no update can send them: {why}"
         return None
 
@@ -248,8 +247,8 @@ class MemoryRelease:
     def _why_needed(self, tags: list[str]) -> str | None:
         # first, because it processes a result, and that may end requests
         is_idle = self._boundary.is_fully_idle()
-        running = len(self._boundary.running_requests())
-        waiting = len(self._boundary.waiting_requests())
+        running = len(self._boundary.requests.running())
+        waiting = len(self._boundary.requests.waiting())
         match self._pause.state:
             case PauseState.FROZEN:
                 # running requests need their KV; no step reads the weights
@@ -366,7 +365,7 @@ class MemoryRelease:
     def _why_not_held(self) -> str | None:
         if get_parallel().pp_size > 1:
             return "the stages of a pipeline may have whole weights in different turns"
-        return why_no_retraction()
+        return self._staging.can.keep_weights
 
     def copy_beside_updates(self) -> Copy:
         """Copy the tensors that no update brings, to restore them after another writer."""
@@ -384,7 +383,7 @@ class MemoryRelease:
         self._live.lose_name()
         if self._why_not_held is not None:
             return
-        if self._staging.why_not_staged is None:
+        if self._staging.can.stage is None:
             after = move(self._memory, {WEIGHTS: Event.OVERWRITE})
             assert after is not None
             self._memory = after

@@ -80,10 +80,11 @@ class Pause:
     ) -> None:
         self._scheduler = scheduler
         self._boundary = boundary
+        self._requests = boundary.requests
         self._answers = answers
         self._metrics = metrics
         self._sleeper = Sleeper(scheduler)
-        self._transfers = Transfers(scheduler, boundary)
+        self._transfers = Transfers(scheduler, boundary.requests)
         self._held = HeldPauses()
         # number of events so far; a TimesOver message is void if it has changed since
         self._seen = 0
@@ -207,8 +208,8 @@ class Pause:
                 )
                 for holder in self._held.holders
             ),
-            running=len(self._boundary.running_requests()),
-            waiting=len(self._boundary.waiting_requests()),
+            running=len(self._requests.running()),
+            waiting=len(self._requests.waiting()),
         )
 
     # ---- the machine ---------------------------------------------------------------
@@ -266,7 +267,7 @@ class Pause:
                 self._freeze()
             case Drain():
                 self._end_freeze(torch_empty_cache=False)
-                self._may_run = self._boundary.begun_requests() | self._ending
+                self._may_run = self._requests.begun() | self._ending
             case RunOn(torch_empty_cache):
                 self._end_freeze(torch_empty_cache=torch_empty_cache)
                 self._may_run = self._ending = set()
@@ -279,8 +280,8 @@ class Pause:
                 aborted = self._aborted.pop(call.call_id, 0)
                 answer = Paused(
                     mode=self.mode,
-                    running=len(self._boundary.running_requests()),
-                    waiting=len(self._boundary.waiting_requests()),
+                    running=len(self._requests.running()),
+                    waiting=len(self._requests.waiting()),
                     retracted=self._retracted,
                     aborted=aborted,
                 )
@@ -303,10 +304,13 @@ class Pause:
 
     def _abort_all(self) -> int:
         self._boundary.drain()
-        waiting = {*self._boundary.waiting_requests(), *self._boundary.between_servers()}
-        aborted = len(self._boundary.running_requests() | waiting)
+        waiting = {
+            *self._requests.waiting(),
+            *self._requests.between_servers(),
+        }
+        aborted = len(self._requests.running() | waiting)
         self._scheduler.abort_request(AbortReq(abort_all=True))
-        self._ending = set(self._boundary.between_servers())
+        self._ending = set(self._requests.between_servers())
         return aborted
 
     def _still_drains(self) -> bool:
@@ -315,12 +319,12 @@ class Pause:
         KV in transfer from another server does not count, because that server may be paused.
         """
         return is_true_on_any_rank(
-            bool(self._boundary.running_requests())
-            or bool(self._boundary.pending_batches)
+            bool(self._requests.running())
+            or bool(self._requests.pending_batches)
             or self._scheduler.chunked_req is not None
-            or any(self.admits(req) for req in self._boundary.waiting_requests())
-            or any(req in self._ending for req in self._boundary.between_servers())
-            or self._boundary.may_be_written_to
+            or any(self.admits(req) for req in self._requests.waiting())
+            or any(req in self._ending for req in self._requests.between_servers())
+            or self._requests.may_be_written_to
         )
 
     def _freeze(self) -> None:
@@ -349,7 +353,7 @@ class Pause:
         A request that arrived during these seconds gets only the time since its arrival.
         """
         now = time.perf_counter()
-        for req in self._boundary.live_requests():
+        for req in self._requests.live():
             stats = req.time_stats
             if stats.wait_queue_entry_time > 0:
                 stats.wait_queue_entry_time = min(stats.wait_queue_entry_time + seconds, now)

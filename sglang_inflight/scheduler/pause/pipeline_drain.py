@@ -22,7 +22,7 @@ import collections
 from collections.abc import Callable
 from typing import TypeVar
 
-from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.sglang_types.runtime_context import get_parallel
 
 
@@ -47,8 +47,8 @@ C = TypeVar("C")
 class PipelineDrain:
     """Calls waiting for a drained pipeline. Only the scheduler's thread touches it."""
 
-    def __init__(self, boundary: Boundary) -> None:
-        self._boundary = boundary
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
         self._waiting: collections.deque[Callable[[], None]] = collections.deque()
 
     @property
@@ -66,7 +66,7 @@ class PipelineDrain:
             return handle
 
         def handle_or_wait(call: C) -> None:
-            if self._waiting or (needed(call) and self._boundary.pending_batches):
+            if self._waiting or (needed(call) and self._requests.pending_batches):
                 self._waiting.append(lambda: handle(call))
             else:
                 handle(call)
@@ -81,7 +81,7 @@ class PipelineDrain:
         """
         if not self._waiting:
             return False
-        if self._boundary.pending_batches:
+        if self._requests.pending_batches:
             return True
         while self._waiting:
             self._waiting.popleft()()

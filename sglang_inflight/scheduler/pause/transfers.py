@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.messages import PauseMode
-from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.pause.machine import DRAINING_MODES
+from sglang_inflight.scheduler.requests import Requests
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.sglang_types.req import KVConnection
@@ -35,9 +35,9 @@ class Transfers:
     Without disaggregation there are none.
     """
 
-    def __init__(self, scheduler: Scheduler, boundary: Boundary) -> None:
+    def __init__(self, scheduler: Scheduler, requests: Requests) -> None:
         self._scheduler = scheduler
-        self._boundary = boundary
+        self._requests = requests
 
     @property
     def draining_modes(self) -> tuple[PauseMode, ...]:
@@ -86,7 +86,7 @@ class Transfers:
     def _connections(self) -> Iterator[KVConnection | None]:
         scheduler = self._scheduler
         if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
-            yield from (req.disagg_kv_sender for req in self._boundary.live_requests())
+            yield from (req.disagg_kv_sender for req in self._requests.live())
         elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
             for queue in (
                 scheduler.disagg_decode_prealloc_queue,

@@ -24,6 +24,7 @@ from sglang_inflight.scheduler.sglang_types.req import (
 )
 from sglang_inflight.sglang_types.describes import describes
 from sglang_inflight.sglang_types.requests import Request, TypeBasedDispatcher
+from sglang_inflight.sglang_types.server_args import ServerArgs
 
 if TYPE_CHECKING:
     import torch
@@ -149,6 +150,8 @@ class BeamCoordinator(Protocol):
 
 @describes("sglang.srt.managers.scheduler.Scheduler")
 class Scheduler(Protocol):
+    server_args: ServerArgs
+
     # ---- requests and batches ------------------------------------------------------
     waiting_queue: list[Req]
     grammar_manager: GrammarManager

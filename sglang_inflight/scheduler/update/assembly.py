@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
@@ -27,8 +29,7 @@ from sglang_inflight.scheduler.update.worker import (
     streams_of,
 )
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types.runtime_context import get_parallel
-from sglang_inflight.unsupported import why_no_retraction, why_no_update
+from sglang_inflight.vocabulary.answers import Capabilities
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
@@ -41,12 +42,14 @@ def make_staging(
     answers: AnswerChannel,
     metrics: Metrics,
     settings: Settings,
+    can: Capabilities,
     *,
     is_busy: Callable[[], bool],
 ) -> Staging:
     """Build ``Staging`` on the scheduler's thread, before the staging thread's first job.
 
-    ``is_busy`` says, to any thread, whether requests run.
+    ``is_busy`` says, to any thread, whether requests run. ``can`` has the arguments' rows, and
+    ``Staging.can`` the models' too.
     """
     reservation: Reservation | None = scheduler.inflight_reservation
     parameters = ShadowParameters(reservation.storage if reservation is not None else {})
@@ -58,7 +61,11 @@ def make_staging(
         fuse_scales(model.runner.model)
     device = next(models[0].runner.model.parameters()).device
     nbytes = sum(model.nbytes for model in models)
-    why_not_staged = why_no_update(in_place=False) or why_not_updated(models, in_place=False)
+    can = msgspec.structs.replace(
+        can,
+        stage=can.stage or why_not_updated(models, in_place=False),
+        in_place=can.in_place or why_not_updated(models, in_place=True),
+    )
     if reservation is not None:
         mode = reservation.mode
     else:
@@ -66,11 +73,11 @@ def make_staging(
             settings.staging,
             nbytes,
             device,
-            why_not=why_not_staged,
+            why_not=can.stage,
         )
     worker: InlineWorker | StagingWorker
     # in place nothing decodes during an update, so nothing is paced
-    if in_place := mode is StagingMode.OFF:
+    if mode is StagingMode.OFF:
         worker = InlineWorker(answers, device, boundary.prepare_to_hold)
         rate_limit = RateLimit(0, is_busy)
         for model in models:
@@ -102,18 +109,5 @@ def make_staging(
         mode=mode,
         expect_no_step=boundary.expect_no_step,
         post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
-        refusal=_why_refused(models, in_place=in_place),
-        why_not_staged=why_not_staged,
+        can=can,
     )
-
-
-def _why_refused(models: list[ShadowedModel], *, in_place: bool) -> str | None:
-    """Return why this server takes no updates, or None if it does."""
-    if (reason := why_no_update(in_place=in_place)) is not None:
-        return reason
-    if in_place and (reason := why_no_retraction()) is not None:
-        return f"weights cannot be written in place, between two steps: {reason}"
-    if in_place and get_parallel().pp_size > 1:
-        # a stage with a job would make no step, and the other stages would wait for it
-        return "weights cannot be written in place, between two steps, with --pp-size above 1"
-    return why_not_updated(models, in_place=in_place)

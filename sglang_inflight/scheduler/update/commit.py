@@ -115,7 +115,7 @@ class Commits:
 
     def require_recomputable(self) -> None:
         """Raise ``Conflict`` if some held KV cannot be recomputed."""
-        if (why := self._boundary.why_not_recomputed()) is not None:
+        if (why := self._boundary.requests.why_not_recomputed()) is not None:
             raise Conflict(
                 f'kv_cache="recompute" (flush_cache=true) is not possible now: {why}; pause with '
                 'mode "abort" or "retract", or pass kv_cache="fence" or "keep"'

@@ -11,6 +11,7 @@ import torch
 from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
+from sglang_inflight import capabilities
 from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
@@ -21,7 +22,6 @@ from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
 from sglang_inflight.sglang_types.runtime_context import get_schedule
 from sglang_inflight.storages import memory_key
-from sglang_inflight.unsupported import why_no_update
 from sglang_inflight.vocabulary.errors import BadSetting
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
         return None
     weights = tensors_copied_by_shadow(models)
     nbytes = sum(weight.nbytes for weight in weights)
-    why_not = why_no_update(in_place=False) or next(
+    why_not = capabilities.of(scheduler.server_args).stage or next(
         filter(None, map(why_not_shadowed, models)), None
     )
     mode = choose_mode(wanted, nbytes, device, why_not=why_not)

@@ -50,7 +50,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
-from sglang_inflight.vocabulary.answers import StagingStatus
+from sglang_inflight.vocabulary.answers import Capabilities, StagingStatus
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 
@@ -112,14 +112,10 @@ class Staging:
         answers: AnswerChannel,
         *,
         mode: StagingMode,
-        refusal: str | None,
-        why_not_staged: str | None,
+        can: Capabilities,
         expect_no_step: Callable[[], None],
         post_ahead: Callable[[DistributedSource], None],
     ) -> None:
-        """``refusal``: why every update is refused, or None. ``why_not_staged``: why updates can
-        only be written in place, or None.
-        """
         self._jobs = jobs
         self._worker = worker
         self._groups = groups
@@ -130,8 +126,9 @@ class Staging:
         # True while a custom weight loader runs; read by the staging thread
         self.holds_the_loop = False
         self.mode = mode
-        self.refusal = refusal
-        self.why_not_staged = why_not_staged
+        self.can = can
+        # why every update is refused, or None
+        self.refusal = can.in_place if mode is StagingMode.OFF else can.stage
         self._update: Update | None = None
 
     @property
@@ -250,7 +247,7 @@ class Staging:
     def why_no_rollback(self) -> str | None:
         """Return why the shadow does not hold the previous version, or None if it does."""
         if self.mode is StagingMode.OFF:
-            return f"updates are written in place ({self.why_not_staged or AS_SET})"
+            return f"updates are written in place ({self.can.stage or AS_SET})"
         if self.state is not StagingState.EMPTY:
             return "an update is being staged over it"
         if not self._live.holds_previous:

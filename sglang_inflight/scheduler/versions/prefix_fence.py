@@ -38,12 +38,12 @@ class PrefixFence:
     def raise_to(self, epoch: int) -> None:
         """Keep later prefills from reusing a prefix from before ``epoch``."""
         self._epoch = epoch
-        for req in self._boundary.running_requests():
+        for req in self._boundary.requests.running():
             self.keep_out_of_cache(req)
         for req in self._boundary.free_sessions():
             self.keep_out_of_cache(req)
         forget_embeddings()
-        for req in self._boundary.requests_without_kv():
+        for req in self._boundary.requests.without_kv():
             self.admit(req)
 
     def receive(self, req: Req, *, is_of_others: bool) -> None:

@@ -15,8 +15,8 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
 from sglang_inflight.messages import MAX_VERSION_LAG
-from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.sglang_types.runtime_context import get_disagg
 
@@ -29,10 +29,10 @@ class Staleness:
     """Counts the lag of each request. Only the scheduler's thread touches this object."""
 
     def __init__(
-        self, scheduler: Scheduler, boundary: Boundary, metrics: Metrics, max_lag: int | None
+        self, scheduler: Scheduler, requests: Requests, metrics: Metrics, max_lag: int | None
     ) -> None:
         self._scheduler = scheduler
-        self._boundary = boundary
+        self._requests = requests
         self._metrics = metrics
         self._max_lag = max_lag
 
@@ -63,11 +63,11 @@ class Staleness:
         # a chunk before a prompt's end yields no token
         sampled = {
             req
-            for batch in self._boundary.pending_batches
+            for batch in self._requests.pending_batches
             for req in batch.reqs
             if req is not self._scheduler.chunked_req
         }
-        live = self._boundary.live_requests()
+        live = self._requests.live()
         return [r for r in live if not r.finished() and (r.output_ids or r in sampled)]
 
     def _limit(self, req: Req) -> int | None:

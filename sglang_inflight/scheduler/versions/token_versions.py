@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.utils.weight_versions import WeightVersionEvent, record_weight_version_events
 
-from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.versions.adapter_versions import cut, split_marks
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
@@ -45,8 +45,8 @@ def write_spans(
 class Versions:
     """The version label of one scheduler. Only the scheduler's thread touches this object."""
 
-    def __init__(self, boundary: Boundary, kv_versions: KVVersions) -> None:
-        self._boundary = boundary
+    def __init__(self, requests: Requests, kv_versions: KVVersions) -> None:
+        self._requests = requests
         self._kv_versions = kv_versions
         # (last batch before the label, label) of labels waiting for results, oldest first
         self._pending: list[tuple[ScheduleBatch, VersionLabel]] = []
@@ -103,7 +103,7 @@ class Versions:
 
     def _change(self, label: VersionLabel) -> None:
         self._kv_versions.change(self.label, label)
-        batches = self._boundary.pending_batches
+        batches = self._requests.pending_batches
         if batches:
             self._pending.append((batches[-1], label))
         else:
@@ -114,7 +114,7 @@ class Versions:
         old = _processed()
         _epoch = label.epoch
         get_context().override("scheduler.weight_version", weight_version=label.version)
-        _record(self._boundary.live_requests(), old)
+        _record(self._requests.live(), old)
 
 
 def _record(reqs: set[Req], old: VersionLabel) -> None:

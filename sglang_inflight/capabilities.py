@@ -1,0 +1,200 @@
+"""What a server can do, and why it cannot do the rest: one table, made at the server's start.
+
+    doctor       the rows of the given flags (``of``)
+    front end    the rows of the arguments, at the start of each process (``of``)
+    scheduler    the same, and after loading ``stage`` and ``in_place`` of its models
+                 (``scheduler/update/assembly.py``)
+
+``/inflight/status`` has the schedulers' table. Each call that a row refuses reads the row, and asks
+neither the arguments nor the models. Two things change while a server runs. SGLang attaches and
+detaches HiCache's stores, and ``with_store`` adds the attached one. And serving may make copies of
+weights, so each update checks its models again (``scheduler/update/jobs.py``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
+from sglang.srt.runtime_context import attn_dp_enabled_of
+
+from sglang_inflight.vocabulary.answers import Capabilities
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.sglang_types.tokenizer_manager import ModelConfig
+    from sglang_inflight.sglang_types.configuration import Memory
+    from sglang_inflight.sglang_types.server_args import ServerArgs
+
+ONE_REPLICA = "SGLang loads and unloads no adapters while it runs with --dp-size > 1"
+_KEEP = 'pass kv_cache="keep"'
+_FENCE = 'pass kv_cache="fence" or "keep"'
+_TWO_SERVERS = (
+    "one server makes the KV of a request's prompt and another one uses it (--disaggregation-mode)"
+)
+
+
+def of(server_args: ServerArgs) -> Capabilities:
+    """Return the rows that follow from resolved arguments, without HiCache's store.
+
+    Reads the model's configuration for a decode server, and loads no weights.
+    """
+    args: ServerArgs = resolved_view(server_args)
+    pause = _why_no_pause(args)
+    # why running requests cannot return to this server's own queue
+    queue = pause if args.disaggregation_mode == "null" else pause or _TWO_SERVERS
+    fence = _why_prefixes_stay(args)
+    return Capabilities(
+        pause=pause,
+        retract=pause or _why_no_prefill_again(args),
+        stage=_why_no_update(args, in_place=False),
+        in_place=_why_no_update(args, in_place=True) or _why_not_between_steps(args, queue),
+        fence=fence,
+        recompute=fence
+        or (queue and f"an update or a flush cannot retract running requests: {queue}; {_FENCE}"),
+        keep_weights=queue and f"memory cannot be released while requests wait: {queue}",
+        move_adapters=_why_not_moved(args, queue),
+    )
+
+
+def with_store(can: Capabilities, settings: Memory | ServerArgs) -> Capabilities:
+    """Return ``can`` with the attached HiCache store, which has keys of its own.
+
+    In a hierarchical cache the host tier shares the device tier's tree and keys, so fence and
+    flush reach both.
+    """
+    store = settings.hicache_storage_backend
+    if can.fence is not None or store is None or not settings.enable_hierarchical_cache:
+        return can
+    why = f"--hicache-storage-backend {store} keeps prefixes of older weights; {_KEEP}"
+    return msgspec.structs.replace(can, fence=why, recompute=why)
+
+
+def _why_no_pause(args: ServerArgs) -> str | None:
+    """Return why the server's event loop has no pause states, or None."""
+    if args.pp_size > 1:
+        if attn_dp_enabled_of(args):
+            return "a pause needs --pp-size 1 with --enable-dp-attention: nobody has tried both"
+        if args.speculative_algorithm is not None:
+            return "a pause needs --pp-size 1 with speculative decoding: nobody has tried both"
+        if args.disaggregation_mode != "null":
+            return "a pause needs --pp-size 1 with --disaggregation-mode: its event loops differ"
+    if args.enable_pdmux:
+        return "a pause needs a server without --enable-pdmux"
+    return None
+
+
+def _why_no_prefill_again(args: ServerArgs) -> str | None:
+    """Return why a pause of a decode server cannot retract, or None.
+
+    A retracted request needs a re-prefill: SGLang sends the prefill server the request's tokens,
+    and nothing else of the request.
+    """
+    if args.disaggregation_mode != "decode":
+        return None
+    config: ModelConfig = model_config_of(args)
+    lacks = {
+        "no adapter (--enable-lora)": args.enable_lora,
+        "no images": config.is_multimodal,
+        "no key (--api-key)": args.api_key is not None,
+    }
+    for what, is_wanted in lacks.items():
+        if is_wanted:
+            return (
+                f"running requests cannot be retracted: SGLang's re-prefill request carries {what}"
+            )
+    return None
+
+
+def _why_no_update(args: ServerArgs, *, in_place: bool) -> str | None:
+    """Return why weights cannot be updated, or None.
+
+    ``in_place`` is true if updates write the live weights between two steps, without a shadow.
+    """
+    if args.weight_cache_mode != "off":
+        return (
+            "weights are shared with other engines (--weight-cache-mode "
+            f"{args.weight_cache_mode}): an update needs --weight-cache-mode off"
+        )
+    if args.enable_pdmux:
+        return "an update needs a server without --enable-pdmux: forwards run on several streams"
+    if (why := _why_offloaded(args, in_place=in_place)) is not None:
+        return why
+    if in_place:
+        return None
+    moves = {
+        "--enable-eplb": args.enable_eplb,
+        "--elastic-ep-backend": args.elastic_ep_backend is not None,
+    }
+    for flag, is_set in moves.items():
+        if is_set:
+            return (
+                f"an update cannot be staged with {flag}: experts may move between staging and "
+                "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
+            )
+    return None
+
+
+def _why_offloaded(args: ServerArgs, *, in_place: bool) -> str | None:
+    """Return why weights offloaded to the host cannot be updated, or None.
+
+    A commit swaps contents on the device's stream, behind the launched forwards. Weights on the
+    host would change at once, under those forwards. An update in place runs without forwards in
+    flight, and ``OffloaderV1`` reads the host's memory in each forward. But SGLang's
+    post-processing moves parameters to the device and back, and captured graphs keep reading the
+    old addresses. ``OffloaderV2`` fetches the first layers of a step before it is scheduled.
+    """
+    if args.offload_group_size > 0:
+        return (
+            "an update needs a server without --offload-group-size: the first layers of a step "
+            "are fetched before it is scheduled, so one step would mix two versions"
+        )
+    if args.cpu_offload_gb <= 0:
+        return None
+    graphs = args.cuda_graph_config
+    if {graphs.decode.backend, graphs.prefill.backend} != {"disabled"}:
+        return (
+            "an update needs a server without --cpu-offload-gb, or without CUDA graphs "
+            "(--cuda-graph-backend-decode and --cuda-graph-backend-prefill disabled): graphs "
+            "read weights on the host where they were captured"
+        )
+    if not in_place:
+        return (
+            "an update cannot be staged with --cpu-offload-gb: weights on the host would change "
+            "under running forwards. SGLANG_INFLIGHT_STAGING=auto or off writes them between two "
+            "steps"
+        )
+    return None
+
+
+def _why_not_between_steps(args: ServerArgs, queue: str | None) -> str | None:
+    if queue is not None:
+        return f"weights cannot be written in place, between two steps: {queue}"
+    if args.pp_size > 1:
+        # a stage with a job would make no step, and the other stages would wait for it
+        return "weights cannot be written in place, between two steps, with --pp-size above 1"
+    return None
+
+
+def _why_prefixes_stay(args: ServerArgs) -> str | None:
+    """Return why later requests may reuse prefixes of older weights, or None if they cannot."""
+    if args.enable_lmcache or args.enable_flexkv:
+        return f"LMCache and FlexKV keep prefixes of older weights; {_KEEP}"
+    if args.enable_hierarchical_cache and args.pp_size > 1:
+        return f"--enable-hierarchical-cache is untested with --pp-size above 1; {_KEEP}"
+    return None
+
+
+def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
+    """Return why requests cannot move from one adapter to another, or None."""
+    if not args.enable_lora:
+        return "adapters need a server with --enable-lora"
+    if args.dp_size > 1:
+        return ONE_REPLICA
+    if args.pp_size > 1:
+        return 'running="move" is untested with --pp-size above 1'
+    if queue is not None:
+        return f'running="move" is not possible here: {queue}'
+    if args.enable_hierarchical_cache:
+        return 'running="move" is not possible with --enable-hierarchical-cache'
+    return None

@@ -1,0 +1,187 @@
+"""Which requests a scheduler has, and where they are: running, waiting, or between two servers.
+
+Under overlap scheduling the last batch is launched, but its result may still be queued.
+``boundary.py`` processes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sglang_inflight.sglang_types.runtime_context import get_parallel
+
+if TYPE_CHECKING:
+    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
+    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types.requests import AbortRequest
+
+
+class Requests:
+    """The census of one scheduler's requests. It changes none of them.
+
+    Only the scheduler's thread calls this, at a step boundary or while it processes a result.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    @property
+    def pending_batches(self) -> list[ScheduleBatch]:
+        """Launched batches with unprocessed results, oldest first.
+
+        The same objects are later passed to ``process_batch_result``.
+        """
+        if get_parallel().pp_size > 1:
+            return self._pending_microbatches()
+        return [batch for batch, _ in self.result_queue]
+
+    @property
+    def result_queue(self) -> Sequence[tuple[ScheduleBatch, Any]]:
+        # the normal loop has no queue: it processes a result before the next boundary
+        return getattr(self._scheduler, "result_queue", ())
+
+    def _pending_microbatches(self) -> list[ScheduleBatch]:
+        """Return the microbatches in flight: all but the current turn's."""
+        scheduler = self._scheduler
+        microbatches, turn = len(scheduler.running_mbs), self.turn
+        pending = []
+        for index in (*range(turn + 1, microbatches), *range(turn)):
+            batch, launch = scheduler.mbs[index], scheduler.mb_metadata[index]
+            if batch is not None:
+                snapshot = launch.fwd_batch if launch is not None else None
+                pending.append(batch if snapshot is None else snapshot)
+        return pending
+
+    @property
+    def turn(self) -> int:
+        """Index of the microbatch whose turn the pipeline's loop is in."""
+        running = self._scheduler.running_mbs
+        return next(i for i, batch in enumerate(running) if batch is self._scheduler.running_batch)
+
+    def live(self) -> set[Req]:
+        """Return every request of this scheduler, in any queue or batch."""
+        scheduler = self._scheduler
+        batches = [
+            *scheduler._collect_inflight_batches(),
+            scheduler.cur_batch_for_debug,
+            *self.pending_batches,
+        ]
+        live = {req for batch in batches if batch is not None for req in batch.reqs}
+        live.update(scheduler.waiting_queue, scheduler.grammar_manager.grammar_queue)
+        if scheduler.chunked_req is not None:
+            live.add(scheduler.chunked_req)
+        live.update(self.backed_up())
+        live.update(self.between_servers())
+        return live
+
+    def backed_up(self) -> list[Req]:
+        """Return prefilled requests that wait, in no batch, for HiSparse to back up their KV."""
+        coordinator = self._scheduler.hisparse_coordinator
+        return [] if coordinator is None else [act.req for act in coordinator.ack_staging_queue]
+
+    def between_servers(self) -> Iterator[Req]:
+        """Yield the requests in the queues of a prefill server, or of a decode server."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            yield from scheduler.disagg_prefill_bootstrap_queue.queue
+            yield from scheduler.disagg_prefill_inflight_queue
+        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            prealloc = scheduler.disagg_decode_prealloc_queue
+            yield from prealloc.retracted_queue
+            # retracted by a pause: their prompts are prefilled again when generation continues
+            yield from prealloc.held_rebootstrap_reqs
+            transfers = scheduler.disagg_decode_transfer_queue.queue
+            yield from (entry.req for entry in (*prealloc.queue, *transfers))
+
+    def running(self) -> set[Req]:
+        """Return the unfinished requests admitted to a batch."""
+        scheduler = self._scheduler
+        admitted = scheduler.collect_inflight_reqs()
+        if scheduler.chunked_req is not None:
+            admitted.add(scheduler.chunked_req)
+        admitted.update(self.backed_up())
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            # they run until the decode server has their KV
+            admitted.update(scheduler.disagg_prefill_inflight_queue)
+        return {req for req in admitted if not req.finished() and not req.is_retracted}
+
+    def begun(self) -> set[Req]:
+        """Return the requests that a draining pause lets finish.
+
+        On a decode server these include requests with KV and no slot yet, and requests moved
+        to the host for lack of memory. Held back, they would keep memory from running requests.
+        """
+        scheduler = self._scheduler
+        begun = self.running()
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            begun.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
+            begun.update(req for req in self.live() if req.kv.holds_kv)
+        return begun
+
+    def waiting(self) -> list[Req]:
+        """Return the queued requests, without those whose KV is in transfer to this server."""
+        scheduler = self._scheduler
+        waiting = [*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue]
+        if scheduler.disaggregation_mode is DisaggregationMode.PREFILL:
+            waiting += scheduler.disagg_prefill_bootstrap_queue.queue
+        elif scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            prealloc = scheduler.disagg_decode_prealloc_queue
+            waiting += [entry.req for entry in prealloc.queue]
+            waiting += prealloc.held_rebootstrap_reqs
+            waiting += prealloc.retracted_queue
+        return waiting
+
+    @property
+    def may_be_written_to(self) -> bool:
+        """Whether the prefill server may still write the KV of an ended request.
+
+        SGLang keeps the memory until the prefill server says no, for 30 s at most.
+        """
+        scheduler = self._scheduler
+        return (
+            scheduler.disaggregation_mode is DisaggregationMode.DECODE
+            and scheduler.disagg_decode_transfer_queue.has_pending_deferred_releases()
+        )
+
+    def why_not_recomputed(self) -> str | None:
+        """Return why some KV must stay, or None where all KV can be recomputed."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.NULL:
+            return None
+        have_kv = {req for req in self.live() if req.kv.holds_kv}
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            # their KV is on the host, or in transfer
+            have_kv.update(scheduler.disagg_decode_prealloc_queue.retracted_queue)
+            have_kv.update(entry.req for entry in scheduler.disagg_decode_transfer_queue.queue)
+        holding = len(have_kv) + self.may_be_written_to
+        if not holding:
+            return None
+        return (
+            f"{holding} requests have KV, and this server cannot recompute it: a prefill server "
+            "computes KV for a decode server (--disaggregation-mode)"
+        )
+
+    def without_kv(self) -> list[Req]:
+        """Return the queued requests, here or for another server, without a prefix lookup yet."""
+        scheduler = self._scheduler
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            # a decode server's waiting queue holds requests with their prompt's KV
+            asked_for = [entry.req for entry in scheduler.disagg_decode_prealloc_queue.queue]
+            held = scheduler.disagg_decode_prealloc_queue.held_rebootstrap_reqs
+            return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
+        return self.waiting()
+
+    def is_of_another_worker(self, request: AbortRequest) -> bool:
+        """Return whether the named request belongs to another tokenizer worker than the abort.
+
+        A worker aborts its own request. That request may have ended, or been refused, by now
+        (``names.py``), and another worker's request may have its name.
+        """
+        worker = request.http_worker_ipc
+        if request.abort_all or worker is None:
+            return False
+        named = [r for r in self.live() if r.rid == request.rid and not r.finished()]
+        return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)

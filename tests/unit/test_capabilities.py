@@ -1,0 +1,135 @@
+"""The table of what a server can do, from real arguments of SGLang."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sglang.srt.model_executor.cuda_graph_config import default_cuda_graph_config
+from sglang.srt.server_args import ServerArgs
+
+from harness.marker import CONFIG
+from sglang_inflight import capabilities
+from sglang_inflight.frontend.status import _merge
+from sglang_inflight.vocabulary.answers import Capabilities
+
+ROWS = set(Capabilities.__struct_fields__)
+# rows of a server whose loop has no pause states
+NO_PAUSE = {"pause", "retract", "in_place", "recompute", "keep_weights", "move_adapters"}
+# rows of a server of a pair
+A_PAIR = {"in_place", "recompute", "keep_weights", "move_adapters"}
+STORE = {"fence", "recompute"}
+
+
+def refused(**args: Any) -> dict[str, str]:
+    """Return the rows refused for a server with adapters and ``args``."""
+    table = capabilities.of(ServerArgs(**{"model_path": "", "enable_lora": True, **args}))
+    return {row: why for row, why in table.as_json().items() if why is not None}
+
+
+def graphs(*, decode: str, prefill: str) -> Any:
+    """Return SGLang's settings of CUDA graphs, with these backends."""
+    config = default_cuda_graph_config()
+    config.decode.backend, config.prefill.backend = decode, prefill
+    return config
+
+
+@pytest.mark.parametrize(
+    ("args", "rows", "words"),
+    [
+        ({}, set(), ""),
+        (
+            {"tp_size": 8, "enable_hierarchical_cache": True},
+            {"move_adapters"},
+            "hier",
+        ),
+        ({"enable_lora": False}, {"move_adapters"}, "--enable-lora"),
+        ({"dp_size": 2}, {"move_adapters"}, "--dp-size"),
+        ({"pp_size": 2}, {"in_place", "move_adapters"}, "--pp-size"),
+        ({"pp_size": 2, "attn_dp_size": 2}, NO_PAUSE, "--pp-size"),
+        ({"pp_size": 2, "speculative_algorithm": "NGRAM"}, NO_PAUSE, "--pp-size"),
+        ({"pp_size": 2, "disaggregation_mode": "prefill"}, NO_PAUSE, "--pp-size"),
+        ({"enable_pdmux": True}, NO_PAUSE | {"stage"}, "--enable-pdmux"),
+        ({"disaggregation_mode": "prefill"}, A_PAIR, "--disaggregation-mode"),
+        ({"enable_lmcache": True}, STORE, "LMCache"),
+        ({"enable_flexkv": True}, STORE, "FlexKV"),
+        ({"weight_cache_mode": "daemon"}, {"stage", "in_place"}, "--weight-cache-mode daemon"),
+        ({"weight_cache_mode": "client"}, {"stage", "in_place"}, "--weight-cache-mode client"),
+        ({"offload_group_size": 4}, {"stage", "in_place"}, "--offload-group-size"),
+        # no step comes between the first write in place and the last
+        ({"enable_eplb": True}, {"stage"}, "--enable-eplb"),
+        ({"elastic_ep_backend": "mooncake"}, {"stage"}, "--elastic-ep-backend"),
+    ],
+    ids=str,
+)
+def test_arguments_refuse_rows_with_a_reason(
+    args: dict[str, Any], rows: set[str], words: str
+) -> None:
+    said = refused(**args)
+    assert set(said) == rows
+    assert all(words in why for why in said.values()), said
+
+
+def test_hierarchical_cache_in_a_pipeline_keeps_prefixes() -> None:
+    said = refused(pp_size=2, enable_hierarchical_cache=True)
+    assert set(said) == STORE | {"in_place", "move_adapters"}
+    assert "--enable-hierarchical-cache" in said["fence"]
+
+
+@pytest.mark.parametrize(
+    ("args", "why"),
+    [
+        ({}, None),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"api_key": "secret"}, "--api-key"),
+    ],
+    ids=str,
+)
+def test_decode_server_retracts_what_a_prefill_request_carries(
+    tmp_path: Path, args: dict[str, Any], why: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    decode = {"model_path": str(tmp_path), "disaggregation_mode": "decode", "enable_lora": False}
+    said = refused(**(decode | args))
+    assert set(said) - {"retract"} == A_PAIR
+    assert said.get("retract") is None if why is None else why in said["retract"]
+
+
+def test_decode_server_of_images_does_not_retract(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = SimpleNamespace(is_multimodal=True)
+    monkeypatch.setattr(capabilities, "model_config_of", lambda args: images)
+    assert "images" in refused(disaggregation_mode="decode", enable_lora=False)["retract"]
+
+
+def test_cpu_offload_allows_in_place_without_graphs() -> None:
+    for on in (
+        {"decode": "disabled", "prefill": "full"},
+        {"decode": "full", "prefill": "disabled"},
+    ):
+        said = refused(cpu_offload_gb=4, cuda_graph_config=graphs(**on))
+        assert set(said) == {"stage", "in_place"}
+        assert "without CUDA graphs" in said["in_place"]
+    off = graphs(decode="disabled", prefill="disabled")
+    said = refused(cpu_offload_gb=4, cuda_graph_config=off)
+    assert set(said) == {"stage"}
+    assert "--cpu-offload-gb" in said["stage"]
+
+
+def test_attached_store_refuses_fence_and_recompute() -> None:
+    can = capabilities.of(ServerArgs(model_path="", enable_lora=True))
+    hicache: Any = SimpleNamespace(enable_hierarchical_cache=True, hicache_storage_backend=None)
+    assert capabilities.with_store(can, hicache) == can
+    hicache.hicache_storage_backend = "mooncake"
+    said = capabilities.with_store(can, hicache)
+    assert {row for row in ROWS if said[row] is not None} == STORE
+    assert "--hicache-storage-backend mooncake" in (said.fence or "")
+    hicache.enable_hierarchical_cache = False
+    assert capabilities.with_store(can, hicache) == can
+
+
+def test_status_merges_the_reasons_of_all_ranks() -> None:
+    stages = [Capabilities(), Capabilities(stage="is quantized by Fp8")]
+    assert _merge(stages) == stages[1]
