@@ -178,7 +178,7 @@ class Requests:
         """Return whether the named request belongs to another tokenizer worker than the abort.
 
         A worker aborts its own request. That request may have ended, or been refused, by now
-        (``names.py``), and another worker's request may have its name.
+        (``request_names.py``), and another worker's request may have its name.
         """
         worker = request.http_worker_ipc
         if request.abort_all or worker is None:
