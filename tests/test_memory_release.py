@@ -246,7 +246,7 @@ def test_calls_while_memory_is_released_answer_correctly_or_409(
         assert server.get(path)["status_code"] == 200, path
     assert server.get("/ready")["status_code"] == 503
     adapter = server.post("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere"})
-    refuse(adapter, "--enable-lora")
+    refuse(adapter, "/nowhere", status_code=404)
     holders = {holder["pause_id"] for holder in status(server)["holders"]}
     assert len(holders) == 4
     # later pauses are released; the memory's own pause and the first one remain

@@ -9,8 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 from pydantic import TypeAdapter, ValidationError
+from sglang.srt.managers import io_struct
 
 from sglang_inflight.frontend.as_sglang import decode, sglangs_class
+from sglang_inflight.frontend.workers.aborting import AbortBody
 from sglang_inflight.vocabulary import bodies
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Refused
@@ -171,3 +173,13 @@ def test_unprintable_version_is_refused(name: str) -> None:
 def test_version_in_any_language_is_accepted() -> None:
     for name in ("v" * 256, "größer als β", "第二步"):
         assert bodies.EndBody(weight_version=name).weight_version == name
+
+
+def test_each_body_names_a_class_of_sglang() -> None:
+    """Also the bodies that only one module reads."""
+    shapes: list[type[Body]] = [Body, AbortBody]
+    for shape in shapes:
+        shapes += shape.__subclasses__()
+        if shape.sglang is not None:
+            assert sglangs_class(shape) is getattr(io_struct, shape.sglang)
+    assert len(shapes) > 20

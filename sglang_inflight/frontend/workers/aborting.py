@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import httpx
 import msgspec
 from fastapi import FastAPI, Request, Response
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette.routing import Route
 
@@ -35,7 +34,7 @@ _OWNERS_PATH = "/inflight/abort_requests"
 
 
 class AbortBody(Body, kw_only=True):
-    sglang = AbortReq
+    sglang = "AbortReq"
 
     rid: str | None = None
     abort_all: bool = False
