@@ -23,6 +23,7 @@ from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
 _COPY = torch.ops.aten.copy_.default
+_FILL = torch.ops.aten.fill_.Scalar
 
 
 class Kind(enum.Enum):
@@ -179,16 +180,20 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _is_recorded(
         self, func: Any, args: Any, written: list[torch.Tensor], read: list[torch.Tensor]
     ) -> bool:
-        """Return whether the operation is a copy that the recorder has recorded."""
+        """Return whether the operation is a copy or a fill that the recorder has recorded."""
         if self._recorder is None:
             return False
         read = [tensor for tensor in read if self._is_weight(tensor)]
-        written = [tensor for tensor in written if self._is_weight(tensor)]
+        written = [t for t in written if t.numel() and self._is_weight(t)]
         if read:
             self._recorder.touch(read)
         if not written:
             return False
-        if func is _COPY and self._recorder.copy(args[0], args[1]):
+        source = args[1] if func is _COPY else None
+        if func is _FILL:
+            # SGLang's embeddings fill their padding
+            source = torch.full((), args[1], dtype=args[0].dtype, device=args[0].device)
+        if source is not None and self._recorder.copy(args[0], source):
             return True
         self._recorder.touch([*written, *read])
         return False
