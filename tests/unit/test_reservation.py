@@ -56,7 +56,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     )
     monkeypatch.setattr(reservation, "get_available_gpu_memory", lambda *_: host.device_gb)
     monkeypatch.setattr(reservation, "get_schedule", lambda: memory)
-    monkeypatch.setattr(reservation, "why_no_update", lambda in_place: None)
     with get_parallel().override(**ONE_RANK):
         yield host
 
