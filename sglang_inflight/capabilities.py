@@ -1,4 +1,4 @@
-"""What a server can do, and why it cannot do the rest: one table, made at the server's start.
+"""The capabilities of a server, and the reason for each missing one. One table, made at start.
 
     doctor       the rows of the given flags (``of``)
     front end    the rows of the arguments, at the start of each process (``of``)

@@ -84,7 +84,7 @@ class Report:
 
 
 class _Flags(NamedTuple):
-    """What the flags tell of a server.
+    """The findings about a server from its flags.
 
     ``refusals``: why ``sglang serve`` refuses them. ``why_inactive``: why the server cannot run
     with us. ``can``: what it can do, None if one of the others says that it would not run.

@@ -1,1 +1,1 @@
-"""What clients and servers say to each other. Imports no SGLang."""
+"""The vocabulary of clients and servers: calls, bodies, answers, errors. Imports no SGLang."""

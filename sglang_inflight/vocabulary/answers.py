@@ -208,7 +208,7 @@ class RankReceipt(Answer, frozen=True, kw_only=True):
 
 
 class StagedChanges(Answer, frozen=True, kw_only=True):
-    """What an update was staged as.
+    """The form of a staged update, and its size.
 
     ``form``: "changes", "changes on host" (they outgrew their budget on the device), "device",
     "host" or "off". The other fields are 0 unless the form is one of changes.

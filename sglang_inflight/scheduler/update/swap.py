@@ -88,7 +88,7 @@ class ContentSwap:
 
 @dataclass(frozen=True)
 class PreparedSwap:
-    """What a commit exchanges; nothing in the mode ``off``.
+    """The exchange of a commit; empty in the mode ``off``.
 
     ``pairs``: live weight and shadow of each whole copy. ``changes``: elements that differ.
 
