@@ -36,6 +36,10 @@ class Form(Protocol):
     def recorder(self) -> Recorder | None:
         """Takes part in the loader's operations, if not None."""
 
+    @property
+    def handle_for(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return a weight's handle, or None where a loader addresses a second copy."""
+
     def begin(self) -> None:
         """Begin an update without any weight."""
 
@@ -85,6 +89,8 @@ class WholeCopies:
 
     In the mode ``off`` the copies are the weights themselves, and are only read.
     """
+
+    handle_for = None
 
     def __init__(self, mode: StagingMode, swap: Swap | None, rate_limit: RateLimit) -> None:
         self._mode = mode
@@ -169,6 +175,7 @@ class Changes:
 
     def __init__(self, recording: Recording, swap: Swap, rate_limit: RateLimit) -> None:
         self.recorder = recording
+        self.handle_for = recording.handle_for
         self._swap = swap
         self._rate_limit = rate_limit
 

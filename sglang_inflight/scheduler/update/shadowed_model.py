@@ -22,7 +22,6 @@ from sglang_inflight.messages import (
     Source,
     TensorSource,
 )
-from sglang_inflight.scheduler.update.changes.recording import Recording
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
@@ -89,13 +88,11 @@ class ShadowedModel:
         mode: StagingMode,
         device: torch.device,
         owners: Sequence[nn.Module],
-        recording: Recording | None,
         form: Form,
     ) -> None:
         """Build the shadow at the first update: a server without updates pays nothing.
 
         ``owners`` are the rank's models before this model. They own the weights shared with it.
-        ``recording`` hands out what stands for the weights, in the mode ``changes``.
         """
         if self._shadow is not None:
             return
@@ -111,8 +108,7 @@ class ShadowedModel:
             )
         else:
             storage = torch.device("cpu") if mode is StagingMode.HOST else device
-            handle_for = recording.handle_for if recording is not None else None
-            self._shadow = Shadow(model, self._parameters, storage, handle_for)
+            self._shadow = Shadow(model, self._parameters, storage, form.handle_for)
 
     @property
     def shadow(self) -> Shadow | InPlaceModel:

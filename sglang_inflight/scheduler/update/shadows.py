@@ -67,7 +67,6 @@ class Shadows:
         try:
             if mode is not StagingMode.OFF:
                 self._swap = swap_for(device)
-            recording = None
             if mode is StagingMode.CHANGES:
                 assert self._swap is not None
                 recording = Recording(self._budget, self._rate_limit)
@@ -76,7 +75,7 @@ class Shadows:
                 form = WholeCopies(mode, self._swap, self._rate_limit)
             owners: list[nn.Module] = []
             for model in self._models:
-                model.build_shadow(mode, device, tuple(owners), recording, form)
+                model.build_shadow(mode, device, tuple(owners), form)
                 owners.append(model.runner.model)
             self._form = form
         except Exception as error:

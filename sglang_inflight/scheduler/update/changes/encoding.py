@@ -57,6 +57,10 @@ class Part:
     def nbytes(self) -> int:
         return self.values.nbytes + (0 if self.offsets is None else self.offsets.nbytes)
 
+    def overlaps(self, start: int, end: int) -> bool:
+        """Return whether its range and that from ``start`` to ``end`` have an element in common."""
+        return self.start < end and self.start + self.length > start
+
     def positions(self) -> torch.Tensor:
         """Return the int64 position of each value, counted from ``start``."""
         if self.offsets is None:

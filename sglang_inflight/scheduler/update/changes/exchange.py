@@ -6,16 +6,12 @@ All memory exists before the vote, so an exchange cannot fail.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
 
 from sglang_inflight.scheduler.update.changes.encoding import Part, bits_of, write_positions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Exchange:
@@ -38,16 +34,6 @@ class Exchange:
             from sglang_inflight.scheduler.update.changes.exchange_kernel import Launch
 
             self._make = Launch(self._parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the changes take."""
-        return sum(part.nbytes for _, part in self._parts)
-
-    @property
-    def elements(self) -> int:
-        """How many elements an exchange writes."""
-        return sum(len(part.values) for _, part in self._parts)
 
     def make(self) -> int:
         """Exchange all parts, and return the bytes written into the weights.

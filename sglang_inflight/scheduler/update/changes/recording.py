@@ -249,9 +249,7 @@ class Recording:
             flat = live.detach().view(-1)
             for start in range(0, len(flat), PIECE):
                 piece = flat[start : start + PIECE]
-                within = [
-                    p for p in parts if p.start < start + PIECE and p.start + p.length > start
-                ]
+                within = [p for p in parts if p.overlaps(start, start + PIECE)]
                 if within:
                     piece = piece.clone()
                     for part in within:
@@ -307,7 +305,7 @@ class Recording:
             return
         kept: list[Part] = []
         for part in weight.parts:
-            if part.start < end and part.start + part.length > start:
+            if part.overlaps(start, end):
                 rest = without_range(part, start, end)
                 self._count(part, -1)
                 for one in rest:
@@ -320,7 +318,7 @@ class Recording:
     def _has_changes(self, weight: _Weight, start: int, end: int) -> bool:
         if not weight.parts or not (weight.keeps or weight.written.overlaps(start, end)):
             return False
-        return any(p.start < end and p.start + p.length > start for p in weight.parts)
+        return any(p.overlaps(start, end) for p in weight.parts)
 
     # ---- windows ----------------------------------------------------------------------
 
@@ -377,7 +375,7 @@ class Recording:
         """
         as_was = bits_of(weight.live)[start : start + len(piece)].clone()
         for part in before:
-            if part.start < start + len(piece) and part.start + part.length > start:
+            if part.overlaps(start, start + len(piece)):
                 put_into(part, as_was, start)
         changed = as_was != bits_of(weight.live)[start : start + len(piece)]
         is_sent = ~piece.isnan()
