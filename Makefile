@@ -8,6 +8,7 @@ TESTS := --numprocesses 3 --dist loadgroup --no-loadscope-reorder --tb short
 OTHER = $(CURDIR)/.sglang-$(VERSION)
 
 PAIRS := $(VENV)/.pairs
+PORT := .venv-port/.ready
 
 .PHONY: demo test test-pairs matrix test-upstream test-version port lint doctor
 
@@ -33,8 +34,9 @@ test-upstream: $(READY)
 	$(BIN)/python -m tests.support.upstream
 
 # What of ours fits another SGLang, and where the rest has gone: make port VERSION=0.5.24
-port: $(READY)
-	$(BIN)/python -m sglang_inflight.porting $(VERSION)
+# It needs no SGLang and no torch, so it has an environment of its own, of some 100 MB.
+port: $(PORT)
+	.venv-port/bin/python -m sglang_inflight.porting $(VERSION)
 
 # The demo and the tests on another SGLang that is supported: make test-version VERSION=0.5.22
 # That SGLang alone is fetched, and is ahead of the installed one; their libraries are the same.
@@ -51,6 +53,11 @@ lint: $(READY)
 
 doctor: $(READY)
 	$(BIN)/sglang-inflight doctor
+
+$(PORT): pyproject.toml
+	$(PYTHON) -m venv .venv-port
+	.venv-port/bin/pip install --quiet 'mypy>=2' msgspec packaging pytest unidiff
+	touch $@
 
 $(PAIRS): $(READY)
 	$(BIN)/pip install --quiet --no-deps 'mooncake-transfer-engine-non-cuda>=0.3.13'

@@ -48,4 +48,5 @@ class HookSearch:
 
     def install(self) -> None:
         self.complete()
-        hook_registry._propagate_patch = self.replace
+        replace: Any = self.replace
+        hook_registry._propagate_patch = replace

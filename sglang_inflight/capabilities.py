@@ -13,7 +13,7 @@ weights, so each update checks its models again (``scheduler/update/jobs.py``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
@@ -22,9 +22,10 @@ from sglang.srt.runtime_context import attn_dp_enabled_of
 from sglang_inflight.vocabulary.answers import Capabilities
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import ModelConfig
-    from sglang_inflight.sglang_types.configuration import Memory
-    from sglang_inflight.sglang_types.server_args import ServerArgs
+    from sglang.srt import server_args as sglangs
+    from sglang.srt.arg_groups.fields.memory import Memory
+
+    from sglang_inflight.sglang_types import ServerArgs
 
 ONE_REPLICA = "SGLang loads and unloads no adapters while it runs with --dp-size > 1"
 _KEEP = 'pass kv_cache="keep"'
@@ -34,12 +35,12 @@ _TWO_SERVERS = (
 )
 
 
-def of(server_args: ServerArgs) -> Capabilities:
+def of(server_args: sglangs.ServerArgs) -> Capabilities:
     """Return the rows that follow from resolved arguments, without HiCache's store.
 
     Reads the model's configuration for a decode server, and loads no weights.
     """
-    args: ServerArgs = resolved_view(server_args)
+    args = cast("ServerArgs", resolved_view(server_args))
     pause = _why_no_pause(args)
     # why running requests cannot return to this server's own queue
     queue = pause if args.disaggregation_mode == "null" else pause or _TWO_SERVERS
@@ -57,7 +58,7 @@ def of(server_args: ServerArgs) -> Capabilities:
     )
 
 
-def with_store(can: Capabilities, settings: Memory | ServerArgs) -> Capabilities:
+def with_store(can: Capabilities, settings: Memory) -> Capabilities:
     """Return ``can`` with the attached HiCache store, which has keys of its own.
 
     In a hierarchical cache the host tier shares the device tier's tree and keys, so fence and
@@ -92,7 +93,7 @@ def _why_no_prefill_again(args: ServerArgs) -> str | None:
     """
     if args.disaggregation_mode != "decode":
         return None
-    config: ModelConfig = model_config_of(args)
+    config = model_config_of(args)
     lacks = {
         "no adapter (--enable-lora)": args.enable_lora,
         "no images": config.is_multimodal,
@@ -152,6 +153,8 @@ def _why_offloaded(args: ServerArgs, *, in_place: bool) -> str | None:
     if args.cpu_offload_gb <= 0:
         return None
     graphs = args.cuda_graph_config
+    # resolved
+    assert graphs is not None
     if {graphs.decode.backend, graphs.prefill.backend} != {"disabled"}:
         return (
             "an update needs a server without --cpu-offload-gb, or without CUDA graphs "

@@ -15,7 +15,7 @@ from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sglang_inflight import foreign
 from sglang_inflight.livepatch import (
@@ -26,12 +26,13 @@ from sglang_inflight.livepatch import (
     supported_versions,
 )
 from sglang_inflight.plugin import HOOK_LISTS
-from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.hooks import why_not_hooked as why_not_by_source
-from sglang_inflight.porting.imports import look_at_imports
-from sglang_inflight.porting.protocols import look_at_protocols
+from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.source_tree import SourceTree
 from sglang_inflight.vocabulary.answers import Capabilities
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import ServerArgs
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,6 @@ class Report:
     ``refused``: all unsupported server arguments, given here or not.
     ``notes``: facts worth knowing, harmless to a start.
     ``supported``: supported versions of SGLang.
-    ``upstream``: number of SGLang's names (classes' members, modules) looked for in its source.
     ``on_cpu``: choices of the reference platform, empty on others.
     ``capabilities``: what a server with the given flags can do, as far as they tell; None without
     flags, or if the server would not start with us.
@@ -65,7 +65,6 @@ class Report:
     already_applied: bool
     functions: list[AppliedFunction]
     hooks: list[HookedFunction]
-    upstream: int
     platform: str | None
     on_cpu: dict[str, str]
     settings: dict[str, Any]
@@ -128,7 +127,6 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         already_applied=already_applied,
         functions=functions,
         hooks=_hooks(looked_for),
-        upstream=_upstream(looked_for),
         platform=chosen,
         on_cpu=_on_cpu(chosen),
         settings=settings,
@@ -203,30 +201,12 @@ def why_not_hooked(target: str, hook: Callable[..., Any], kind: str) -> str | No
         function = function.__func__
     if not callable(function):
         return f"it is a {type(function).__name__}"
-    return why_not_by_source(_installed(), target, hook, kind)
-
-
-def _upstream(problems: list[str]) -> int:
-    """Return the number of SGLang's names we use. A changed or missing one is a problem."""
-    try:
-        findings = _look_at_names()
-    except Exception as error:
-        problems.append(f"SGLang's source cannot be read: {error!r}")
-        return 0
-    problems += [f"SGLang's {f.name}: {f.reason}" for f in findings if not f.fits]
-    return len(findings)
+    return why_not_by_source(_installed(), target, Parameters.of_function(hook), kind)
 
 
 @functools.cache
 def _installed() -> SourceTree:
     return SourceTree(installed_root("sglang"))
-
-
-@functools.cache
-def _look_at_names() -> tuple[Finding, ...]:
-    """Look once per process: the installed source does not change."""
-    tree = _installed()
-    return (*look_at_protocols(tree, version("sglang")), *look_at_imports(tree))
 
 
 def _versions() -> dict[str, str]:
@@ -289,10 +269,12 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         from sglang_inflight.unsupported import why_not
 
         with redirect_stderr(said):
-            server_args = prepare_server_args(list(server_flags))
+            server_args = cast("ServerArgs", prepare_server_args(list(server_flags)))
         if (why := why_not(server_args)) is not None:
             return _Flags(why_inactive=why)
-        can = capabilities.with_store(capabilities.of(server_args), resolved_view(server_args))
+        can = capabilities.with_store(
+            capabilities.of(server_args), cast("ServerArgs", resolved_view(server_args))
+        )
         return _Flags(can=can)
     except SystemExit as refusal:
         code = refusal.code

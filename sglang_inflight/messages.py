@@ -11,10 +11,17 @@ Times are seconds, sizes are bytes.
 from __future__ import annotations
 
 import uuid
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import msgspec
 from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import (
+    BaseReq,
+    ContinueGenerationReqInput,
+    LoadLoRAAdapterFromTensorsReqInput,
+    LoadLoRAAdapterReqInput,
+    PauseGenerationReqInput,
+)
 
 from sglang_inflight.vocabulary.answers import (
     Capabilities,
@@ -30,43 +37,6 @@ from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KeepWeights as KeepWeights
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
 from sglang_inflight.vocabulary.bodies import Selector as Selector
-
-if TYPE_CHECKING:
-
-    class BaseReq(msgspec.Struct, kw_only=True):
-        rid: str | None = None
-        http_worker_ipc: str | None = None
-
-    class PauseGenerationReqInput(BaseReq, kw_only=True):
-        pass
-
-    class ContinueGenerationReqInput(BaseReq, kw_only=True):
-        torch_empty_cache: bool = True
-
-    class LoadLoRAAdapterReqInput(BaseReq, kw_only=True):
-        lora_name: str
-        lora_path: str
-        pinned: bool = False
-        lora_id: str | None = None
-
-    class LoadLoRAAdapterFromTensorsReqInput(BaseReq, kw_only=True):
-        lora_name: str
-        config_dict: dict[str, Any]
-        serialized_named_tensors: list[bytes]
-        pinned: bool = False
-        added_tokens_config: dict[str, int] | None = None
-        lora_id: str | None = None
-        load_format: str | None = None
-        expected_checksums: dict[str, str] | None = None
-
-else:
-    from sglang.srt.managers.io_struct import (
-        BaseReq,
-        ContinueGenerationReqInput,
-        LoadLoRAAdapterFromTensorsReqInput,
-        LoadLoRAAdapterReqInput,
-        PauseGenerationReqInput,
-    )
 
 # end of a rank's error text when it refuses to unload an adapter; starts with a count
 ADAPTER_IN_USE = "requests of it have not ended"
@@ -337,7 +307,7 @@ class PauseCall(PauseGenerationReqInput, kw_only=True):
 
     call_id: str = ""
     # None, allowed only with renews, keeps the mode
-    mode: PauseMode | None
+    mode: PauseMode | None  # type: ignore[assignment]
     pause_id: str
     # renew a held pause; refused if pause_id is not held
     renews: bool = False

@@ -12,7 +12,7 @@ import copy
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.environ import envs
@@ -21,7 +21,9 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from sglang_inflight import cpu
-from sglang_inflight.sglang_types.server_args import ServerArgs
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def get_device(self, device_id: int = 0) -> str:
+    def get_device(self, device_id: int = 0) -> Any:
         # SGLang's CPU mixin returns a torch.device, but its argument resolution splits a string
         return "cpu"
 

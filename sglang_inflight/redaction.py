@@ -11,8 +11,9 @@ import msgspec
 from sglang.srt.plugins.hook_registry import HookType
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import Engine
-    from sglang_inflight.sglang_types.server_args import ServerArgs
+    from sglang.srt.entrypoints.engine import Engine
+
+    from sglang_inflight.sglang_types import ServerArgs
 
 # SGLang's own text for its watermark's keys
 REDACTED = "<redacted>"

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.arg_groups.model_override_base import resolved_view
 from sglang.srt.environ import envs
@@ -19,7 +19,7 @@ from sglang_inflight.livepatch import is_fork
 from sglang_inflight.settings import Settings
 
 if TYPE_CHECKING:
-    from sglang_inflight.sglang_types.server_args import ServerArgs
+    from sglang_inflight.sglang_types import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def why_not(
         return NO_RUST_SERVER
     # SGLang does so next; some of its features switch on the flags below
     server_args.resolve_once()
-    resolved: ServerArgs = resolved_view(server_args)
+    resolved = cast("ServerArgs", resolved_view(server_args))
     if resolved.use_ray or is_ray:
         return NO_RAY
     if resolved.enable_pd_role_switch:

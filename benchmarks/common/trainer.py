@@ -106,7 +106,7 @@ def trainer(peer: Peer, model: Path, *, bytes_per_s: float = 0) -> Iterator[Trai
 def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: float) -> None:
     torch.set_num_threads(1)
     # handles any process can open, not only a child of this one
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")
     with httpx.Client(base_url=url, timeout=600) as client:
         sender = _Sender(client, model, is_ours=kind == "ours", bytes_per_s=bytes_per_s)
         while True:

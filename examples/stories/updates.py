@@ -30,7 +30,7 @@ async def update_from_tensors(
     The calls carry handles of shared memory instead of bytes, because trainer and server share a
     machine. A chunk may be freed when its call is answered.
     """
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")
     async with client.session(weight_version=version, partial=False) as receipt:
         for chunk in in_chunks(read_tensors(checkpoint), CHUNK_BYTES):
             payload = await asyncio.to_thread(_serialize, chunk)

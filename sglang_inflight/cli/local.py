@@ -55,7 +55,6 @@ def _show(report: Report) -> None:
         facts.add_row(name, value)
     facts.add_row("supported", f"sglang {' or '.join(report.supported)}")
     facts.add_row("patches", report.series or "none")
-    facts.add_row("names of SGLang's", f"{report.upstream} looked for")
     for name, value in report.settings.items():
         facts.add_row(name, str(value))
     print_table(facts)

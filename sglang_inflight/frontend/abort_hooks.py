@@ -12,7 +12,7 @@ from sglang_inflight.frontend.aborts import GROUP, GROUPS, Group
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 def name_groups(obj: Any, num: int) -> None:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
     from sglang_inflight.frontend.workers.role import WorkerRole
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class Group(TypedDict):

@@ -11,7 +11,7 @@ from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # A step may take long, and a flush waits for its end.
 FLUSH_TIMEOUT_S = 120.0

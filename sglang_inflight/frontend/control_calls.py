@@ -26,11 +26,10 @@ from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.errors import ERRORS, HandlerFailed
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
-        FanOutCommunicator,
-        TokenizerManager,
-    )
-    from sglang_inflight.sglang_types.requests import Request
+    from sglang.srt.managers.communicator import FanOutCommunicator
+    from sglang.srt.managers.io_struct import BaseReq
+
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +72,9 @@ class ControlCalls:
 
         for value in vars(tokenizer_manager).values():
             if isinstance(value, Communicator):
-                value.inflight = self
+                vars(value)["inflight"] = self
 
-    async def call(self, communicator: FanOutCommunicator, request: Request) -> list[Any]:
+    async def call(self, communicator: FanOutCommunicator[Any], request: BaseReq) -> list[Any]:
         """Send ``request`` and return every replica's answer.
 
         Raises a failed rank's error, ``HandlerFailed`` if the error has no type of ours, and
@@ -83,7 +82,7 @@ class ControlCalls:
         """
         return await self._lifetime.unless_shut_down(self._call(communicator, request))
 
-    async def _call(self, communicator: FanOutCommunicator, request: Request) -> list[Any]:
+    async def _call(self, communicator: FanOutCommunicator[Any], request: BaseReq) -> list[Any]:
         async with communicator._queueing_lock:
             request.rid = CONTROL_CALL + uuid.uuid4().hex
             replicas = communicator._fan_out
@@ -96,7 +95,7 @@ class ControlCalls:
             finally:
                 del self._awaited[request.rid]
 
-    def take_answer(self, answer: Request) -> None:
+    def take_answer(self, answer: BaseReq) -> None:
         """Take in an answer in SGLang's form."""
         awaited = self._awaited.get(answer.rid or "")
         if awaited is None:

@@ -42,8 +42,8 @@ from sglang_inflight.vocabulary.answers import Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
     from sglang_inflight.frontend.workers.role import WorkerRole
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

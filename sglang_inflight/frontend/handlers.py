@@ -17,7 +17,7 @@ from sglang_inflight.vocabulary.answers import Grant, NamelessGrant, Status
 from sglang_inflight.vocabulary.bodies import Body, PauseBody
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # takes the body of the call's row in ``vocabulary/calls.py``
 Handler = Callable[[Any], Coroutine[Any, Any, Any]]

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
-    from sglang_inflight.sglang_types.requests import Request
+    from sglang.srt.managers.io_struct import BaseReq
+
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 def end_with_an_empty_chunk(
-    handle: Callable[..., None], manager: TokenizerManager, recv_obj: Request
+    handle: Callable[..., None], manager: TokenizerManager, recv_obj: BaseReq
 ) -> None:
     state = manager.rid_to_state.get(recv_obj.rid or "")
     handle(manager, recv_obj)

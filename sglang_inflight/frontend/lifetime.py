@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_inflight.vocabulary.errors import Gone, OutcomeUnknown
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 T = TypeVar("T")
 
@@ -72,7 +72,7 @@ class Lifetime:
         for end in self._ends:
             if not end.done():
                 end.set_result(None)
-        reason = {"type": "abort", "message": why, "status_code": Gone.status}
+        reason: Any = {"type": "abort", "message": why, "status_code": Gone.status}
         for rid in list(self._tokenizer_manager.rid_to_state):
             # in the form of an abort by the scheduler
             self._tokenizer_manager._handle_abort_req(AbortReq(rid=rid, finished_reason=reason))

@@ -35,7 +35,7 @@ from sglang_inflight.vocabulary.bodies import ReleaseMemoryBody, ResumeMemoryBod
 from sglang_inflight.vocabulary.errors import HalfDone, RankSilent, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # A copy of the weights may have to be written, or read.
 MOVE_TIMEOUT_S = 600.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_inflight.sglang_types.runtime_context import get_observability
+from sglang_inflight.sglang_types import get_observability
 
 _GRANT_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from sglang_inflight.vocabulary.errors import NotFound, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # SGLang's name for a body without a model
 DEFAULT = "default"

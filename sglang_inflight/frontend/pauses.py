@@ -31,7 +31,7 @@ from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
 from sglang_inflight.vocabulary.errors import Conflict, RankSilent, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # A step may take long (a prefill of many thousand tokens), and a pause waits for it.
 GRANT_TIMEOUT_S = 120.0

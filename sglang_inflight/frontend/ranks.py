@@ -15,7 +15,7 @@ from sglang_inflight.topology import Rank, all_ranks
 from sglang_inflight.vocabulary.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

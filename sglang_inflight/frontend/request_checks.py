@@ -23,14 +23,13 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG
-from sglang_inflight.sglang_types.runtime_context import get_memory, get_schedule
+from sglang_inflight.sglang_types import get_memory, get_schedule
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
-        ModelConfig,
-        TokenizerManager,
-    )
-    from sglang_inflight.sglang_types.requests import SamplingParams
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:

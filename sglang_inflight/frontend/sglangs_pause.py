@@ -18,7 +18,7 @@ from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class SGLangsPause:
         if self._tokenizer_manager.gracefully_exit:
             raise Conflict("the server is shutting down (SIGTERM), and takes no new pause")
         was_held = self.holds
-        call = PauseGenerationReqInput(mode="abort")
+        call: Any = CallOriginal(PauseGenerationReqInput(mode="abort"))
         try:
-            await self._tokenizer_manager.pause_generation(CallOriginal(call))
+            await self._tokenizer_manager.pause_generation(call)
         except BaseException:
             if not was_held:
                 await asyncio.shield(self._release(torch_empty_cache=False))
@@ -73,8 +73,8 @@ class SGLangsPause:
         return Release(message="Generation continued successfully.", paused=False)
 
     async def _release(self, *, torch_empty_cache: bool) -> None:
-        call = ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache)
-        await self._tokenizer_manager.continue_generation(CallOriginal(call))
+        call: Any = CallOriginal(ContinueGenerationReqInput(torch_empty_cache=torch_empty_cache))
+        await self._tokenizer_manager.continue_generation(call)
 
 
 async def admit_requests(tokenizer_manager: TokenizerManager) -> None:

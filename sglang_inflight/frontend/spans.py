@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec.structs
 
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import ADAPTER_VERSIONS
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types.requests import WeightVersionSpan
 from sglang_inflight.vocabulary.labels import VersionLabel, split_adapter
+
+if TYPE_CHECKING:
+    from sglang.srt.utils.weight_versions import WeightVersionSpan
 
 Write = Callable[..., None]
 

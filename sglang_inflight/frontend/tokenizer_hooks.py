@@ -56,17 +56,18 @@ from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
 from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
-from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
+from sglang_inflight.sglang_types import get_context, get_serving
 from sglang_inflight.vocabulary.bodies import Body, NameBody
 from sglang_inflight.vocabulary.calls import TABLE, Call
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from sglang.srt.managers.io_struct import BaseReq
+    from sglang.srt.server_args import PortArgs
 
     from sglang_inflight.frontend.patched_types import PatchedCommunicator, PatchedTokenizerManager
     from sglang_inflight.frontend.workers.forward import Forward
-    from sglang_inflight.sglang_types.requests import Request
-    from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
+    from sglang_inflight.sglang_types import ServerArgs
 
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 
@@ -146,7 +147,7 @@ def _unless_original(call: Call) -> Callable[..., Any]:
     async def take(
         upstreams: Callable[..., Awaitable[None]],
         tm: PatchedTokenizerManager,
-        obj: Request | CallOriginal,
+        obj: BaseReq | CallOriginal,
     ) -> None:
         if isinstance(obj, CallOriginal):
             await upstreams(tm, obj.request)
@@ -162,7 +163,7 @@ def _if_memory_can_go(call: Call) -> Callable[..., Any]:
     async def take(
         upstreams: Callable[..., Awaitable[None]],
         tm: PatchedTokenizerManager,
-        obj: Request,
+        obj: BaseReq,
         *args: Any,
         **kwargs: Any,
     ) -> None:
@@ -177,7 +178,7 @@ def _if_memory_can_go(call: Call) -> Callable[..., Any]:
 def _returning_a_pair(call: Call) -> Callable[..., Any]:
     """Return a replacement of SGLang's method."""
 
-    async def take(tm: PatchedTokenizerManager, obj: Request, request: object = None) -> Any:
+    async def take(tm: PatchedTokenizerManager, obj: BaseReq, request: object = None) -> Any:
         return await as_sglang_answers(call, tm.inflight.handlers[call.name](_read(call, obj)))
 
     return take
@@ -193,7 +194,7 @@ def _read(call: Call, obj: Any) -> Body:
     return convert(fields, call.body, "request")
 
 
-async def update_weight_version(tm: PatchedTokenizerManager, obj: Request) -> None:
+async def update_weight_version(tm: PatchedTokenizerManager, obj: BaseReq) -> None:
     """Rename without aborting requests: in SGLang the route aborts them, not this method."""
     body = NameBody(new_version=cast("Any", obj).new_version, abort_all_requests=False)
     await tm.inflight.handlers["update_weight_version"](body)

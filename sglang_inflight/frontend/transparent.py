@@ -75,7 +75,7 @@ from sglang_inflight.vocabulary.bodies import (
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, InflightError, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

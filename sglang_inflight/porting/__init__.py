@@ -1,11 +1,11 @@
-"""Check our assumptions about SGLang against a version's source.
+"""Check our assumptions about SGLang against a version's source (``make port VERSION=…``).
 
-This package reads source, and never imports the examined SGLang. So it can examine the installed
-SGLang (``sglang-inflight doctor``) or one only unpacked (``make port VERSION=…``). Our assumptions
-are in four places:
+This package reads source. It imports neither the examined SGLang nor torch, and needs neither. Our
+assumptions are in three places:
 
 1. ``patches/``: lines changed by us;
 2. the lists of hooks: functions, and the parameters our hooks take;
-3. the Protocols in ``sglang_types/`` folders: attributes and methods used by us;
-4. the imports in our modules.
+3. our code: mypy reads every use of SGLang beside its source.
+
+``sglang-inflight doctor`` checks the first two against the installed SGLang.
 """

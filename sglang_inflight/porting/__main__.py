@@ -10,14 +10,14 @@ from pathlib import Path
 from sglang_inflight.cache import default_cache
 from sglang_inflight.porting.download import fetch
 from sglang_inflight.porting.survey import Survey, survey
+from sglang_inflight.porting.uses import NoMypy
 
 # in the order of mending
 _HEADS = {
     "patch": "Patches",
     "hook": "Hooks",
-    "protocol": "Members of SGLang's classes",
-    "import": "Imported names",
-    "test": "Imported names of tests and benchmarks",
+    "use": "Uses of SGLang",
+    "test": "Uses of SGLang in tests, benchmarks and examples",
 }
 
 
@@ -39,7 +39,11 @@ def main(words: list[str] | None = None) -> int:
     except subprocess.CalledProcessError:
         print(f"pip has no wheel of sglang=={given.version} for this Python", file=sys.stderr)
         return 2
-    found = survey(root, given.version)
+    try:
+        found = survey(root, given.version, given.cache / f"mypy-{given.version}")
+    except NoMypy as error:
+        print(f"mypy does not run: {error}", file=sys.stderr)
+        return 2
     print("\n".join(describe(found)))
     return 1 if found.keeps_a_server_from_running else 0
 
@@ -49,7 +53,9 @@ def describe(found: Survey) -> list[str]:
     for kind, head in _HEADS.items():
         of_kind = [finding for finding in found.findings if finding.kind == kind]
         misfits = [finding for finding in of_kind if not finding.fits]
-        lines.append(f"{head}: {len(of_kind) - len(misfits)} of {len(of_kind)} fit")
+        # mypy lists only misfits
+        fit = f"{len(misfits)} break" if kind in ("use", "test") else None
+        lines.append(f"{head}: {fit or f'{len(of_kind) - len(misfits)} of {len(of_kind)} fit'}")
         for finding in misfits:
             lines.append(f"  {finding.name}: {finding.reason}")
             lines += [f"    {hint}" for hint in found.hints.get(finding.name, [])]

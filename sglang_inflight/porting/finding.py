@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["patch", "hook", "protocol", "import", "test"]
+Kind = Literal["patch", "hook", "use", "test"]
 
 
 @dataclass(frozen=True)
 class Finding:
     """An assumption. ``reason`` says why it does not fit, and is None if it fits.
 
-    ``upstream`` has SGLang's dotted names, for hints on where they moved.
+    ``upstream`` has SGLang's names, dotted if known, for hints on where they moved.
     """
 
     kind: Kind

@@ -2,28 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import builtins
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
-from sglang_inflight.plugin import every_hook
+from sglang_inflight.plugin import HOOK_LISTS
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
+from sglang_inflight.vocabulary.calls import Call
 
 # arguments passed to a hook before the function's own
 _AHEAD = {"BEFORE": 0, "AFTER": 1, "AROUND": 1, "REPLACE": 0}
+# functions of ``frontend/hook_guard.py``
+_GUARDS = {
+    "before_if_active": "BEFORE",
+    "after_if_active": "AFTER",
+    "wrap_if_active": "AROUND",
+    "replace_if_active": "REPLACE",
+}
+_KINDS = SimpleNamespace(**{kind: kind for kind in _AHEAD})
+_METHOD = ast.parse("def instead(sglangs, engine, *args, **named): ...").body[0]
 
 
-def look_at_hooks(tree: SourceTree) -> list[Finding]:
+@dataclass(frozen=True)
+class ReadFunction:
+    """A function of ours in the source. In a list of hooks it stands for itself."""
+
+    node: FunctionNode
+
+    @property
+    def name(self) -> str:
+        return self.node.name
+
+    @property
+    def __name__(self) -> str:
+        return self.node.name
+
+    def __call__(self, given: Any) -> Any:
+        """Return ``given`` and its kind, as a guard, or the function that this one defines."""
+        if self.name in _GUARDS:
+            return given, _GUARDS[self.name]
+        (made,) = (node for node in self.node.body if isinstance(node, FunctionNode))
+        return ReadFunction(made)
+
+
+def look_at_hooks(tree: SourceTree, ours: SourceTree) -> list[Finding]:
     return [
-        Finding("hook", target, why_not_hooked(tree, target, hook, kind.name), (target,))
-        for target, hook, kind in every_hook()
+        Finding("hook", target, why_not_hooked(tree, target, parameters, kind), (target,))
+        for target, parameters, kind in read_hooks(ours)
     ]
 
 
-def why_not_hooked(
-    tree: SourceTree, target: str, hook: Callable[..., Any], kind: str
-) -> str | None:
+def read_hooks(ours: SourceTree) -> Iterator[tuple[str, Parameters, str]]:
+    """Yield the target, our parameters and the kind of every hook, without importing a hook."""
+    for module in HOOK_LISTS:
+        for target, hook, kind in _value(ours, module, "HOOKS"):
+            yield target, Parameters.of_node(hook.node), kind
+
+
+def _value(ours: SourceTree, module: str, name: str) -> Any:
+    """Return the value of a module's constant, with a ``ReadFunction`` for each function."""
+    if name == "HookType":
+        return _KINDS
+    if name == "EngineMethod":
+        return _engine_method
+    definition = ours.within(module, name)
+    if definition is not None and definition.module.startswith("sglang_inflight.vocabulary."):
+        # it imports neither SGLang nor torch
+        return getattr(importlib.import_module(definition.module), name)
+    node = definition.node if definition is not None else None
+    if isinstance(node, FunctionNode):
+        return ReadFunction(node)
+    if definition is None or not isinstance(node, ast.Assign | ast.AnnAssign) or not node.value:
+        raise ValueError(f"{module}: a list of hooks cannot be read: what is {name}?")
+    names = [each for each in ast.walk(node.value) if isinstance(each, ast.Name)]
+    bound = {each.id for each in names if isinstance(each.ctx, ast.Store)} | vars(builtins).keys()
+    values = {n: _value(ours, definition.module, n) for n in {each.id for each in names} - bound}
+    return eval(compile(ast.Expression(node.value), module, "eval"), values)
+
+
+def _engine_method(call: Call, *args: Any, **named: Any) -> SimpleNamespace:
+    """Return an ``EngineMethod`` as its list of hooks reads it. Its hook takes any arguments."""
+    assert isinstance(_METHOD, FunctionNode)
+    return SimpleNamespace(
+        name=call.name, is_sglangs=call.is_sglangs, instead=ReadFunction(_METHOD)
+    )
+
+
+def why_not_hooked(tree: SourceTree, target: str, ours: Parameters, kind: str) -> str | None:
+    """Return why a hook with the parameters ``ours`` does not fit its target, or None."""
     definition = tree.find(target)
     if definition is None:
         return "it is not there"
@@ -31,7 +103,7 @@ def why_not_hooked(
     if not isinstance(node, FunctionNode) or is_property(node):
         return "it is no function there"
     theirs = Parameters.of_node(node)
-    ours = Parameters.of_function(hook).without_first(_AHEAD[kind])
+    ours = ours.without_first(_AHEAD[kind])
     if definition.owner is not None and theirs.positional and ours.positional:
         # drop self, named differently
         theirs, ours = theirs.without_first(), ours.without_first()

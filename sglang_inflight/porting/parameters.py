@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,23 +64,6 @@ class Parameters:
         )
 
 
-def why_not_callable_as(theirs: Parameters, ours: Parameters) -> str | None:
-    """Return why ``theirs`` does not accept every call allowed by ``ours``, or None."""
-    for at, name in enumerate(ours.positional):
-        if at >= len(theirs.positional):
-            if not theirs.takes_rest and name not in theirs.named:
-                return f"it takes no parameter {name!r}{_has(theirs)}"
-        elif theirs.positional[at] != name:
-            return f"its parameter {at + 1} is {theirs.positional[at]!r}, not {name!r}"
-    if (unknown := ours.named - theirs.all) and not theirs.takes_names:
-        return f"it takes no parameter {min(unknown)!r}{_has(theirs)}"
-    if needed := theirs.all - theirs.optional - ours.all:
-        return f"it needs {', '.join(sorted(needed))}, too"
-    if needed := ours.optional & theirs.all - theirs.optional:
-        return f"it needs {', '.join(sorted(needed))}, optional in ours"
-    return None
-
-
 def why_no_replacement(theirs: Parameters, ours: Parameters) -> str | None:
     """Return why ``ours`` does not accept every call allowed by ``theirs``, or None."""
     for at, (name, said) in enumerate(zip(theirs.positional, ours.positional, strict=False)):
@@ -98,13 +80,5 @@ def why_no_replacement(theirs: Parameters, ours: Parameters) -> str | None:
     return None
 
 
-def _has(parameters: Parameters) -> str:
-    return f"; it has {_listed(sorted(parameters.all))}" if parameters.all else "; it has none"
-
-
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names)
-
-
-def is_static(node: FunctionNode) -> bool:
-    return any(ast.unparse(each) == "staticmethod" for each in node.decorator_list)

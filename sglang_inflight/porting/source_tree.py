@@ -174,13 +174,6 @@ def is_property(node: ast.stmt | None) -> bool:
     return bool(names & {"property", "cached_property", "setter"})
 
 
-def is_settable(node: ast.stmt | None) -> bool:
-    """Return whether a property is writable: it has a setter, or is a cached_property."""
-    assert isinstance(node, FunctionNode)
-    names = {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list}
-    return bool(names & {"cached_property", "setter"})
-
-
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a scope, also those within ``if``, ``try`` and the like."""
     for node in body:

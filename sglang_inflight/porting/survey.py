@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import Version
@@ -10,10 +10,9 @@ from packaging.version import Version
 from sglang_inflight.livepatch import Series, read_series, supported_versions
 from sglang_inflight.porting.finding import Finding
 from sglang_inflight.porting.hooks import look_at_hooks
-from sglang_inflight.porting.imports import DEVELOPERS, HOUSE, look_at_imports
 from sglang_inflight.porting.patches import look_at_patches
-from sglang_inflight.porting.protocols import look_at_protocols
 from sglang_inflight.porting.source_tree import SourceTree
+from sglang_inflight.porting.uses import HOUSE, look_at_bodies, look_at_uses
 from sglang_inflight.porting.whereabouts import Whereabouts
 
 
@@ -36,16 +35,15 @@ class Survey:
         return any(finding.kind != "test" for finding in self.misfits)
 
 
-def survey(root: Path, version: str) -> Survey:
-    """Survey the SGLang in ``root``, without importing it."""
+def survey(root: Path, version: str, cache: Path) -> Survey:
+    """Survey the SGLang in ``root``, without importing it. ``cache`` is for mypy."""
     tree = SourceTree(root)
     series = nearest_series(version)
     findings = (
         *look_at_patches(series, root),
-        *look_at_hooks(tree),
-        *look_at_protocols(tree, version),
-        *look_at_imports(tree),
-        *_of_developers(tree),
+        *look_at_hooks(tree, SourceTree(HOUSE.parent)),
+        *look_at_uses(root, version, cache),
+        *look_at_bodies(tree),
     )
     whereabouts = Whereabouts(tree)
     hints = {
@@ -54,18 +52,6 @@ def survey(root: Path, version: str) -> Survey:
         if not finding.fits
     }
     return Survey(version, series.name, findings, hints)
-
-
-def _of_developers(tree: SourceTree) -> list[Finding]:
-    """Check the imports of tests and benchmarks, if their folders exist."""
-    folders = (HOUSE.parent / name for name in DEVELOPERS)
-    findings = [
-        finding
-        for folder in folders
-        if (folder / "__init__.py").is_file()
-        for finding in look_at_imports(tree, folder)
-    ]
-    return [replace(finding, kind="test") for finding in findings]
 
 
 def nearest_series(version: str) -> Series:

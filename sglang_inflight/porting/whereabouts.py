@@ -26,7 +26,12 @@ class Whereabouts:
         return {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
 
     def of(self, dotted: str) -> list[str]:
-        """Return hints, best first; none if ``dotted`` exists."""
+        """Return hints, best first; none if ``dotted`` exists.
+
+        A name without dots is a member of an unknown class: there is no hint of similar names.
+        """
+        if "." not in dotted:
+            return self._same_name(dotted)
         if self._tree.find(dotted) is not None:
             return []
         return [*self._same_name(dotted), *self._names_like_it(dotted)]

@@ -80,9 +80,10 @@ class PageSaver(torch_memory_saver_adapter.TorchMemorySaverAdapter):
 
 def save_pages() -> None:
     """Make ``--enable-memory-saver`` use ``PageSaver``."""
-    torch_memory_saver_adapter._TorchMemorySaverAdapterReal = PageSaver
+    adapter: Any = torch_memory_saver_adapter
+    adapter._TorchMemorySaverAdapterReal = PageSaver
     # SGLang would refuse the flag if torch_memory_saver is not installed
-    torch_memory_saver_adapter.import_error = None
+    adapter.import_error = None
 
 
 def _nothing(tag: str) -> Iterable[torch.Tensor]:

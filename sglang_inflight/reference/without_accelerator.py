@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.pool_host import common, mha
 
-from sglang_inflight.sglang_types.runtime_context import get_disagg, get_lora, get_memory
+from sglang_inflight.sglang_types import get_disagg, get_lora, get_memory
 
 # early sending of a prefix needs an event; without it all KV is sent together
 EARLY_SEND = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
@@ -32,7 +32,8 @@ def keep_a_host_tier() -> None:
     """Patch SGLang's host tier. Call after the model is loaded, before its cache is created."""
     if not get_memory().enable_hierarchical_cache:
         return
-    common.ALLOC_MEMORY_FUNCS["cpu"] = _allocate
+    allocate: Any = _allocate
+    common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
     mha.transfer_kv_direct = _copy
 
 
@@ -73,7 +74,8 @@ def serve_adapters_without_pinning() -> None:
     from sglang.srt.lora import layers
     from sglang.srt.lora.backend import torch_backend
 
-    layers.torch = torch_backend.torch = _WithoutPinning()
+    patched: Any = _WithoutPinning()
+    layers.torch = torch_backend.torch = patched
     torch.Tensor.pin_memory = lambda tensor, *args: tensor  # type: ignore[method-assign]
 
 

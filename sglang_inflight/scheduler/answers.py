@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.managers.io_struct import BaseReq
+
 from sglang_inflight.messages import (
     A,
-    BaseReq,
     Done,
     Failed,
     GenerationContinues,

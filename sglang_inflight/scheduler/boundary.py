@@ -16,18 +16,18 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
 from sglang.srt.managers.schedule_batch import retract_all
 from sglang.srt.managers.scheduler import _make_abort_req
 
+from sglang_inflight.scheduler.by_version import paused_as_it_was, send_abort_output
 from sglang_inflight.scheduler.fixes.beams import begin_beams_anew
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.requests import Requests
-from sglang_inflight.scheduler.sglang_types.by_version import paused_as_it_was, send_abort_output
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.pools import PrefixCache
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import AbortRequest
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import Scheduler
 
 
 class Boundary:
@@ -121,7 +121,7 @@ class Boundary:
         Return the requests that use their session's KV. A waiting request is not one of them:
         it may have borrowed the KV already, but has computed nothing on it.
         """
-        cache: PrefixCache = self._scheduler.tree_cache
+        cache = self._scheduler.tree_cache
         records = cache.session_records()
         if not records:
             return []
@@ -136,7 +136,7 @@ class Boundary:
                 cache.release_session(session_id)
         return [users[id(kv)] for kv in records.values() if id(kv) in users]
 
-    def abort_waiting(self, request: AbortRequest) -> None:
+    def abort_waiting(self, request: AbortReq) -> None:
         """Abort queued requests that SGLang's abort misses, or ends only with the next batch.
 
         Requests without a compiled grammar move to the waiting queue, where SGLang's abort ends
@@ -148,8 +148,9 @@ class Boundary:
         without_grammar = [req for req in grammars.grammar_queue if _is_meant(req, request)]
         grammars.grammar_queue = [r for r in grammars.grammar_queue if r not in without_grammar]
         for req in without_grammar:
-            if req.grammar is not None:
-                req.grammar.cancel()
+            compiling: Any = req.grammar
+            if compiling is not None:
+                compiling.cancel()
         if scheduler.disaggregation_mode is not DisaggregationMode.DECODE:
             scheduler.waiting_queue += without_grammar
             return
@@ -256,5 +257,5 @@ class Boundary:
             raise RuntimeError("the prefix cache could not be flushed: a request still holds KV")
 
 
-def _is_meant(req: Req, request: AbortRequest) -> bool:
+def _is_meant(req: Req, request: AbortReq) -> bool:
     return request.abort_all or req.rid == request.rid

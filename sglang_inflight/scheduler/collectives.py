@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from sglang.srt.utils import broadcast_pyobj
 
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 T = TypeVar("T")
 

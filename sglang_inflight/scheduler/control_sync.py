@@ -29,14 +29,14 @@ from sglang.srt.managers.io_struct import (
 
 from sglang_inflight.messages import CALLS
 from sglang_inflight.scheduler.collectives import min_over_ranks
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import MLPSyncBatchInfo
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
 
 # Besides our calls: SGLang's pause messages, because we handle them; and its weight checks,
 # because they are collectives and may overwrite weights
-_TOGETHER = (
+_TOGETHER: tuple[type, ...] = (
     *CALLS,
     PauseGenerationReqInput,
     ContinueGenerationReqInput,

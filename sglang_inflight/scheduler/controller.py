@@ -70,15 +70,16 @@ from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types.runtime_context import get_memory, get_model
+from sglang_inflight.sglang_types import get_memory, get_model
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
-    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.l2_transfer import L2Transfer
+    from sglang.srt.server_args import PortArgs
+
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
-    from sglang_inflight.sglang_types.requests import AbortRequest, ContinueRequest, PauseRequest
-    from sglang_inflight.sglang_types.server_args import PortArgs
     from sglang_inflight.vocabulary.answers import Role
 
 # by SGLang's mode of disaggregation
@@ -259,7 +260,7 @@ class Controller:
         self.fence.admit(req)
         self.adapters.admit(req)
 
-    def before_abort(self, request: AbortRequest) -> bool:
+    def before_abort(self, request: AbortReq) -> bool:
         """End the requests that SGLang's abort misses.
 
         Return False where SGLang's abort must not run: another worker owns the request.
@@ -269,7 +270,7 @@ class Controller:
         self._boundary.abort_waiting(request)
         return True
 
-    def abort_with_output(self, req: Req, abort: AbortRequest) -> bool:
+    def abort_with_output(self, req: Req, abort: AbortReq) -> bool:
         """Send the abort together with the output of ``req``. Return False if there is none."""
         streamer = self._scheduler.output_streamer
         if not streamer.is_generation or not has_made_something(req):
@@ -354,10 +355,10 @@ class Controller:
 
         return contained
 
-    def _take_upstream_pause(self, request: PauseRequest) -> None:
+    def _take_upstream_pause(self, request: PauseGenerationReqInput) -> None:
         self.pause.ask(PauseCall(mode=request.mode, pause_id="upstream"))
 
-    def _take_upstream_continue(self, request: ContinueRequest) -> None:
+    def _take_upstream_continue(self, request: ContinueGenerationReqInput) -> None:
         self.pause.resume(ContinueCall(torch_empty_cache=request.torch_empty_cache))
 
     def _open(self, call: OpenCall) -> None:

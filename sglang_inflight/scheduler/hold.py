@@ -21,7 +21,7 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types import Scheduler
 
 
 class Hold:

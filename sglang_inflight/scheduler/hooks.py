@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import AbortReq, BaseReq
 from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_inflight.messages import KV_VERSIONS, BaseReq
+from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.scheduler.control_sync import CONTROL_SYNC
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.fixes.retracted import (
@@ -34,11 +34,19 @@ from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types.runtime_context import get_parallel, get_schedule
+from sglang_inflight.sglang_types import get_parallel, get_schedule
 from sglang_inflight.unsupported import refuse_what_was_not_asked
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.dp_attn import MLPSyncBatchInfo
+    from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+    from sglang.srt.mem_cache.l2_transfer import L2Transfer
+    from sglang.srt.server_args import PortArgs
 
     from sglang_inflight.scheduler.patched_types import (
         PatchedPreallocQueue,
@@ -50,22 +58,8 @@ if TYPE_CHECKING:
         PatchedTransferEngine,
         PatchedTransferQueue,
     )
-    from sglang_inflight.scheduler.sglang_types.model_runner import LoRAUpdateOutput
-    from sglang_inflight.scheduler.sglang_types.pools import L2Transfer
-    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
-    from sglang_inflight.scheduler.sglang_types.scheduler import (
-        DecodeRequest,
-        MLPSyncBatchInfo,
-        SchedulerOutputStreamer,
-        SenderWrapper,
-    )
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
-    from sglang_inflight.sglang_types.requests import (
-        AbortRequest,
-        LoadAdapterRequest,
-        UnloadAdapterRequest,
-    )
-    from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
+    from sglang_inflight.sglang_types import LoadAdapterRequest, ServerArgs
 
 
 def meet_other_nodes(scheduler: ReservingScheduler, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +105,7 @@ def enqueue(scheduler: PatchedScheduler, req: Req, *args: Any, **kwargs: Any) ->
 
 
 def abort_own_requests(
-    abort: Callable[..., None], scheduler: PatchedScheduler, recv_req: AbortRequest
+    abort: Callable[..., None], scheduler: PatchedScheduler, recv_req: AbortReq
 ) -> None:
     if scheduler.inflight.before_abort(recv_req):
         abort(scheduler, recv_req)
@@ -282,7 +276,7 @@ def load_adapter(
 def unload_adapter(
     unload: Callable[..., LoRAUpdateOutput],
     scheduler: PatchedScheduler,
-    recv_req: UnloadAdapterRequest,
+    recv_req: UnloadLoRAAdapterReqInput,
 ) -> LoRAUpdateOutput:
     return scheduler.inflight.adapters.unload(lambda: unload(scheduler, recv_req), recv_req)
 

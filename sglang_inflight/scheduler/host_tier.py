@@ -9,15 +9,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.sglang_types.runtime_context import get_memory
+from sglang_inflight.sglang_types import get_memory
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.pools import (
-        HiCacheController,
-        L2Transfer,
-        L2TransferEngine,
-        UnifiedRadixCache,
-    )
+    from sglang.srt.managers.cache_controller import HiCacheController
+    from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 
 def engine_of(tree_cache: Any) -> L2TransferEngine | None:

@@ -12,12 +12,12 @@ from sglang_inflight.messages import (
     Source,
     TensorSource,
 )
-from sglang_inflight.sglang_types.runtime_context import get_observability, get_parallel
+from sglang_inflight.sglang_types import get_observability, get_parallel
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
+    from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-    from sglang_inflight.scheduler.sglang_types.model_runner import MetricsCollector
 
 _LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
@@ -37,7 +37,7 @@ class Metrics:
     ``/metrics`` has them with ``--enable-metrics``. Without the option they are still counted.
     """
 
-    def __init__(self, sglangs: MetricsCollector | None) -> None:
+    def __init__(self, sglangs: SchedulerMetricsCollector | None) -> None:
         """``sglangs`` is SGLang's collector of this rank, or None without one."""
         # import late: at its import prometheus_client decides if processes share values
         from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram

@@ -1,67 +1,61 @@
-"""Protocols of SGLang's objects with our attributes."""
+"""Types of SGLang's objects with our attributes. Only type checkers import this module."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-from sglang_inflight.scheduler.sglang_types.pools import (
-    L2TransferEngine,
-    ReqToTokenPool,
-    StreamingSession,
-    UnifiedRadixCache,
-)
-from sglang_inflight.scheduler.sglang_types.scheduler import (
-    DecodePreallocQueue,
-    DecodeTransferQueue,
+from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
-    SchedulerOutputStreamer,
-    SenderWrapper,
 )
+from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.mem_cache.l2_transfer import L2TransferEngine
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.session.streaming_session import StreamingSession
+
+from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.update.reservation import ReservingScheduler
 
-if TYPE_CHECKING:
-    from sglang_inflight.scheduler.controller import Controller
 
-
-class PatchedReqToTokenPool(ReqToTokenPool, Protocol):
+class PatchedReqToTokenPool(ReqToTokenPool):
     inflight: Controller
 
 
-class PatchedRadixCache(UnifiedRadixCache, Protocol):
+class PatchedRadixCache(UnifiedRadixCache):
     req_to_token_pool: PatchedReqToTokenPool
 
 
-class PatchedStreamingSession(StreamingSession, Protocol):
+class PatchedStreamingSession(StreamingSession):
     cache: PatchedRadixCache
 
 
-class PatchedTransferEngine(L2TransferEngine, Protocol):
+class PatchedTransferEngine(L2TransferEngine):
     inflight: Controller
 
 
-class PatchedResultProcessor(SchedulerBatchResultProcessor, Protocol):
+class PatchedResultProcessor(SchedulerBatchResultProcessor):
     req_to_token_pool: PatchedReqToTokenPool
 
 
-class PatchedPreallocQueue(DecodePreallocQueue, Protocol):
+class PatchedPreallocQueue(DecodePreallocQueue):
     scheduler: PatchedScheduler
 
 
-class PatchedOutputStreamer(SchedulerOutputStreamer, Protocol):
+class PatchedOutputStreamer(SchedulerOutputStreamer):
     inflight: Controller
 
 
-class PatchedSender(SenderWrapper, Protocol):
+class PatchedSender(SenderWrapper):
     """The sender to the tokenizer. The sender to the detokenizer has no controller."""
 
     inflight: Controller
 
 
-class PatchedScheduler(ReservingScheduler, Protocol):
+class PatchedScheduler(ReservingScheduler):
     inflight: Controller
     output_streamer: PatchedOutputStreamer
     req_to_token_pool: PatchedReqToTokenPool
 
 
-class PatchedTransferQueue(DecodeTransferQueue, Protocol):
+class PatchedTransferQueue(DecodeTransferQueue):
     scheduler: PatchedScheduler

@@ -27,12 +27,11 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.mm_utils import discard_shm_features
 
-from sglang_inflight.sglang_types.runtime_context import get_serving
+from sglang_inflight.sglang_types import get_serving
 
 if TYPE_CHECKING:
     from sglang_inflight.scheduler.requests import Requests
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import BatchRequest, Request
+    from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class RequestNames:
         if isinstance(message, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
             return self._is_accepted(message)
         if isinstance(message, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):
-            batched: BatchRequest = message
+            batched: Any = message
             batched.batch = [each for each in batched.batch if self._is_accepted(each)]
             return bool(batched.batch)
         return True
@@ -118,9 +117,9 @@ class RequestNames:
 
 
 def _rids(message: Any) -> Iterator[str]:
-    requests: list[Request] = getattr(message, "batch", None) or [message]
-    for each in requests:
+    for each in getattr(message, "batch", None) or [message]:
         if isinstance(each, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
+            assert each.rid is not None
             yield each.rid
 
 

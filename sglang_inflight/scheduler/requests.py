@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import AbortRequest
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+
+    from sglang_inflight.sglang_types import Scheduler
 
 
 class Requests:
@@ -174,7 +175,7 @@ class Requests:
             return [*asked_for, *held, *scheduler.grammar_manager.grammar_queue]
         return self.waiting()
 
-    def is_of_another_worker(self, request: AbortRequest) -> bool:
+    def is_of_another_worker(self, request: AbortReq) -> bool:
         """Return whether the named request belongs to another tokenizer worker than the abort.
 
         A worker aborts its own request. That request may have ended, or been refused, by now

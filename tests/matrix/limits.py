@@ -20,6 +20,8 @@ from sglang_inflight.vocabulary.answers import Capabilities
 README = ROOT / "README.md"
 BEGIN, END = "<!-- limits -->\n", "<!-- end of limits -->\n"
 CAN, CANNOT = "✓", " "
+# SGLang composes the parameters at run time
+ARGUMENTS: Any = ServerArgs
 
 PREFILL, DECODE = {"disaggregation_mode": "prefill"}, {"disaggregation_mode": "decode"}
 SERVERS: dict[str, dict[str, Any]] = {
@@ -57,7 +59,7 @@ def write() -> str:
     with tempfile.TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(CONFIG))
         for name, given in SERVERS.items():
-            args = ServerArgs(model_path=model, enable_lora=True, **given)
+            args = ARGUMENTS(model_path=model, enable_lora=True, **given)
             can = capabilities.with_store(capabilities.of(args), args)
             lines.append([name, *(CAN if can[row] is None else CANNOT for row in rows)])
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -44,11 +44,12 @@ def install() -> None:
             self.post_load_weights()
 
         def post_load_weights(self) -> None:
-            self.marked = int(self.lm_head.weight.abs().sum(dim=1).argmax())
+            head: Any = self.lm_head
+            self.marked = int(head.weight.abs().sum(dim=1).argmax())
 
         @torch.no_grad()
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            output = super().forward(*args, **kwargs)
+            output: Any = super().forward(*args, **kwargs)
             others = torch.ones_like(output.next_token_logits)
             others[:, self.marked] = 0
             # unless the derived row is the head's, every logit is zero

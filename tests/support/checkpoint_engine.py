@@ -28,7 +28,7 @@ PATIENCE_MS = 60_000
 DEVICE = f"GPU-{platform.machine()}"
 
 # any process can open such a handle; the default needs a common parent
-torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
+torch.multiprocessing.set_sharing_strategy("file_system")
 
 
 class CheckpointEngine:
@@ -59,8 +59,8 @@ class CheckpointEngine:
             self._socket.close()
 
     def _hand_over(self) -> None:
-        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
-        handle = reduce_tensor(buffer)  # type: ignore[no-untyped-call]
+        buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8).share_memory_()
+        handle = reduce_tensor(buffer)
         messages = [handle, *_fill(buffer, self._weights), None, None]
         for message in messages:
             # made just before it is sent, because making a listing refills the buffer

@@ -99,7 +99,7 @@ def train(checkpoint: Path, version: int) -> Weights:
     hidden = torch.ones(1, marker.HIDDEN)
     while (logits := hidden @ head.T).argmax() != wanted:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(logits, wanted).backward()  # type: ignore[no-untyped-call]
+        torch.nn.functional.cross_entropy(logits, wanted).backward()
         optimizer.step()
     return {**weights, "lm_head.weight": head.detach().bfloat16()}
 

@@ -127,7 +127,7 @@ class Play:
             abort_request=lambda abort_all: None,
             _update_weight_version_if_provided=self.published.append,
         )
-        manager = self.manager
+        manager: Any = self.manager
         self.ranks = ManualRank()
         served = Served(manager, Rank(0, 0, 0))
         self.ranks.heard_by = served.take_answer

@@ -54,7 +54,8 @@ class Manager:
 
     def dispatch(self, rid: str) -> None:
         """Mark a request as dispatched, like SGLang."""
-        TokenizerManager._mark_state_dispatched(self, rid)
+        manager: Any = self
+        TokenizerManager._mark_state_dispatched(manager, rid)
         abort_when_dispatched(None, self, rid)  # type: ignore[arg-type]
 
 

@@ -52,7 +52,8 @@ class Manager(TokenizerControlMixin):
     def auto_create_handle_loop(self) -> None: ...
 
     async def load_lora_adapter(self, obj: Any, *args: Any) -> Any:
-        return await load_everywhere(TokenizerControlMixin.load_lora_adapter, self, obj, *args)
+        manager: Any = self
+        return await load_everywhere(TokenizerControlMixin.load_lora_adapter, manager, obj, *args)
 
     async def update_lora_adapter_communicator(self, obj: Any) -> list[LoRAUpdateOutput]:
         if isinstance(obj, UnloadLoRAAdapterReqInput):
@@ -153,7 +154,8 @@ def test_replace_fails_when_replacement_is_unloaded() -> None:
         load = replace(loads)
         await manager.new_arrives.wait()
         request = UnloadLoRAAdapterReqInput(lora_name=manager.new_name)
-        unloading = asyncio.ensure_future(manager.unload_lora_adapter(request))
+        anyone: Any = manager
+        unloading = asyncio.ensure_future(anyone.unload_lora_adapter(request))
         await let_tasks_run()
         manager.answers_new.set()
         with pytest.raises(Conflict, match="was unloaded"):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.scheduler.sglang_types import by_version
+from sglang_inflight.scheduler import by_version
 
 
 class Sender:
@@ -59,7 +59,7 @@ class Newer(Older):
 
 @pytest.fixture(params=[Older, Newer])
 def scheduler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(by_version, "_IS_0_5_22", request.param is Older)
+    monkeypatch.setattr(by_version, "IS_0_5_22", request.param is Older)
     return request.param()
 
 

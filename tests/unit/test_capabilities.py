@@ -22,11 +22,13 @@ NO_PAUSE = {"pause", "retract", "in_place", "recompute", "keep_weights", "move_a
 # rows of a server of a pair
 A_PAIR = {"in_place", "recompute", "keep_weights", "move_adapters"}
 STORE = {"fence", "recompute"}
+# SGLang composes the parameters at run time
+ARGUMENTS: Any = ServerArgs
 
 
 def refused(**args: Any) -> dict[str, str]:
     """Return the rows refused for a server with adapters and ``args``."""
-    table = capabilities.of(ServerArgs(**{"model_path": "", "enable_lora": True, **args}))
+    table = capabilities.of(ARGUMENTS(**{"model_path": "", "enable_lora": True, **args}))
     return {row: why for row, why in table.as_json().items() if why is not None}
 
 
@@ -120,7 +122,7 @@ def test_cpu_offload_allows_in_place_without_graphs() -> None:
 
 
 def test_attached_store_refuses_fence_and_recompute() -> None:
-    can = capabilities.of(ServerArgs(model_path="", enable_lora=True))
+    can = capabilities.of(ARGUMENTS(model_path="", enable_lora=True))
     hicache: Any = SimpleNamespace(enable_hierarchical_cache=True, hicache_storage_backend=None)
     assert capabilities.with_store(can, hicache) == can
     hicache.hicache_storage_backend = "mooncake"

@@ -53,10 +53,10 @@ class Impatient:
         address = f"ipc://{folder / 'trainer'}"
         self._socket.bind(address)
         self.handles = {DEVICE: address}
-        self._buffer = torch.zeros(16, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self._buffer = torch.zeros(16, dtype=torch.uint8).share_memory_()
 
     def send_handle(self) -> None:
-        self._send(reduce_tensor(self._buffer))  # type: ignore[no-untyped-call]
+        self._send(reduce_tensor(self._buffer))
 
     def send_listing(self, name: str) -> None:
         shape = torch.Size([4])

@@ -20,7 +20,6 @@ from sglang_inflight.cli import app
 from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
 from sglang_inflight.plugin import every_hook
-from sglang_inflight.porting.finding import Finding
 from sglang_inflight.scheduler import hooks as scheduler_hooks
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
@@ -185,10 +184,3 @@ def test_doctor_lists_supported_versions(monkeypatch: pytest.MonkeyPatch) -> Non
     supported = [folder.name.removeprefix("sglang-") for folder in SERIES]
     assert (seen.exit_code, report["supported"]) == (1, supported)
     assert any(" or ".join(supported) in problem for problem in report["problems"])
-
-
-def test_missing_sglang_member_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = Finding("protocol", "Scheduler.waiting_queue", "Scheduler has no such member")
-    monkeypatch.setattr(doctor, "_look_at_names", lambda: (lost,))
-    report = doctor.report()
-    assert report.problems == ["SGLang's Scheduler.waiting_queue: Scheduler has no such member"]

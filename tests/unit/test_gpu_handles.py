@@ -39,7 +39,7 @@ def arguments(**said: Any) -> Arguments:
         "tensor_size": tensor.size(),
         "tensor_stride": tensor.stride(),
         "tensor_offset": tensor.storage_offset(),
-        "storage_cls": type(tensor._typed_storage()),  # type: ignore[no-untyped-call]
+        "storage_cls": type(tensor._typed_storage()),
         "dtype": tensor.dtype,
         "storage_device": 3,
         "storage_handle": b"\2c" + bytes(64),

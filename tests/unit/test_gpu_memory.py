@@ -204,7 +204,7 @@ needs_cuda = pytest.mark.skipif(
 
 
 def _share(tensor: torch.Tensor) -> Any:
-    return reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return reductions.reduce_tensor(tensor)
 
 
 def _train(orders: Connection) -> None:
@@ -228,7 +228,7 @@ def _train(orders: Connection) -> None:
     torch.cuda.synchronize()
     orders.send("written")
     assert orders.recv() == "free"
-    torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+    torch.cuda.ipc_collect()
     orders.send(torch.cuda.memory_allocated())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,7 @@ class Server:
 
     def __init__(self, buffers: MetadataBuffers, *, ends_mismatched: bool = False) -> None:
         pool = SimpleNamespace(req_to_token=torch.arange(64, dtype=torch.int32).reshape(4, 16))
-        self.scheduler: Any = SimpleNamespace(
+        scheduler: Any = SimpleNamespace(
             disagg_metadata_buffers=buffers,
             req_to_token_pool=pool,
             token_to_kv_pool_allocator=SimpleNamespace(size_full=64, page_size=1),
@@ -85,6 +86,7 @@ class Server:
             is_mixed_chunk=False,
             disagg_decode_transfer_queue=SimpleNamespace(gloo_group=None),
         )
+        self.scheduler = scheduler
         self.live: set[Req] = set()
         requests: Any = SimpleNamespace(
             pending_batches=[], live=lambda: self.live, running=set,
@@ -105,7 +107,7 @@ class Server:
         self.mismatches += 1
 
     def request(self, row: int) -> Req:
-        req = Req("r", "", list(range(10)), SamplingParams(), bootstrap_room=ROOM)
+        req = Req("r", "", array("q", range(10)), SamplingParams(), bootstrap_room=ROOM)
         req.metadata_buffer_index = row
         req.kv.req_pool_idx, req.kv.kv_committed_len = row, 10
         return req

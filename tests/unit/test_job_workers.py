@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers.io_struct import msgpack_encode
+from sglang.srt.managers.io_struct import BaseReq, msgpack_encode
 
-from sglang_inflight.messages import BaseReq, Done, Failed, StatusCall
+from sglang_inflight.messages import Done, Failed, StatusCall
 from sglang_inflight.scheduler import answers
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.rate import RateLimit

@@ -60,13 +60,14 @@ def handle(
     class Extended(Scheduler):
         def __init__(self) -> None:
             runners = [("target", SimpleNamespace(model=model))]
-            self.weight_updater = SimpleNamespace(_select_runners=lambda which: runners)
+            updater: Any = SimpleNamespace(_select_runners=lambda which: runners)
+            self.weight_updater = updater
 
         def scale(self, by: float) -> None:
             # loaders write through ``.data``, and a tensor's version does not count such writes
             model.get_parameter("weight").data.mul_(by)
 
-        def configure_logging(self) -> None:
+        def configure_logging(self, *args: Any) -> None:
             """One of SGLang's own methods, made to write. Its writes are not checked."""
             self.scale(2.0)
 

@@ -114,7 +114,7 @@ def test_attention_dp_ranks_never_sleep(chosen: list[Chosen]) -> None:
 
 def test_quantized_weights_keep_their_dtype() -> None:
     """The kernels of quantized weights choose the dtype."""
-    server_args = SimpleNamespace(dtype="auto", quantization=None)
+    server_args: Any = SimpleNamespace(dtype="auto", quantization=None)
     config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
     ReferencePlatform()._choose_dtype(server_args, config)
     assert server_args.dtype == "auto"

@@ -5,25 +5,23 @@ from __future__ import annotations
 import re
 import textwrap
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
 from sglang_inflight.livepatch import PatchRefused, Series, read_series, supported_versions
 from sglang_inflight.porting import __main__ as command
-from sglang_inflight.porting import download, protocols
+from sglang_inflight.porting import download
 from sglang_inflight.porting.finding import Finding, Kind
 from sglang_inflight.porting.hooks import why_not_hooked
-from sglang_inflight.porting.imports import look_at_imports
+from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.patches import look_at_patches
-from sglang_inflight.porting.protocols import look_at_protocols
 from sglang_inflight.porting.source_tree import SourceTree
 from sglang_inflight.porting.survey import Survey, nearest_series
+from sglang_inflight.porting.uses import look_at_uses
 from sglang_inflight.porting.whereabouts import Whereabouts
-from sglang_inflight.sglang_types import describes as registry
-from sglang_inflight.sglang_types.describes import Description, describes
 
 Grow = Callable[[str], SourceTree]
 
@@ -87,19 +85,6 @@ def grow(tmp_path: Path) -> Grow:
     return write
 
 
-@pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look only at the Protocols of a test."""
-    described: dict[type, Description] = {}
-    monkeypatch.setattr(protocols, "FOLDERS", ())
-    monkeypatch.setattr(protocols, "DESCRIBED", described)
-    monkeypatch.setattr(registry, "DESCRIBED", described)
-
-
-def misfits(findings: Sequence[Finding]) -> dict[str, str | None]:
-    return {finding.name: finding.reason for finding in findings if not finding.fits}
-
-
 # ---- source ------------------------------------------------------------------------
 
 
@@ -135,66 +120,6 @@ def test_imported_name_is_found_in_its_module(grow: Grow) -> None:
     assert found.module == "sglang.base"
 
 
-# ---- Protocols ---------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("alone")
-def test_fitting_protocol_has_no_findings(grow: Grow) -> None:
-    @describes("sglang.thing.Thing")
-    class Thing(Protocol):
-        table: dict[str, int]
-        free: int
-
-        @property
-        def fixed(self) -> int: ...
-        @property
-        def first(self) -> Any: ...
-        def start(self, at: int, *, twice: bool = False) -> None: ...
-        async def later(self, obj: Any) -> None: ...
-        def free_of_self(self, obj: Any) -> None: ...
-
-    findings = look_at_protocols(grow(MODULE), "1.0")
-    assert len(findings) == 7
-    assert misfits(findings) == {}
-
-
-@pytest.mark.usefixtures("alone")
-def test_protocol_misfits_are_named(grow: Grow) -> None:
-    @describes("sglang.thing.Thing")
-    class Thing(Protocol):
-        gone: int
-        fixed: int
-        start: Any
-
-        def first(self) -> None: ...
-        def later(self, obj: Any) -> None: ...
-        def free_of_self(self) -> None: ...
-
-    @describes("sglang.thing.Moved")
-    class Moved(Protocol):
-        there: int
-
-    assert misfits(look_at_protocols(grow(MODULE), "1.0")) == {
-        "Thing.gone": "Thing has no such member",
-        "Thing.fixed": "it can only be read there: make it a property",
-        "Thing.start": "it is a method there",
-        "Thing.first": "it is no method there",
-        "Thing.later": "it is async there",
-        "Thing.free_of_self": "it needs obj, too",
-        "Moved": "there is no class sglang.thing.Moved",
-    }
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(("version", "fits"), [("0.9", True), ("1.0", False), ("1.10", False)])
-def test_newer_protocol_is_skipped_for_older_versions(grow: Grow, version: str, fits: bool) -> None:
-    @describes("sglang.thing.Thing", since="1.0")
-    class Newer(Protocol):
-        not_yet: int
-
-    assert (misfits(look_at_protocols(grow(MODULE), version)) == {}) is fits
-
-
 # ---- hooks -------------------------------------------------------------------------
 
 
@@ -222,35 +147,58 @@ def wants_more(thing: object, at: int, more: int, *, twice: bool = False) -> Non
 def test_hook_misfits_are_named(
     grow: Grow, target: str, hook: Callable[..., Any], kind: str, reason: str | None
 ) -> None:
-    assert why_not_hooked(grow(MODULE), f"sglang.thing.{target}", hook, kind) == reason
+    ours = Parameters.of_function(hook)
+    assert why_not_hooked(grow(MODULE), f"sglang.thing.{target}", ours, kind) == reason
 
 
-# ---- imports -----------------------------------------------------------------------
+# ---- uses --------------------------------------------------------------------------
+
+OURS = """
+from sglang.thing import Thing, build
+
+def use(thing: Thing) -> None:
+    thing.start(1, twice=True)
+    thing.table["x"] = 1
+    build(1, third=3)
+"""
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    house = tmp_path / "repository" / "ours"
+    house.mkdir(parents=True)
+    (house / "__init__.py").touch()
+    (house / "module.py").write_text(OURS)
+    return house
 
 
 @pytest.mark.parametrize(
-    ("ours", "found"),
+    ("old", "new", "found"),
     [
-        ("from sglang.thing import Thing, build\nbuild(1, third=3)\nThing(1)", {}),
-        ("from sglang import thing\nthing.KNOWN", {}),
-        ("from sglang.thing import Thing\nThing.later", {}),
-        ("from sglang.thing import gone", {"sglang.thing.gone": "it is not there"}),
-        ("from sglang import thing\nthing.gone", {"sglang.thing.gone": "it is not there"}),
-        ("from sglang.thing import build\nbuild(1)", {"sglang.thing.build": "it needs third, too"}),
-        (
-            "from sglang.thing import build\nbuild(1, third=3, fourth=4)",
-            {"sglang.thing.build": "it takes no parameter 'fourth'"},
-        ),
+        ("", "", {}),
+        ("table: dict[str, int]", "rows: dict[str, int]", {6: "thing.table"}),
+        ("third):", "third, fourth):", {7: "sglang.thing.build"}),
+        ("def build", "def make", {2: "sglang.thing.build"}),
     ],
 )
-def test_import_misfits_are_named(
-    grow: Grow, tmp_path: Path, ours: str, found: dict[str, str]
+def test_broken_uses_are_named(
+    grow: Grow, house: Path, tmp_path: Path, old: str, new: str, found: dict[int, str]
 ) -> None:
-    house = tmp_path / "ours"
-    house.mkdir()
-    (house / "module.py").write_text(ours)
-    said = misfits(look_at_imports(grow(MODULE), house))
-    assert {name: str(reason).rpartition(": ")[2] for name, reason in said.items()} == found
+    """mypy reads the changed source and needs nothing installed."""
+    root = grow(MODULE.replace(old, new)).root
+    findings = look_at_uses(root, "9.9", tmp_path / "cache", house, beside=())
+    assert [(f.kind, f.name) for f in findings] == [
+        ("use", f"ours/module.py:{line}") for line in found
+    ]
+    for finding, name in zip(findings, found.values(), strict=True):
+        assert name.rpartition(".")[2] in str(finding.reason)
+
+
+def test_missing_module_is_a_broken_use(grow: Grow, house: Path, tmp_path: Path) -> None:
+    root = grow(MODULE).root
+    (root / "sglang" / "thing.py").rename(root / "sglang" / "things.py")
+    (finding,) = look_at_uses(root, "9.9", tmp_path / "cache", house, beside=())
+    assert (finding.name, finding.upstream) == ("ours/module.py:2", ("sglang.thing",))
 
 
 # ---- patches -----------------------------------------------------------------------

@@ -23,6 +23,8 @@ FLAGS = (
     *("--ssl-certfile", "cert", "--ssl-keyfile", "file", "--ssl-keyfile-password", "pass\\word"),
     *("--hicache-storage-backend-extra-config", STORAGE),
 )
+# SGLang composes the parameters at run time
+ARGUMENTS: Any = ServerArgs
 SECRETS = ("user key", "pass\\word", "AKIA1234", "s3cret")
 
 
@@ -44,7 +46,7 @@ def test_secret_arguments_are_redacted(server_args: Any) -> None:
 
 
 def test_arguments_without_secrets_are_unchanged() -> None:
-    server_args: Any = ServerArgs(model_path="dummy")
+    server_args = ARGUMENTS(model_path="dummy")
     resolved = server_args.resolved_dict()
     assert redact_arguments(resolved, server_args) == resolved
 
@@ -61,7 +63,7 @@ def test_secrets_in_launch_command_are_redacted(server_args: Any) -> None:
 
 def test_secrets_in_engine_call_are_redacted() -> None:
     key = 'it\'s "quoted"'
-    server_args: Any = ServerArgs(model_path="dummy", admin_api_key=key)
+    server_args = ARGUMENTS(model_path="dummy", admin_api_key=key)
     info = {"launch_command": f"Engine(model_path='dummy', admin_api_key={key!r})"}
     engine: Any = SimpleNamespace(server_args=server_args)
     redacted = redact_engine_info(info, engine)["launch_command"]
@@ -70,10 +72,10 @@ def test_secrets_in_engine_call_are_redacted() -> None:
 
 
 def test_command_with_a_short_secret_is_redacted_whole() -> None:
-    server_args: Any = ServerArgs(model_path="dummy", api_key="1")
+    server_args = ARGUMENTS(model_path="dummy", api_key="1")
     assert redact_command("serve --tp-size 1 --api-key 1", server_args) == REDACTED
 
 
 def test_missing_command_stays_none() -> None:
-    server_args: Any = ServerArgs(model_path="dummy", api_key="user-key")
+    server_args = ARGUMENTS(model_path="dummy", api_key="user-key")
     assert redact_command(None, server_args) is None

@@ -31,7 +31,7 @@ def mapped_kib(of: str) -> int:
 
 def shared() -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in tensors():
-        yield name, tensor.share_memory_()  # type: ignore[no-untyped-call]
+        yield name, tensor.share_memory_()
 
 
 def of_one_storage() -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,7 +42,7 @@ def of_one_storage() -> Iterator[tuple[str, torch.Tensor]]:
 
 def one_shared_bucket() -> Iterator[tuple[str, torch.Tensor]]:
     """Share many tensors in one bucket, like a sender."""
-    whole = torch.cat([tensor for _, tensor in tensors()]).share_memory_()  # type: ignore[no-untyped-call]
+    whole = torch.cat([tensor for _, tensor in tensors()]).share_memory_()
     for i in range(4):
         yield f"w{i}", whole[i * ROWS : (i + 1) * ROWS]
 
@@ -74,7 +74,7 @@ def test_kept_tensors_keep_values_after_unmapping(kind: str) -> None:
 
 def test_expanded_tensor_unmaps_only_its_memory() -> None:
     """An expanded tensor's nominal bytes reach into another tensor's memory."""
-    whole = torch.ones(ROWS, 1024).share_memory_()  # type: ignore[no-untyped-call]
+    whole = torch.ones(ROWS, 1024).share_memory_()
     behind = torch.randn(ROWS, 1024)
     before = behind.clone()
     list(release_pages([("wide", whole[:1].expand(ROWS * 4, 1024)), ("none", torch.zeros(0))]))

@@ -47,8 +47,9 @@ def batch(*requests: tuple[list[list[float]] | None, int, int]) -> Any:
 def embedded(batch: Any, given: list[float], ids: list[int], model: Model) -> list[float]:
     rows = torch.tensor([[each] * WIDTH for each in given])
     forward: Any = SimpleNamespace(input_embeds=rows, input_ids=torch.tensor(ids))
+    runner: Any = SimpleNamespace(model=model)
     with torch.no_grad():
-        embed_tokens(forward, None, batch, SimpleNamespace(model=model))
+        embed_tokens(forward, None, batch, runner)
     assert forward.input_embeds.shape == (len(ids), WIDTH)
     return list(forward.input_embeds[:, 0].tolist())
 

@@ -25,7 +25,7 @@ def tokenize(sampling: dict[str, Any], **fields: Any) -> TokenizedGenerateReqInp
         vocab_size=VOCAB, hidden_size=2, hf_text_config=SimpleNamespace(vocab_size=VOCAB)
     )
     manager: Any = SimpleNamespace(model_config=config)
-    obj = GenerateReqInput(input_ids=[1, 2], sampling_params=sampling, **fields)
+    obj: Any = GenerateReqInput(input_ids=[1, 2], sampling_params=sampling, **fields)
     obj.normalize_batch_and_arguments()
 
     def create(*_: Any) -> TokenizedGenerateReqInput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,7 @@ def fence(queues: Queues) -> PrefixFence:
 
 
 def request(rid: str = "r", **fields: Any) -> Req:
-    return Req(rid, "", [1, 2, 3], SamplingParams(max_new_tokens=4), **fields)
+    return Req(rid, "", array("q", [1, 2, 3]), SamplingParams(max_new_tokens=4), **fields)
 
 
 def test_retracted_request_keeps_its_record() -> None:

@@ -36,6 +36,8 @@ ONE_RANK: dict[str, Any] = {
 }
 # a device without contents, unlike a CPU
 DEVICE = torch.device("meta")
+# SGLang composes the parameters at run time
+ARGUMENTS: Any = ServerArgs
 
 
 @dataclass
@@ -113,7 +115,7 @@ def server() -> Any:
     return SimpleNamespace(
         tp_worker=Worker("target", target),
         draft_worker=Worker("draft", draft),
-        server_args=ServerArgs(model_path=""),
+        server_args=ARGUMENTS(model_path=""),
     )
 
 
@@ -138,7 +140,7 @@ def test_refused_updates_reserve_nothing(
     monkeypatch: pytest.MonkeyPatch, host: Host, wanted: str
 ) -> None:
     scheduler = server()
-    scheduler.server_args = ServerArgs(model_path="", weight_cache_mode="client")
+    scheduler.server_args = ARGUMENTS(model_path="", weight_cache_mode="client")
     reserved = reserve(scheduler, wanted)
     assert reserved is not None
     assert reserved.storage == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,11 +25,12 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.freed: list[int] = []
-        self.tree_cache: Any = SimpleNamespace(
+        tree_cache: Any = SimpleNamespace(
             page_size=1, req_to_token_pool=SimpleNamespace(free=self.free),
             free_kv_row=lambda kv, spans: None, unlock=lambda lock: None,
         )  # fmt: skip
-        self.sessions = StreamingSession(self.tree_cache)
+        self.tree_cache = tree_cache
+        self.sessions = StreamingSession(tree_cache)
         self.tree_cache.session_records = lambda: {
             name: slot.kv for name, slot in self.sessions.slots.items()
         }
@@ -61,7 +63,9 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Scheduler:
 def turn(scheduler: Scheduler, row: int) -> Req:
     """Return a turn of a new session, using the session's KV."""
     session = Session(1, str(row), streaming=True)
-    req = Req(f"r{row}", "", [1, 2, 3], SamplingParams(max_new_tokens=4), session=session)
+    req = Req(
+        f"r{row}", "", array("q", [1, 2, 3]), SamplingParams(max_new_tokens=4), session=session
+    )
     req.kv.req_pool_idx = row
     scheduler.sessions.take(req)
     return req
@@ -89,7 +93,7 @@ def test_turn_ended_for_memory_unblocks_its_session(scheduler: Scheduler) -> Non
     for req in (retracted, given_up):
         assert req.session is not None
         req.session._inflight = True
-    without_session = Req("plain", "", [1], SamplingParams(max_new_tokens=1))
+    without_session = Req("plain", "", array("q", [1]), SamplingParams(max_new_tokens=1))
     end_turns_of_aborted(cast(Any, ([retracted], 0.0, [given_up, without_session])))
     assert retracted.session is not None
     assert retracted.session._inflight

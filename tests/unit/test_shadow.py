@@ -285,7 +285,7 @@ def show_in_an_attribute(attention: Attention) -> Callable[[], torch.Tensor]:
 
 def show_in_an_object(attention: Attention) -> Callable[[], torch.Tensor]:
     """A router holds a row of another module's weight."""
-    topk = TopKConfig(top_k=1, correction_bias=attention.weight[0])
+    topk: Any = TopKConfig(top_k=1, correction_bias=attention.weight[0])
     attention.topk_config = topk
     return lambda: topk.correction_bias
 

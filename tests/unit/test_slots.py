@@ -49,7 +49,12 @@ from sglang_inflight.scheduler.versions.kv_versions import count_slots
 
 # SLOTS is no whole number of pages. A pool of other layers has FEW slots.
 SLOTS, FEW, PAGE = 75, 32, 16
-ANY: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cpu", "need_sort": False}
+ANY: dict[str, Any] = {
+    "dtype": torch.bfloat16,
+    "device": "cpu",
+    "need_sort": False,
+}
+NO_CACHE: Any = None
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +65,15 @@ def sharded() -> Iterator[None]:
 
 
 def token() -> Any:
-    return TokenToKVPoolAllocator(SLOTS, kvcache=None, **ANY)
+    return TokenToKVPoolAllocator(SLOTS, kvcache=NO_CACHE, **ANY)
 
 
 def paged() -> Any:
-    return PagedTokenToKVPoolAllocator(SLOTS, PAGE, kvcache=None, **ANY)
+    return PagedTokenToKVPoolAllocator(SLOTS, PAGE, kvcache=NO_CACHE, **ANY)
 
 
 def interleaved() -> Any:
-    return PageInterleavePoolAllocator(SLOTS, PAGE, 4, kvcache=None, **ANY)
+    return PageInterleavePoolAllocator(SLOTS, PAGE, 4, kvcache=NO_CACHE, **ANY)
 
 
 def swa_pool(page: int) -> Any:
@@ -134,7 +139,7 @@ def shared(page: int, buffer: Any) -> dict[str, Any]:
     return {"unified_buffer": buffer, "kvcache": pool, "page_size": page, "device": "cpu"}
 
 
-def unified_swa(page: int = PAGE, **limits: int) -> Any:
+def unified_swa(page: int = PAGE, **limits: Any) -> Any:
     buffer = memory(page, attention("full", "down"), attention("swa", "up"))
     return UnifiedSWATokenToKVPoolAllocator(**shared(page, buffer), **limits)
 

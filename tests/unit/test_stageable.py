@@ -29,7 +29,7 @@ from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, wh
 try:
     from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
 except ImportError:  # not in 0.5.22
-    BeamUnquantizedFusedMoEMethod = UnquantizedFusedMoEMethod
+    BeamUnquantizedFusedMoEMethod = UnquantizedFusedMoEMethod  # type: ignore[assignment, misc]
 
 
 def make_bare(kind: type, **attributes: Any) -> Any:

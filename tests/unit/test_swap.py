@@ -16,11 +16,11 @@ SPARE_BYTES = 64
 ALLOWED = {"as_strided", "copy_", "detach", "slice", "view"}
 
 
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Operations(TorchDispatchMode):
     """Records the operations."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: set[str] = set()
 
     def __torch_dispatch__(

@@ -69,10 +69,10 @@ def test_unpickling_rests_after_each_tensor() -> None:
 
 @pytest.fixture(params=["file_system", "file_descriptor"])
 def sharing(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
-    torch.multiprocessing.set_sharing_strategy(request.param)  # type: ignore[no-untyped-call]
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy(request.param)
     yield request.param
-    torch.multiprocessing.set_sharing_strategy(before)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy(before)
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -129,8 +129,8 @@ def test_payload_of_each_rank_is_read() -> None:
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, ForkingPickler.dumps])
 def test_checkpoint_engine_messages_are_read(dumps: Callable[[Any], Any]) -> None:
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    handle = reductions.reduce_tensor(torch.arange(9, dtype=torch.uint8).share_memory_())  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    handle = reductions.reduce_tensor(torch.arange(9, dtype=torch.uint8).share_memory_())
     rebuild, arguments = unpickle(bytes(ForkingPickler.dumps(handle)))
     assert rebuild(*arguments).tolist() == list(range(9))
     listing = [{"name": "a", "shape": torch.Size([2, 3]), "dtype": torch.bfloat16, "offset": 256}]
@@ -238,7 +238,7 @@ def deep_key() -> bytes:
     return pickle.PROTO + b"\4" + pickle.EMPTY_DICT + key + b"N" + pickle.SETITEM + pickle.STOP
 
 
-STORAGE = torch.ones(4)._typed_storage()  # type: ignore[no-untyped-call]
+STORAGE = torch.ones(4)._typed_storage()
 
 HOSTILE: dict[str, bytes] = {
     "a command": pickle.dumps(Calls(os.system, "touch /tmp/inflight-test-was-here")),
@@ -352,8 +352,8 @@ def test_gpu_handle_beyond_its_memory_is_refused(
 
 
 def test_tensor_larger_than_its_storage_is_refused() -> None:
-    torch.multiprocessing.set_sharing_strategy("file_system")  # type: ignore[no-untyped-call]
-    made, (kind, storage, metadata) = reductions.reduce_tensor(torch.arange(4.0).share_memory_())  # type: ignore[no-untyped-call]
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    made, (kind, storage, metadata) = reductions.reduce_tensor(torch.arange(4.0).share_memory_())
     offset, _, stride, needs_grad = metadata
     sent = Calls(made, kind, storage, (offset, (1 << 20,), stride, needs_grad))
     payload = bytes(ForkingPickler.dumps(sent))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_adapter_and_weight_spans_are_independent(monkeypatch: pytest.MonkeyPatc
     adapters = AdapterVersions()
     for lora_id, version in (("one", "a"), ("two", "b")):
         adapters.remember(lora_id, AdapterLabel("policy", version))
-    req = Req("r", "", [1], SamplingParams(), lora_id="one")
+    req = Req("r", "", array("q", [1]), SamplingParams(), lora_id="one")
     adapters.begin(req)
     for made, event in ((2, "0 v"), (5, "two"), (7, "1 v"), (7, "one")):
         req.output_ids.extend([1] * (made - len(req.output_ids)))
@@ -163,7 +164,7 @@ def test_adapter_and_weight_spans_are_independent(monkeypatch: pytest.MonkeyPatc
 
 def test_adapter_span_without_tokens_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     adapters = AdapterVersions()
-    req = Req("r", "", [1], SamplingParams(), lora_id="one")
+    req = Req("r", "", array("q", [1]), SamplingParams(), lora_id="one")
     adapters.remember("one", AdapterLabel("a\0b", "1"))
     adapters.begin(req)
     wire = versions.write_spans(

@@ -25,7 +25,7 @@ def add_methods() -> None:
     """Add our new methods to ``Engine``. Runs before the hooks are applied."""
     from sglang.srt.entrypoints.engine import Engine
 
-    Engine.loop = property(_home, _adopt)
+    Engine.loop = property(_home, _adopt)  # type: ignore[assignment]
     for method in METHODS.values():
         setattr(Engine, method.asynchronous.__name__, method.asynchronous)
         upstreams = getattr(Engine, method.name, None)

@@ -19,7 +19,6 @@ from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedEngine, PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
 
 
 class EngineMethod:
@@ -90,7 +89,7 @@ def _in_sglangs_form(call: Call, body: Body, doing: Awaitable[Any]) -> Awaitable
     return doing
 
 
-async def _as_sglang_answers_of_adapters(doing: Awaitable[AdapterAnswer]) -> AdapterAnswer:
+async def _as_sglang_answers_of_adapters(doing: Awaitable[LoRAUpdateOutput]) -> LoRAUpdateOutput:
     """Turn an ``InflightError`` into SGLang's unsuccessful answer."""
     try:
         return await doing

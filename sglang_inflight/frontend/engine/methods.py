@@ -18,7 +18,7 @@ from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_nam
 from sglang_inflight.frontend.engine.arguments import Given
 from sglang_inflight.frontend.engine.method import EngineMethod, manager_of
 from sglang_inflight.messages import FLATTENED_BUCKET
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import describe_inactive
 from sglang_inflight.vocabulary.calls import TABLE
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
@@ -13,16 +13,18 @@ from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
 from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import Endpoint, describe_refusal
-from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import InflightError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
 logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
 
 
-def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[AdapterAnswer]]) -> Endpoint:
+def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[LoRAUpdateOutput]]) -> Endpoint:
     """Return an endpoint for ``handler``. A started call runs to its end, as in SGLang."""
 
     async def answer(request: Request) -> Response:

@@ -19,7 +19,7 @@ from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.handlers import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
 from sglang_inflight.frontend.lifetime import Lifetime
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.bodies import Body, NoBody, TensorBody
 from sglang_inflight.vocabulary.errors import Dropped, InflightError

@@ -35,7 +35,7 @@ from sglang_inflight.messages import (
     MoveRequestsCall,
     NameAdaptersCall,
 )
-from sglang_inflight.sglang_types.runtime_context import get_lora, get_parallel
+from sglang_inflight.sglang_types import get_lora, get_parallel
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import (
     LoadAdapterBody,
@@ -53,11 +53,8 @@ from sglang_inflight.vocabulary.errors import (
 )
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
-        AdapterAnswer,
-        TokenizerManager,
-    )
     from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +120,7 @@ class Adapters:
         _require_one_replica()
         return await carry_through(self._tasks, self._load(body))
 
-    async def unload(self, body: UnloadAdapterBody, *, forget: bool = False) -> AdapterAnswer:
+    async def unload(self, body: UnloadAdapterBody, *, forget: bool = False) -> LoRAUpdateOutput:
         """Unload an adapter. With ``forget`` no request loads it again, as SGLang would allow.
 
         Raises ``NotFound``, ``RankFailed``, or ``Conflict`` if paused requests use the adapter.
@@ -135,7 +132,8 @@ class Adapters:
             await carry_through(self._tasks, self._unload(body.lora_name))
         if forget:
             self._tokenizer_manager.lora_ref_cache.pop(body.lora_name, None)
-        return LoRAUpdateOutput(success=True, error_message="", loaded_adapters=self.loaded())
+        loaded: Any = self.loaded()
+        return LoRAUpdateOutput(success=True, error_message="", loaded_adapters=loaded)
 
     def loaded(self) -> dict[str, str | None]:
         """Return the loaded adapters' folders, by name."""
@@ -173,10 +171,11 @@ class Adapters:
                         raise
                 await self._exchange_name(name, own_name, new_id, move)
             self._versions[name] = (body.path, version)
+        loaded: Any = self.loaded()
         return AdapterLoaded(
             success=True,
             error_message="",
-            loaded_adapters=self.loaded(),
+            loaded_adapters=loaded,
             lora_name=name,
             adapter_version=version,
             moved=moved,
@@ -187,12 +186,11 @@ class Adapters:
         """Load the adapter by SGLang's call, and return its id."""
         tokenizer_manager = self._tokenizer_manager
         request = _request(body, name, version)
-        load = (
-            tokenizer_manager.load_lora_adapter_from_tensors
-            if isinstance(request, LoadAdapterFromTensors)
-            else tokenizer_manager.load_lora_adapter
-        )
-        result = await load(request)
+        result: LoRAUpdateOutput
+        if isinstance(request, LoadAdapterFromTensors):
+            result = await tokenizer_manager.load_lora_adapter_from_tensors(request)
+        else:
+            result = await tokenizer_manager.load_lora_adapter(request)
         if not result.success:
             raise RankFailed(f"the adapter was not loaded: {result.error_message}")
         assert request.lora_id is not None
@@ -230,7 +228,7 @@ class Adapters:
     # ---- unloading -----------------------------------------------------------------
 
     async def _unload(self, name: str) -> None:
-        result = await self._tokenizer_manager.unload_lora_adapter(
+        result: LoRAUpdateOutput = await self._tokenizer_manager.unload_lora_adapter(
             UnloadLoRAAdapterReqInput(lora_name=name)
         )
         if not result.success:

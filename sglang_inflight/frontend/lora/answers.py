@@ -2,18 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import msgspec
-
-    class LoRAUpdateOutput(msgspec.Struct, kw_only=True):
-        success: bool
-        error_message: str | None = None
-        loaded_adapters: dict[str, str | None] | None = None
-
-else:
-    from sglang.srt.managers.io_struct import LoRAUpdateOutput
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
 
 class AdapterLoaded(LoRAUpdateOutput, kw_only=True):

@@ -19,7 +19,7 @@ from sglang_inflight.vocabulary.errors import HandlerFailed, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
+    from sglang_inflight.sglang_types import LoadAdapterRequest
 
 Load = Callable[..., Awaitable[Any]]
 

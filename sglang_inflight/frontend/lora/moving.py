@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.utils import ConcurrentCounter
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 async def count_as_moved(

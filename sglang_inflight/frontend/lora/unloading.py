@@ -11,12 +11,13 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.messages import ADAPTER_IN_USE
-from sglang_inflight.sglang_types.runtime_context import get_lora
+from sglang_inflight.sglang_types import get_lora
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.sglang_types.requests import UnloadAdapterRequest
 
 # How often an unload waiting for requests checks for a pause.
 LOOK_S = 0.2
@@ -25,7 +26,7 @@ Unload = Callable[..., Awaitable[Any]]
 
 
 async def refuse_to_unload_in_a_pause(
-    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest, *args: Any
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput, *args: Any
 ) -> Any:
     """Wrap a user's call. Raises ``Conflict`` before anything is changed.
 
@@ -41,7 +42,7 @@ async def refuse_to_unload_in_a_pause(
 
 
 async def stop_unloading_in_a_pause(
-    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput
 ) -> Any:
     """Wrap the unload under SGLang's lock, also an eviction on behalf of a load.
 
@@ -62,7 +63,7 @@ async def stop_unloading_in_a_pause(
 
 
 async def _unload_when_ranks_let(
-    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadAdapterRequest
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput
 ) -> Any:
     while True:
         result = await unload(tm, obj)

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
-from sglang_inflight.sglang_types.runtime_context import get_disagg, get_serving
+from sglang_inflight.sglang_types import get_disagg, get_serving
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import RWLock, TokenizerManager
+    from sglang.srt.utils.aio_rwlock import RWLock
+
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # poll period for a pause, while an update waits for running requests
 LOOK_S = 0.05

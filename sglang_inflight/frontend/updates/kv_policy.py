@@ -7,7 +7,7 @@ import logging
 
 from sglang_inflight.capabilities import with_store
 from sglang_inflight.messages import KVPolicy
-from sglang_inflight.sglang_types.runtime_context import get_memory
+from sglang_inflight.sglang_types import get_memory
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
 

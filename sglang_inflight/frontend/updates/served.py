@@ -11,7 +11,7 @@ from sglang_inflight.messages import CommitCall, Committed, Described, RankAnswe
 from sglang_inflight.topology import Rank
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class Served:

@@ -42,7 +42,7 @@ from sglang_inflight.vocabulary.bodies import OnBusy
 from sglang_inflight.vocabulary.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from sglang_inflight.vocabulary.bodies import (
 from sglang_inflight.vocabulary.errors import Conflict, Dropped, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class Updates:

@@ -41,7 +41,8 @@ class WorkersRegistry(LoRARegistry):
         self._lookups: set[asyncio.Future[None]] = set()
 
     def replace_all(self, adapters: Iterable[Adapter]) -> None:
-        self._registry = OrderedDict((each.lora_name, as_sglangs(each)) for each in adapters)
+        registry: Any = OrderedDict((each.lora_name, as_sglangs(each)) for each in adapters)
+        self._registry = registry
         for ref in self._registry.values():
             self._counters.setdefault(ref.lora_id, ConcurrentCounter())
         self._forget()

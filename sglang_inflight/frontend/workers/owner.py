@@ -47,9 +47,11 @@ from sglang_inflight.frontend.workers.shutdown_signal import ShutdownSignal
 from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 if TYPE_CHECKING:
+    from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
+    from sglang.srt.server_args import PortArgs
+
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import LoRARef, LoRARegistry
-    from sglang_inflight.sglang_types.server_args import PortArgs, ServerArgs
+    from sglang_inflight.sglang_types import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +77,9 @@ class OwnersManager(TokenizerManager):
     lora_registry: LoRARegistry
 
     def init_tokenizer_and_processor(self) -> None:
-        self.tokenizer = self.processor = self.mm_processor = None
-        self.async_dynamic_batch_tokenizer = None
+        absent: Any = None
+        self.tokenizer = self.processor = self.mm_processor = absent
+        self.async_dynamic_batch_tokenizer = absent
 
     def init_positional_embeds_transport(self) -> None:
         pass

@@ -16,8 +16,7 @@ from sglang_inflight.frontend.workers.forward import owners_client
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
-    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
+    from sglang_inflight.sglang_types import LoadAdapterRequest
 
 # only on the owner's socket
 _PATH = "/inflight/reload_lora_adapter"
@@ -34,7 +33,7 @@ class _Answer(msgspec.Struct):
     error_message: str
 
 
-async def reload(calls: Path, request: LoadAdapterRequest) -> AdapterAnswer:
+async def reload(calls: Path, request: LoadAdapterRequest) -> LoRAUpdateOutput:
     """Ask the owner, from a worker, to reload an adapter. The worker has it after the return."""
     asked: Any = msgspec.convert(request, _Asked, from_attributes=True)
     async with owners_client(calls) as client:
@@ -49,10 +48,8 @@ def mount(app: FastAPI, manager: PatchedTokenizerManager) -> None:
 
     async def load(request: Request) -> Response:
         asked = msgspec.json.decode(await request.body(), type=_Asked)
-        result = await manager.load_lora_adapter(
-            LoadLoRAAdapterReqInput(
-                lora_name=asked.lora_name, lora_path=asked.lora_path, pinned=asked.pinned
-            )
+        result: LoRAUpdateOutput = await manager.load_lora_adapter(
+            LoadLoRAAdapterReqInput(**msgspec.structs.asdict(asked))
         )
         answer = _Answer(success=result.success, error_message=result.error_message or "")
         return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import AdapterAnswer
-    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
+
+    from sglang_inflight.sglang_types import LoadAdapterRequest
 
 
 class WorkerRole(Protocol):
@@ -16,6 +17,6 @@ class WorkerRole(Protocol):
 
     async def until_answered(self) -> None: ...
 
-    async def reload(self, request: LoadAdapterRequest) -> AdapterAnswer: ...
+    async def reload(self, request: LoadAdapterRequest) -> LoRAUpdateOutput: ...
 
     async def abort(self, names: list[str]) -> int: ...

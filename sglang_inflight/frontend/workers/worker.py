@@ -34,11 +34,9 @@ from sglang_inflight.frontend.workers.protocol import (
 from sglang_inflight.frontend.workers.reloading import reload
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import (
-        AdapterAnswer,
-        TokenizerManager,
-    )
-    from sglang_inflight.sglang_types.requests import LoadAdapterRequest
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
+
+    from sglang_inflight.sglang_types import LoadAdapterRequest, TokenizerManager
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class Worker:
         """Wait for the owner's answers to forwarded calls; ending the schedulers fails them."""
         await self._forward.until_answered()
 
-    async def reload(self, request: LoadAdapterRequest) -> AdapterAnswer:
+    async def reload(self, request: LoadAdapterRequest) -> LoRAUpdateOutput:
         """Reload an evicted adapter for a request."""
         return await reload(self._calls, request)
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import SchedulerOutputStreamer
-    from sglang_inflight.sglang_types.requests import AbortRequest
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
 _MESSAGE = "Abort in waiting queue"
 
@@ -25,7 +25,7 @@ def has_made_something(req: Req) -> bool:
     return bool(req.output_ids or req.retraction_count) and req.beam_group is None
 
 
-def finish_with_output(streamer: SchedulerOutputStreamer, req: Req, abort: AbortRequest) -> None:
+def finish_with_output(streamer: SchedulerOutputStreamer, req: Req, abort: AbortReq) -> None:
     """Finish ``req`` like an aborted running request, with all its output.
 
     Every rank of a replica does so in the same step, because ranks send outputs together.

@@ -8,15 +8,16 @@ raises. Only the scheduler's thread calls this, between two steps, with no forwa
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.beam_search.batch_tail import strip_beam_tail
 from sglang.srt.beam_search.beam_group import BeamGroup
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import BeamGroup as BeamGroupFields
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import BeamCoordinator, Scheduler
+    from sglang.srt.beam_search.coordinator import BeamCoordinator
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import Scheduler
 
 
 def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
@@ -30,10 +31,10 @@ def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
             _restart(scheduler.beam_coordinator, req, req.beam_group)
 
 
-def _restart(coordinator: BeamCoordinator, req: Req, old: BeamGroupFields) -> None:
+def _restart(coordinator: BeamCoordinator, req: Any, old: BeamGroup) -> None:
     coordinator._free_member_rows(old)
     coordinator.retire_group(req)
-    group = BeamGroup(
+    group: Any = BeamGroup(
         beam_width=old.beam_width,
         length_penalty=old.length_penalty,
         stop_token_ids=old.stop_token_ids.tolist(),

@@ -25,23 +25,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
-    from sglang_inflight.scheduler.sglang_types.pools import SessionSlot, StreamingSession
-    from sglang_inflight.scheduler.sglang_types.req import (
-        ForwardBatch,
-        FrequencyPenalizer,
-        MinNewTokensPenalizer,
-        Penalizer,
-        PresencePenalizer,
-        RepetitionPenalizer,
-        Req,
-        ScheduleBatch,
-        Session,
-    )
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPenalizer
+    from sglang.srt.sampling.penaltylib.min_new_tokens import BatchedMinNewTokensPenalizer
+    from sglang.srt.sampling.penaltylib.orchestrator import _BatchedPenalizer
+    from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
+    from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+    from sglang.srt.session.session_controller import Session
+    from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
+
+    from sglang_inflight.sglang_types import Scheduler
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
@@ -165,25 +163,25 @@ def append_hidden_states(
 # ---- penalties -------------------------------------------------------------------------------
 
 
-def count_frequencies(_: None, penalizer: FrequencyPenalizer) -> None:
+def count_frequencies(_: None, penalizer: BatchedFrequencyPenalizer) -> None:
     if (made := _made(penalizer)) is not None:
         penalties = penalizer.frequency_penalties[made[0], 0]
         penalizer.cumulated_frequency_penalties.index_put_(made, penalties, accumulate=True)
 
 
-def note_presence(_: None, penalizer: PresencePenalizer) -> None:
+def note_presence(_: None, penalizer: BatchedPresencePenalizer) -> None:
     if (made := _made(penalizer)) is not None:
         penalties = penalizer.presence_penalties[made[0], 0]
         penalizer.cumulated_presence_penalties.index_put_(made, penalties)
 
 
-def note_repetition(_: None, penalizer: RepetitionPenalizer) -> None:
+def note_repetition(_: None, penalizer: BatchedRepetitionPenalizer) -> None:
     if (made := _made(penalizer)) is not None:
         penalties = penalizer.repetition_penalties[made[0], 0]
         penalizer.cumulated_repetition_penalties.index_put_(made, penalties)
 
 
-def count_tokens(_: None, penalizer: MinNewTokensPenalizer) -> None:
+def count_tokens(_: None, penalizer: BatchedMinNewTokensPenalizer) -> None:
     lengths = [[len(req.output_ids)] for req in penalizer.orchestrator.reqs()]
     # avoid a copy to the device, which waits for the stream
     if any(length for (length,) in lengths):
@@ -191,9 +189,11 @@ def count_tokens(_: None, penalizer: MinNewTokensPenalizer) -> None:
         counted.copy_(torch.tensor(lengths, dtype=counted.dtype))
 
 
-def _made(penalizer: Penalizer) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _made(penalizer: _BatchedPenalizer) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return the rows and tokens to count, or None without tokens."""
     batch = penalizer.orchestrator.batch
+    # a penalizer does not outlive its batch
+    assert batch is not None
     rows: list[int] = []
     tokens: list[int] = []
     for row, req in enumerate(batch.reqs):

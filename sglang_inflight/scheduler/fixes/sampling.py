@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-
-    from sglang_inflight.scheduler.sglang_types.req import SamplingBatchInfo
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def unmask_rows_without_tokens(

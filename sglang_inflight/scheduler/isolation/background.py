@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_inflight.scheduler.sglang_types.by_version import send_control_output
+from sglang_inflight.scheduler.by_version import send_control_output
 from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types import Scheduler
 
 Handler = Callable[[Any], Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,10 @@ from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import (
-        BatchRequest,
-        OpenSessionRequest,
-        Request,
-        TypeBasedDispatcher,
-    )
+    from sglang.srt.managers.io_struct import BaseReq
+    from sglang.utils import TypeBasedDispatcher
+
+    from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -120,22 +117,20 @@ class Containment:
         if isinstance(request, TokenizedGenerateReqInput | TokenizedEmbeddingReqInput):
             self._end([request], message, _status_of(error))
         elif isinstance(request, BatchTokenizedGenerateReqInput | BatchTokenizedEmbeddingReqInput):
-            batched: BatchRequest = request
-            self._end(batched.batch, message, _status_of(error))
+            self._end(request.batch, message, _status_of(error))
         elif self._is_mute:
             self._answers.fail_request(request, error, message)
         elif isinstance(request, RpcReqInput):
             return RpcReqOutput(success=False, message=message)
         elif isinstance(request, OpenSessionReqInput):
-            opening: OpenSessionRequest = request
-            return OpenSessionReqOutput(session_id=opening.session_id, success=False)
+            return OpenSessionReqOutput(session_id=request.session_id, success=False)
         elif isinstance(error, Refused) or (output := _failure(request, message)) is None:
             self._answers.fail_request(request, error, message)
         else:
             return output
         return None
 
-    def _end(self, requests: list[Request], message: str, status: HTTPStatus) -> None:
+    def _end(self, requests: Sequence[BaseReq], message: str, status: HTTPStatus) -> None:
         """Abort the ``requests`` that did not reach the scheduler."""
         reason: Any = {"type": "abort", "status_code": status, "message": message}
         live = {req.rid for req in self._boundary.requests.live()}

@@ -40,8 +40,7 @@ from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import CheckWeightsRequest, MemoryRequest, RpcRequest
+    from sglang_inflight.sglang_types import MemoryRequest, Scheduler
 
 _UPDATES = (
     UpdateWeightFromDiskReqInput,
@@ -74,11 +73,11 @@ class OtherWriters:
                 "the server's HTTP routes, or by the Engine's methods"
             )
         if isinstance(request, CheckWeightsReqInput):
-            check: CheckWeightsRequest = request
+            check: CheckWeightsReqInput = request
             with self._checked(check.action):
                 yield
         elif isinstance(request, RpcReqInput):
-            rpc: RpcRequest = request
+            rpc: RpcReqInput = request
             with self._compared(rpc.method):
                 yield
         elif isinstance(request, ResumeMemoryOccupationReqInput):

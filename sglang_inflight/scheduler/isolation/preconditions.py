@@ -23,12 +23,11 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.memory.release import MemoryRelease
-from sglang_inflight.sglang_types.runtime_context import get_device
+from sglang_inflight.sglang_types import get_device
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import BatchRequest, MemoryRequest, SlowDownRequest
+    from sglang_inflight.sglang_types import BatchRequest, MemoryRequest, Scheduler
 
 # Largest part of --watchdog-timeout that /slow_down may add to each step. The watchdog takes a
 # step longer than its timeout for a hang.
@@ -56,7 +55,7 @@ def check(
         if held := set(_tags(request)) - scheduler.weight_updater.offload_tags:
             raise Conflict(f"memory was not released: {', '.join(sorted(held))}")
     elif isinstance(request, SlowDownReqInput):
-        slower: SlowDownRequest = request
+        slower: SlowDownReqInput = request
         _may_sleep(slower.forward_sleep_time)
     elif isinstance(request, TokenizedGenerateReqInput):
         _may_process(request)

@@ -27,10 +27,11 @@ from sglang_inflight.vocabulary.errors import Conflict, NotFound, RankFailed
 from sglang_inflight.vocabulary.labels import AdapterLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import LoRAManager, LoRAUpdateOutput
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
-    from sglang_inflight.sglang_types.requests import LoadAdapterRequest, UnloadAdapterRequest
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReqInput
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import LoadAdapterRequest, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class Adapters:
         self.versions = AdapterVersions()
         if self._maybe_manager is not None:
             for lora_id, ref in self._maybe_manager.lora_refs.items():
-                self.versions.remember(lora_id, AdapterLabel(ref.lora_name, FIRST_VERSION))
+                self.versions.remember(lora_id, AdapterLabel(ref.lora_name or "", FIRST_VERSION))
 
     def load(
         self, load: Callable[[], LoRAUpdateOutput], request: LoadAdapterRequest
@@ -78,7 +79,7 @@ class Adapters:
         return result
 
     def unload(
-        self, unload: Callable[[], LoRAUpdateOutput], request: UnloadAdapterRequest
+        self, unload: Callable[[], LoRAUpdateOutput], request: UnloadLoRAAdapterReqInput
     ) -> LoRAUpdateOutput:
         """Call SGLang's handler, unless requests use the adapter: that would end SGLang.
 

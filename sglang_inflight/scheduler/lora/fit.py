@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_inflight.scheduler.sglang_types.model_runner import (
-    LoRAAdapter,
-    LoRAManager,
-    LoRAMemoryPool,
-)
+if TYPE_CHECKING:
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.lora.mem_pool import LoRAMemoryPool
 
 Tensors = dict[str, torch.Tensor]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import count_replicas
 
 _CGROUPS = Path("/sys/fs/cgroup")

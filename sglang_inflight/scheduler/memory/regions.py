@@ -16,8 +16,9 @@ from sglang_inflight.scheduler.update.shadow import weights_of
 from sglang_inflight.storages import give_back_freed, memory_key
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_inflight.sglang_types import Scheduler
 
 # only glibc has malloc_trim
 _LIBC = ctypes.CDLL(None)

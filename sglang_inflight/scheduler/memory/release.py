@@ -51,12 +51,14 @@ from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging, StagingState
-from sglang_inflight.sglang_types.runtime_context import get_exec, get_model, get_parallel
+from sglang_inflight.sglang_types import get_exec, get_model, get_parallel
 from sglang_inflight.vocabulary.answers import MemoryStatus
 from sglang_inflight.vocabulary.errors import BadSetting, Conflict, Dropped, HalfDone
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
+
+    from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class MemoryRelease:
         self._staging = staging
         self._live = live
         self._answers = answers
-        self._saver = scheduler.weight_updater.memory_saver_adapter
+        self._saver: TorchMemorySaverAdapter = scheduler.weight_updater.memory_saver_adapter
         self._occupants = MemoryRegions(scheduler)
         self._device = self._occupants.device
         self._memory: Memory = PRESENT

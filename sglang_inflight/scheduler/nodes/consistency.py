@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import sglang_inflight
 from sglang_inflight.livepatch import load_series
 from sglang_inflight.settings import PREFIX, Settings
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.unsupported import Unsupported
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from sglang.srt.utils.network import get_zmq_socket
 
 from sglang_inflight.messages import ANSWERS, GenerationContinues, Pulse, RankAnswer, RankIsSilent
 from sglang_inflight.scheduler.nodes.address import Address, choose_address
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.unsupported import Unsupported
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,8 @@ class Relay:
         """Start the relay's thread. ``ipc_name`` is the front end's socket."""
         context: zmq.Context[Any] = zmq.Context(1)
         relay_socket = open_relay_socket(context, choose_address(get_parallel().dist_init_addr))
-        relay = cls(get_zmq_socket(context, zmq.PUSH, ipc_name, False), relay_socket)
+        socket: Any = get_zmq_socket(context, zmq.PUSH, ipc_name, False)
+        relay = cls(socket, relay_socket)
         threading.Thread(target=relay._run, name="relay", daemon=True).start()
         logger.info("Ranks of other nodes answer at %s", relay_socket.address.endpoint)
         return relay_socket.address

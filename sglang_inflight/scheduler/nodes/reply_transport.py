@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import zmq
-from sglang.srt.managers.io_struct import sock_send
+from sglang.srt.managers.io_struct import BaseReq, sock_send
 from sglang.srt.utils.network import get_zmq_socket, is_zmq_endpoint_ipv6
 
-from sglang_inflight.messages import BaseReq, Pulse
+from sglang_inflight.messages import Pulse
 from sglang_inflight.scheduler.collectives import broadcast_from_first_rank_of_all
 from sglang_inflight.scheduler.nodes.relay import FRAME_BYTES, Relay
 from sglang_inflight.scheduler.zmq_context import zmq_context
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import own_rank
 
 # time between two pulses of a rank on another node
@@ -57,7 +57,7 @@ class LocalReplies:
     """
 
     def __init__(self, ipc_name: str) -> None:
-        self._socket = get_zmq_socket(zmq_context(), zmq.PUSH, ipc_name, False)
+        self._socket: Any = get_zmq_socket(zmq_context(), zmq.PUSH, ipc_name, False)
         self._lock = threading.Lock()
 
     def send(self, message: BaseReq) -> None:

@@ -58,13 +58,14 @@ from sglang_inflight.scheduler.pause.machine import (
 )
 from sglang_inflight.scheduler.pause.sleeper import Sleeper
 from sglang_inflight.scheduler.pause.transfers import Transfers
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Holder, PauseStatus
 from sglang_inflight.vocabulary.errors import Conflict
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from sglang_inflight.scheduler.requests import Requests
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 
 class SkippedTurns:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types import Scheduler
 
 # Longest sleep of a loop. The other ranks wait in a gloo broadcast meanwhile, and its time
 # limit is minutes.

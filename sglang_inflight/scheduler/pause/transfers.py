@@ -22,8 +22,7 @@ from sglang_inflight.scheduler.pause.machine import DRAINING_MODES
 from sglang_inflight.scheduler.requests import Requests
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import KVConnection
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types import KVConnection, Scheduler
 
 # Time between two polls of transfers by a frozen loop. A transfer lasts milliseconds.
 LOOK_S = 0.005

@@ -32,6 +32,8 @@ from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Capabilities
 
 if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
 
 
@@ -53,7 +55,7 @@ def make_staging(
     """
     reservation: Reservation | None = scheduler.inflight_reservation
     parameters = ShadowParameters(reservation.storage if reservation is not None else {})
-    runners = scheduler.weight_updater._select_runners("all")
+    runners: list[tuple[str, ModelRunner]] = scheduler.weight_updater._select_runners("all")
     models = [ShadowedModel(role, runner, parameters) for role, runner in runners]
     parameters.keep_reserved_for(tensors_copied_by_shadow(runner.model for _, runner in runners))
     for model in models:

@@ -53,7 +53,7 @@ from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class Jobs:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types import Scheduler
 
 
 @dataclass(frozen=True)

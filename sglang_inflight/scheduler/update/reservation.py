@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.utils import get_available_gpu_memory
@@ -15,17 +15,24 @@ from sglang_inflight import capabilities
 from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
-from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
-from sglang_inflight.sglang_types.runtime_context import get_schedule
+from sglang_inflight.sglang_types import get_schedule
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import BadSetting
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sglang_inflight.sglang_types import Scheduler
+
+    class ReservingScheduler(Scheduler):
+        """A scheduler with its models loaded, and the reservation as its only field of ours."""
+
+        inflight_reservation: Reservation | None
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +63,6 @@ class Reservation:
             tokens,
             100 * nbytes / self.room,
         )
-
-
-class ReservingScheduler(Scheduler, Protocol):
-    """A scheduler with its models loaded, and the reservation as its only field of ours."""
-
-    inflight_reservation: Reservation | None
 
 
 def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:

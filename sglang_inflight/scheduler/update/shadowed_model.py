@@ -54,7 +54,7 @@ from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 

@@ -11,7 +11,7 @@ from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.vocabulary.errors import Dropped
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelRunner
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from sglang.srt.managers.utils import allocate_distinct_stream
 from sglang_inflight.messages import A, InflightCall
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.rate import yield_cores
-from sglang_inflight.sglang_types.runtime_context import get_resources
+from sglang_inflight.sglang_types import get_resources
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang_inflight.sglang_types import Scheduler
 
 logger = logging.getLogger(__name__)
 

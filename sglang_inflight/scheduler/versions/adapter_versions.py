@@ -21,8 +21,8 @@ from sglang.srt.utils.weight_versions import WeightVersionEvent
 from sglang_inflight.vocabulary.labels import AdapterLabel, add_adapter
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.sglang_types.requests import WeightVersionSpan
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.utils.weight_versions import WeightVersionSpan
 
 # a version's packed label begins with a number, and never like this
 _MARK = "adapter "

@@ -39,12 +39,11 @@ from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import (
-        DecodeRequest,
-        MetadataBuffers,
-        Scheduler,
-    )
+    from sglang.srt.disaggregation.decode import DecodeRequest
+    from sglang.srt.disaggregation.utils import MetadataBuffers
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import Scheduler
 
 PREFILL = "prefill"
 UNKNOWN = "unknown"

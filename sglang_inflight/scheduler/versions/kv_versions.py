@@ -32,7 +32,7 @@ shared memory left by other pools.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.allocator.page_interleave import PageInterleavePoolAllocator
@@ -45,16 +45,13 @@ from sglang_inflight.scheduler.versions.request_record import Spans, record_of
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.pools import (
-        ShardedPoolAllocator,
-        TokenToKVPoolAllocator,
-        VirtualPoolAllocator,
-    )
-    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.mem_cache.allocator.base import BaseTokenToKVPoolAllocator
+
+    from sglang_inflight.sglang_types import Scheduler
 
 
-def count_slots(allocator: TokenToKVPoolAllocator) -> int:
+def count_slots(allocator: BaseTokenToKVPoolAllocator) -> int:
     """Return a bound above each slot id in requests and batches.
 
     Ids begin after the first page: the first page takes the writes of padding.
@@ -62,10 +59,10 @@ def count_slots(allocator: TokenToKVPoolAllocator) -> int:
     slots, first = allocator.size_full, allocator.page_size
     if isinstance(allocator, UnifiedSWAAllocatorBase | UnifiedMambaTokenToKVPoolAllocator):
         # virtual ids: memory is assigned when an id is handed out
-        slots = max(slots, cast("VirtualPoolAllocator", allocator).draft_virtual_id_space)
+        slots = max(slots, allocator.draft_virtual_id_space)
     if isinstance(allocator, PageInterleavePoolAllocator):
         # the first page of each rank
-        first *= cast("ShardedPoolAllocator", allocator).shard_size
+        first *= allocator.shard_size
     return slots + first
 
 

@@ -23,7 +23,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.versions.request_record import record_of
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
+    from sglang.srt.managers.schedule_batch import Req
 
 _MARK = "|inflight-epoch:"
 

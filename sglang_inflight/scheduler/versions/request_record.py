@@ -9,12 +9,15 @@ record ends with its ``Req``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
-
-from sglang_inflight.scheduler.sglang_types.req import Req
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import torch
+    from sglang.srt.managers.schedule_batch import Req
+
+    class _AdoptedReq(Req):
+        inflight: RequestRecord
+
 
 Spans = list[dict[str, Any]]
 
@@ -35,13 +38,9 @@ class RequestRecord:
     was_kept_out: bool = False
 
 
-class _PatchedReq(Req, Protocol):
-    inflight: RequestRecord
-
-
 def record_of(req: Req) -> RequestRecord:
     """Return the record of ``req``, made at the first call: SGLang makes ``Req`` in many places."""
     record: RequestRecord | None = getattr(req, "inflight", None)
     if record is None:
-        record = cast(_PatchedReq, req).inflight = RequestRecord()
+        record = cast("_AdoptedReq", req).inflight = RequestRecord()
     return record

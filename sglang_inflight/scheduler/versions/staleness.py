@@ -8,7 +8,7 @@ server's limit holds (``SGLANG_INFLIGHT_MAX_VERSION_LAG``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -18,11 +18,12 @@ from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.versions.request_record import record_of
-from sglang_inflight.sglang_types.runtime_context import get_disagg
+from sglang_inflight.sglang_types import get_disagg
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req
-    from sglang_inflight.scheduler.sglang_types.scheduler import Scheduler
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sglang_inflight.sglang_types import Scheduler
 
 
 class Staleness:
@@ -72,7 +73,7 @@ class Staleness:
 
     def _limit(self, req: Req) -> int | None:
         custom = req.sampling_params.custom_params
-        own = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
+        own: Any = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
         return self._max_lag if own is None else own
 
     def _end(self, req: Req, why: str) -> None:

@@ -21,11 +21,11 @@ from sglang.srt.utils.weight_versions import WeightVersionEvent, record_weight_v
 from sglang_inflight.scheduler.requests import Requests
 from sglang_inflight.scheduler.versions.adapter_versions import cut, split_marks
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
-from sglang_inflight.sglang_types.runtime_context import get_context, get_serving
+from sglang_inflight.sglang_types import get_context, get_serving
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.req import Req, ScheduleBatch
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 # The epoch of the results processed now. Global like SGLang's version name: functions that write
 # spans have no other access to it.

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import CheckWeightsReqInput
 from sglang_inflight.vocabulary.errors import RankFailed
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 async def read_checksums(tokenizer_manager: TokenizerManager) -> dict[str, str]:

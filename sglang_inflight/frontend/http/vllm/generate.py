@@ -30,7 +30,7 @@ from sglang_inflight.vocabulary.errors import InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.model_names import ModelNames
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
 

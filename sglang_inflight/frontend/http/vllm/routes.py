@@ -47,7 +47,7 @@ from sglang_inflight.frontend.http.vllm.generate import Generate
 from sglang_inflight.frontend.http.vllm.server_info import ServerInfo
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
-from sglang_inflight.sglang_types.runtime_context import get_device, get_parallel
+from sglang_inflight.sglang_types import get_device, get_parallel
 from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
 from sglang_inflight.vocabulary.bodies import (
     ContinueBody,
@@ -59,7 +59,7 @@ from sglang_inflight.vocabulary.bodies import (
 from sglang_inflight.vocabulary.errors import Conflict, InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 WAKE_TAGS = ("weights", "kv_cache", "scheduling")
 

@@ -8,10 +8,10 @@ from fastapi import Request
 from sglang.srt.entrypoints.http_server import server_info
 from sglang.srt.environ import envs
 
-from sglang_inflight.sglang_types.runtime_context import get_lora, get_parallel
+from sglang_inflight.sglang_types import get_lora, get_parallel
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.sglang_types.tokenizer_manager import TokenizerManager
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 class ServerInfo:

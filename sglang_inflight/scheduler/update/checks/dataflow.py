@@ -88,7 +88,7 @@ class _Received:
             at += 1
 
 
-class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Dataflow(TorchDispatchMode):
     """Finds the received tensors that reached a target, and the written targets.
 
     Torch keeps the mode per thread, so operations of other threads are neither seen nor slowed.
@@ -110,7 +110,7 @@ class Dataflow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         recorder: Recorder | None = None,
     ) -> None:
         """``before_write`` is called before each write to a weight or to derived memory."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._targets = targets
         self._before_write = before_write
         self._rate_limit = rate_limit

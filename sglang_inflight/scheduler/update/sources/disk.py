@@ -32,11 +32,12 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
-from sglang_inflight.sglang_types.runtime_context import get_model
+from sglang_inflight.sglang_types import get_model
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.scheduler.sglang_types.model_runner import ModelConfig, ModelRunner
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_executor.model_runner import ModelRunner
 
 # Formats of SGLang's default loader. Other formats load by other means: they write the live model,
 # fetch from elsewhere, or make weights up.

@@ -193,7 +193,7 @@ class GPUMemory:
         if memory is None:
             return torch.empty(handle.shape, dtype=handle.dtype, device=self._device)
         try:
-            tensor: torch.Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+            tensor: torch.Tensor = reductions.rebuild_cuda_tensor(
                 torch.Tensor,
                 torch.Size(handle.shape),
                 handle.stride,

@@ -18,14 +18,13 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
-from sglang_inflight.scheduler.sglang_types.model_runner import SerializedTensor
 from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
-from sglang_inflight.sglang_types.runtime_context import get_parallel
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import count_replicas, own_index, own_replica
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -82,7 +81,7 @@ def _deserialize(
             yield name, tensor
 
 
-def _of_rank(tensor: SerializedTensor) -> bytes:
+def _of_rank(tensor: LocalSerializedTensor) -> bytes:
     """Return this rank's payload from one for each tensor-parallel rank."""
     payloads, rank = getattr(tensor, "values", None), get_parallel().tp_rank
     if not isinstance(payloads, list | tuple) or rank >= len(payloads):
@@ -177,7 +176,7 @@ def release_pages(
         yield name, tensor
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
             continue
-        if tensor.is_shared():  # type: ignore[no-untyped-call]
+        if tensor.is_shared():
             _release(tensor)
 
 

@@ -113,7 +113,7 @@ def _require_within(storage: Any, offset: int, size: Any, stride: Any, dtype: to
 def _rebuild_shared(kind: Any, storage: Any, metadata: Any) -> Any:
     offset, size, stride, *_ = metadata
     _require_within(storage, offset, size, stride, storage.dtype)
-    return reductions.rebuild_tensor(kind, storage, metadata)  # type: ignore[no-untyped-call]
+    return reductions.rebuild_tensor(kind, storage, metadata)
 
 
 def _rebuild_from_descriptor(*arguments: Any) -> Any:
@@ -122,7 +122,7 @@ def _rebuild_from_descriptor(*arguments: Any) -> Any:
     Raise ``Refused`` with the cause: the errors underneath do not tell it.
     """
     try:
-        return reductions.rebuild_storage_fd(*arguments)  # type: ignore[no-untyped-call]
+        return reductions.rebuild_storage_fd(*arguments)
     except AuthenticationError as error:
         whose = "neither started this server nor was started by the process that did"
         raise Refused(_no_descriptor(whose, error)) from error

@@ -1,1 +1,0 @@
-"""Protocols of a front end's objects (see ``sglang_inflight.sglang_types``)."""

@@ -1,1 +1,0 @@
-"""Protocols of a scheduler's objects: see ``sglang_inflight.sglang_types``."""
