@@ -55,6 +55,8 @@ class Report:
     ``notes``: facts worth knowing, harmless to a start.
     ``supported``: supported versions of SGLang.
     ``on_cpu``: choices of the reference platform, empty on others.
+    ``kv_tokens``: about how many tokens of KV have the size of the memory that each form of staging
+    keeps (``scheduler/update/cost.py``); empty without flags or a checkpoint on this machine.
     ``capabilities``: what a server with the given flags can do, as far as they tell; None without
     flags, or if the server would not start with us.
     """
@@ -70,6 +72,7 @@ class Report:
     settings: dict[str, Any]
     refused: list[str]
     capabilities: dict[str, str | None] | None
+    kv_tokens: dict[str, int]
     inactive: list[str]
     problems: list[str]
     notes: list[str]
@@ -92,6 +95,7 @@ class _Flags(NamedTuple):
     refusals: Sequence[str] = ()
     why_inactive: str | None = None
     can: Capabilities | None = None
+    kv_tokens: dict[str, int] | None = None
 
 
 def report(server_flags: Sequence[str] = ()) -> Report:
@@ -132,6 +136,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         settings=settings,
         refused=_refused(problems),
         capabilities=flags.can.as_json() if flags.can is not None else None,
+        kv_tokens=flags.kv_tokens or {},
         inactive=inactive,
         problems=problems,
         notes=others.notes,
@@ -266,6 +271,7 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         from sglang.srt.server_args import prepare_server_args
 
         from sglang_inflight import capabilities
+        from sglang_inflight.scheduler.update import cost
         from sglang_inflight.unsupported import why_not
 
         with redirect_stderr(said):
@@ -275,7 +281,7 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         can = capabilities.with_store(
             capabilities.of(server_args), cast("ServerArgs", resolved_view(server_args))
         )
-        return _Flags(can=can)
+        return _Flags(can=can, kv_tokens=cost.estimate(server_args))
     except SystemExit as refusal:
         code = refusal.code
         if not code:

@@ -10,6 +10,7 @@ import torch
 
 from harness import marker
 from harness.server import Server
+from sglang_inflight import doctor
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,
@@ -64,6 +65,17 @@ def test_receipt_counts_the_changed_elements(normal_loop_server: Server) -> None
     assert staged_as["changed_fraction"] == pytest.approx(changed / elements, rel=0.2)
     # a value of two bytes and an offset of two, or a whole range of values
     assert 0 < staged_as["staging_bytes_peak"] <= 4 * changed
+
+
+def test_status_and_doctor_agree_on_the_cost_of_each_form(any_server: Server) -> None:
+    """A doctor reads the checkpoint, and a server its memory."""
+    served = status(any_server)["ranks"][0]["staging"]["kv_tokens"]
+    assert served["changes"] == served["off"] == 0
+    assert served["device"] == served["host"] > 0
+    info = any_server.get("/get_server_info")
+    flags = ["--model-path", info["model_path"], "--dtype", info["dtype"]]
+    estimated = doctor.report(flags).kv_tokens
+    assert estimated["device"] == pytest.approx(served["device"], rel=0.25)
 
 
 def test_sparse_updates_reach_running_requests_exactly(any_server: Server) -> None:

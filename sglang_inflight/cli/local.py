@@ -77,6 +77,11 @@ def _show(report: Report) -> None:
         for name, why in report.capabilities.items():
             cannot.add_row(name, "yes" if why is None else f"no: {why}")
         print_table(cannot)
+    if report.kv_tokens:
+        costs = start_table("form of staging", "keeps memory of about … tokens of KV")
+        for form, tokens in report.kv_tokens.items():
+            costs.add_row(form, str(tokens))
+        print_table(costs)
     off = report.settings.get("unsupported") == "off"
     becomes = "started without SGLang Inflight" if off else "refused"
     refused = start_table(f"a server is {becomes} if it asks for")

@@ -34,7 +34,7 @@ from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
-from sglang_inflight.sglang_types import get_parallel, get_schedule
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.unsupported import refuse_what_was_not_asked
 
 if TYPE_CHECKING:
@@ -76,10 +76,6 @@ def create_controller(
 ) -> None:
     refuse_what_was_not_asked(server_args)
     controller = scheduler.inflight = Controller(scheduler, port_args)
-    reservation = scheduler.inflight_reservation
-    takes_what_is_left = get_schedule().max_total_tokens is None
-    if reservation is not None and takes_what_is_left and get_parallel().tp_rank == 0:
-        reservation.warn_of_its_cost(scheduler.max_total_num_tokens)
     scheduler.output_streamer.inflight = controller
     scheduler.req_to_token_pool.inflight = controller
     cast("PatchedSender", scheduler.ipc_channels.send_to_tokenizer).inflight = controller

@@ -93,7 +93,7 @@ CONTROL_SYNC = "in step"
 class StagingStatus(Answer, frozen=True, kw_only=True):
     """The open update, and whether the next one can be taken."""
 
-    # "device", "host" or "off"
+    # "changes", "device", "host" or "off"
     mode: str
     # "empty", "open" or "sealed"
     state: str
@@ -107,6 +107,8 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     refusal: str | None
     # trainers' groups: name -> state
     groups: dict[str, str]
+    # by form: tokens of KV that have the size of the memory that the form keeps between updates
+    kv_tokens: dict[str, int] = {}
 
 
 # states of released memory in ``MemoryStatus``

@@ -57,6 +57,7 @@ class Rank(ManualWorker):
             self.groups,
             LiveWeights(scheduler),
             none,
+            kv_tokens={},
             mode=StagingMode.DEVICE,
             can=Capabilities(),
             expect_no_step=lambda: None,

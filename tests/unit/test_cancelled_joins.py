@@ -67,6 +67,7 @@ class OneRank:
             self.groups,
             LiveWeights(scheduler),
             answers,
+            kv_tokens={},
             mode=StagingMode.DEVICE,
             can=Capabilities(),
             expect_no_step=lambda: None,

@@ -85,7 +85,7 @@ def test_doctor_refuses_unsupported_flags(model: Path) -> None:
     flags = ["--model-path", str(model)]
     assert doctor._look_at_flags([*flags, *RAY]) == doctor._Flags(why_inactive=unsupported.NO_RAY)
     (refusal,), *others = doctor._look_at_flags([*flags, "--no-such-flag"])
-    assert ("--no-such-flag" in refusal, others) == (True, [None, None])
+    assert ("--no-such-flag" in refusal, others) == (True, [None, None, None])
 
 
 def test_doctor_accepts_help_flag(model: Path) -> None:

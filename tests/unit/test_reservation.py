@@ -20,6 +20,7 @@ from sglang.srt.server_args import ServerArgs
 from torch import nn
 
 from sglang_inflight.scheduler.update import reservation
+from sglang_inflight.scheduler.update.cost import kv_tokens_by_form, log_cost
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.reservation import reserve
 from sglang_inflight.vocabulary.errors import BadSetting
@@ -32,6 +33,7 @@ ONE_RANK: dict[str, Any] = {
     "dp_size": 1,
     "nnodes": 1,
     "attn_dp_enabled": False,
+    "tp_rank": 0,
     "tp_group": SimpleNamespace(world_size=1),
 }
 # a device without contents, unlike a CPU
@@ -42,22 +44,18 @@ ARGUMENTS: Any = ServerArgs
 
 @dataclass
 class Host:
-    """Free memory seen by SGLang and by us."""
+    """The host's free memory."""
 
     available_gb: float = 80
-    device_gb: float = 60
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     """A host with one rank, able to stage updates."""
     host = Host()
-    memory = SimpleNamespace(mem_fraction_static=0.9)
     monkeypatch.setattr(
         psutil, "virtual_memory", lambda: SimpleNamespace(available=host.available_gb * GB)
     )
-    monkeypatch.setattr(reservation, "get_available_gpu_memory", lambda *_: host.device_gb)
-    monkeypatch.setattr(reservation, "get_schedule", lambda: memory)
     with get_parallel().override(**ONE_RANK):
         yield host
 
@@ -71,22 +69,26 @@ def test_auto_mode_reserves_nothing_on_a_device(host: Host, available_gb: int) -
     assert (reserved.mode, reserved.storage) == (StagingMode.CHANGES, {})
 
 
-def test_reservation_warns_in_tokens(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """With 60 GiB free, SGLang leaves 8 alone, 17 are reserved, and 35 hold 1,000 tokens."""
-    reserved = reserve(server(), "device")
-    assert reserved is not None
-    reserved.warn_of_its_cost(1000)
-    [record] = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert f"{17 << 10} MiB" in record.getMessage()
-    assert "485 tokens" in record.getMessage()
-    assert "SGLANG_INFLIGHT_STAGING=changes" in record.getMessage()
+def test_device_form_costs_the_tokens_of_a_copy() -> None:
+    assert kv_tokens_by_form(1000, "cuda", 10) == {"changes": 0, "host": 0, "device": 100, "off": 0}
+    assert kv_tokens_by_form(1000, "cpu", 10)["host"] == 100
 
 
-def test_host_mode_does_not_warn(host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    reserved = reserve(server(), "host")
-    assert reserved is not None
-    reserved.warn_of_its_cost(1000)
-    assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
+def test_server_without_kv_cache_has_no_costs() -> None:
+    assert kv_tokens_by_form(1000, "cuda", 0.0) == {}
+
+
+@pytest.mark.parametrize(("mode", "level"), [("DEVICE", "WARNING"), ("CHANGES", "INFO")])
+def test_only_taken_tokens_are_warned_of(
+    host: Host, caplog: pytest.LogCaptureFixture, mode: str, level: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    scheduler: Any = SimpleNamespace(device="cuda", max_total_num_tokens=1000)
+    log_cost(StagingMode[mode], kv_tokens_by_form(485, "cuda", 1.0), scheduler)
+    [record] = caplog.records
+    assert record.levelname == level
+    assert "holds 1000" in record.getMessage()
+    assert "device 485" in record.getMessage()
 
 
 def test_auto_mode_on_a_cpu_needs_host_memory_for_a_second_copy(host: Host) -> None:
@@ -97,9 +99,7 @@ def test_auto_mode_on_a_cpu_needs_host_memory_for_a_second_copy(host: Host) -> N
 
 class Worker:
     def __init__(self, role: str, model: nn.Module) -> None:
-        self.model_runner = SimpleNamespace(
-            model=model, device="cuda", gpu_id=0, pre_model_load_memory=80
-        )
+        self.model_runner = SimpleNamespace(model=model)
         self._role = role
 
     def weight_update_runners(self) -> list[tuple[str, Any]]:

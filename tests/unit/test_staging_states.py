@@ -81,6 +81,7 @@ class OneRank:
             none,
             self.live,
             none,
+            kv_tokens={},
             mode=StagingMode.DEVICE,
             can=Capabilities(),
             expect_no_step=lambda: None,

@@ -11,6 +11,7 @@ import msgspec
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.scheduler.update import cost
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -77,6 +78,8 @@ def make_staging(
             device,
             why_not=can.stage,
         )
+    kv_tokens = cost.kv_tokens_by_form(nbytes, device.type, cost.kv_token_bytes(scheduler))
+    cost.log_cost(mode, kv_tokens, scheduler)
     worker: InlineWorker | StagingWorker
     # in place nothing decodes during an update, so nothing is paced
     if mode is StagingMode.OFF:
@@ -109,6 +112,7 @@ def make_staging(
         live,
         answers,
         mode=mode,
+        kv_tokens=kv_tokens,
         expect_no_step=boundary.expect_no_step,
         post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
         can=can,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-from sglang.srt.utils import get_available_gpu_memory
 from torch import nn
 
 from sglang_inflight import capabilities
@@ -19,13 +17,10 @@ from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_i
 from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
-from sglang_inflight.sglang_types import get_schedule
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import BadSetting
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
     from sglang_inflight.sglang_types import Scheduler
 
     class ReservingScheduler(Scheduler):
@@ -34,35 +29,12 @@ if TYPE_CHECKING:
         inflight_reservation: Reservation | None
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class Reservation:
-    """The reserved ``storage`` by the id of its tensor; a tensor made later has none.
-
-    ``room`` is the KV cache's memory without the reservation, in bytes.
-    """
+    """The reserved ``storage`` by the id of its tensor; a tensor made later has none."""
 
     mode: StagingMode
     storage: dict[int, ReservedStorage] = field(default_factory=dict)
-    room: int = 0
-
-    def warn_of_its_cost(self, tokens: int) -> None:
-        """Log the tokens that the reservation takes from the KV cache, and the ``tokens`` left."""
-        nbytes = sum(kept.storage.nbytes for kept in self.storage.values())
-        left = self.room - nbytes
-        if not nbytes or left <= 0:
-            return
-        logger.warning(
-            "Staging of weight updates reserves %d MiB of the device: without it the KV cache "
-            "would hold %d tokens more than its %d (%.0f%% of its memory). "
-            "SGLANG_INFLIGHT_STAGING=changes takes none, host takes the host's memory instead.",
-            nbytes >> 20,
-            tokens * nbytes // left,
-            tokens,
-            100 * nbytes / self.room,
-        )
 
 
 def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
@@ -99,7 +71,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
             f"SGLANG_INFLIGHT_STAGING=device: there are no {nbytes >> 20} MiB free on {device} "
             "for a second copy of the weights"
         )
-    return Reservation(mode, storage, _room(runners[0]))
+    return Reservation(mode, storage)
 
 
 def reserve_storage(
@@ -142,10 +114,3 @@ def tensors_copied_by_shadow(models: Iterable[nn.Module]) -> list[torch.Tensor]:
             if tensor.device == device and memory_key(tensor) not in memory
         }
     return [*weights.values(), *others.values()]
-
-
-def _room(runner: ModelRunner) -> int:
-    """Return the bytes that SGLang would give the KV cache."""
-    free_gb = get_available_gpu_memory(runner.device, runner.gpu_id)
-    rest = 1 - get_schedule().mem_fraction_static
-    return int((free_gb - runner.pre_model_load_memory * rest) * (1 << 30))

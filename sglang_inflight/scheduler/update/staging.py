@@ -112,6 +112,7 @@ class Staging:
         answers: AnswerChannel,
         *,
         mode: StagingMode,
+        kv_tokens: dict[str, int],
         can: Capabilities,
         expect_no_step: Callable[[], None],
         post_ahead: Callable[[DistributedSource], None],
@@ -126,6 +127,7 @@ class Staging:
         # True while a custom weight loader runs; read by the staging thread
         self.holds_the_loop = False
         self.mode = mode
+        self.kv_tokens = kv_tokens
         self.can = can
         # why every update is refused, or None
         self.refusal = can.in_place if mode is StagingMode.OFF else can.stage
@@ -269,6 +271,7 @@ class Staging:
             dirty=self._live.dirty,
             refusal=self.refusal,
             groups=self._groups.describe(),
+            kv_tokens=self.kv_tokens,
         )
 
     def _expect(self, update_id: str, step: Step) -> Update:

@@ -173,13 +173,14 @@ def read_shapes(model_path: str, *, revision: str | None, cache: str | None) -> 
     ``cache`` (None: the Hub's own) and never fetched.
     """
     shapes: Shapes = {}
-    for file in sorted(_find(model_path, revision, cache).glob("*.safetensors")):
+    for file in sorted(find_checkpoint(model_path, revision, cache).glob("*.safetensors")):
         with closing(SafetensorsFile(str(file), file.name)) as tensors:
             shapes |= {place.name: place.shape for place in tensors.places}
     return shapes
 
 
-def _find(model_path: str, revision: str | None, cache: str | None) -> Path:
+def find_checkpoint(model_path: str, revision: str | None, cache: str | None) -> Path:
+    """Return the folder of a checkpoint on this machine; it may not exist."""
     path = Path(model_path)
     if path.is_dir():
         return path
