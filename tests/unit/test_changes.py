@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_inflight.scheduler.update.changes import recording
 from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
     Part,
@@ -256,6 +258,33 @@ def test_changes_beyond_their_budget_are_refused() -> None:
     rank = Rank([live], True, Budget(device=400, host=0))
     with pytest.raises(Refused, match=r"changes more than .* \(SGLANG_INFLIGHT_CHANGES_BYTES\)"):
         rank.record([lambda weights: weights[0].copy_(torch.ones(3000))])
+
+
+@pytest.mark.parametrize("write", ["copy", "window"])
+def test_device_without_memory_for_a_comparison_loses_no_change(
+    monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    live = torch.zeros(3000)
+    new = random_bits(3000, torch.float32, 3)
+    rank = Rank([live], True, Budget())
+    calls: list[torch.device] = []
+
+    def find(start: int, served: torch.Tensor, *others: Any) -> Part | None:
+        calls.append(served.device)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory for the comparison")
+        return find_changes(start, served, *others)
+
+    monkeypatch.setattr(recording, "find_changes", find)
+    if write == "copy":
+        rank.record([lambda weights: weights[0].copy_(new)])
+    else:
+        rank.record([lambda weights: weights[0].index_copy_(0, torch.arange(3000), new)])
+    rank.recording.close()
+    assert len(calls) == 2
+    committed = torch.cat(list(rank.recording.as_committed(live)))
+    assert are_same(committed, new)
+    assert rank.recording.unwritten(live) == 0
 
 
 @settings(max_examples=200, deadline=None)

@@ -23,10 +23,10 @@ Memory that no operation of torch's wrote (numpy, another thread) is noticed at 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -47,6 +47,8 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
+
+_Found = TypeVar("_Found")
 
 
 @dataclass
@@ -101,6 +103,8 @@ class Recording:
         self._reads_served = False
         # whether NaN stands for what was not sent
         self._leaves_out_nan = False
+        # whether the device had no memory for a comparison of this update
+        self._looks_on_host = False
         # bytes of the changes on the device, and in the host's memory
         self.nbytes = self.host_bytes = 0
         self.peak_bytes = 0
@@ -118,7 +122,7 @@ class Recording:
         self._windows.clear()
         self._weights.clear()
         self._by_memory.clear()
-        self._reads_served = False
+        self._reads_served = self._looks_on_host = False
         self.nbytes = self.host_bytes = self.peak_bytes = 0
 
     def add(self, name: str, memory: int, *, keeps: bool) -> None:
@@ -260,23 +264,42 @@ class Recording:
 
     def _compare(self, weight: _Weight, to: torch.Tensor, of: torch.Tensor) -> None:
         """Add what of ``of`` differs from the live weight. ``to`` is a range of the handle."""
-        live = bits_of(weight.live)
         for to_piece, of_piece in _pieces(to, of):
-            start = int(to_piece.storage_offset())
-            new = of_piece.to(live.device, weight.live.dtype).contiguous()
-            served = live[start : start + new.numel()]
-            written = ~new.view(-1).isnan() if self._leaves_out_nan else None
+            start, length = int(to_piece.storage_offset()), to_piece.numel()
+
+            def look(
+                device: torch.device, start: int = start, of: torch.Tensor = of_piece
+            ) -> tuple[torch.Tensor | None, Part | None]:
+                new = of.to(device, weight.live.dtype).contiguous().view(-1)
+                served = bits_of(weight.live)[start : start + len(new)].to(device)
+                written = ~new.isnan() if self._leaves_out_nan else None
+                return written, find_changes(start, served, bits_of(new), written)
+
+            written, part = self._look(weight, look)
             if written is None:
-                weight.written.add(start, start + new.numel())
+                weight.written.add(start, start + length)
             elif not weight.keeps:
                 weight.written.add_where(start, written)
-            self._add(weight, find_changes(start, served, bits_of(new), written))
-            self._rate_limit.spend(of_piece.nbytes + 2 * new.nbytes)
+            self._add(weight, part)
+            self._rate_limit.spend(of_piece.nbytes + 2 * length * weight.live.element_size())
+
+    def _look(self, weight: _Weight, look: Callable[[torch.device], _Found]) -> _Found:
+        """Compare where the weight is, or on the host if its device has no memory for that.
+
+        SGLang leaves a device some memory beside the KV cache. Other users may take it.
+        """
+        if not self._looks_on_host:
+            try:
+                return look(weight.live.device)
+            except torch.OutOfMemoryError:
+                self._looks_on_host = True
+        return look(torch.device("cpu"))
 
     def _add(self, weight: _Weight, part: Part | None) -> None:
         if part is None:
             return
-        if self.nbytes + part.nbytes > self._budget.device:
+        is_elsewhere = part.values.device != weight.live.device
+        if is_elsewhere or self.nbytes + part.nbytes > self._budget.device:
             self._move_to_host(part)
         self._count(part, 1)
         self.peak_bytes = max(self.peak_bytes, self.nbytes + self.host_bytes + self._open_bytes())
@@ -341,46 +364,29 @@ class Recording:
         before, weight.parts = weight.parts, []
         for part in before:
             self._count(part, -1)
-        live, new = (
-            bits_of(weight.live),
-            weight.handle.tensor.as_strided((weight.live.numel(),), (1,)),
-        )
-        for start in range(0, len(live), PIECE):
-            piece = new[start : start + PIECE].to(live.device)
-            written = None
-            if weight.marks and not self._reads_served:
-                written = ~marks_in(piece)
-                if self._leaves_out_nan:
+        new = weight.handle.tensor.as_strided((weight.live.numel(),), (1,))
+        for start in range(0, len(new), PIECE):
+
+            def look(
+                device: torch.device, start: int = start
+            ) -> tuple[torch.Tensor | None, Part | None]:
+                piece = new[start : start + PIECE].to(device)
+                served = bits_of(weight.live)[start : start + PIECE].to(device)
+                sent = None
+                if weight.marks and not self._reads_served:
                     # a mark that was computed with is NaN, too
-                    written = ~piece.isnan()
-                weight.written.add_where(start, written)
-            served = live[start : start + PIECE]
-            if self._leaves_out_nan and piece.is_floating_point():
-                piece, written = self._without_nan(weight, before, start, piece, written)
-            self._add(weight, find_changes(start, served, bits_of(piece), written))
-            self._rate_limit.spend(3 * piece.nbytes)
+                    sent = ~(piece.isnan() if self._leaves_out_nan else marks_in(piece))
+                written = sent
+                if self._leaves_out_nan and piece.is_floating_point():
+                    piece, written = _without_nan(before, start, served, piece, written)
+                return sent, find_changes(start, served, bits_of(piece), written)
+
+            sent, changes = self._look(weight, look)
+            if sent is not None:
+                weight.written.add_where(start, sent)
+            self._add(weight, changes)
+            self._rate_limit.spend(3 * len(new[start : start + PIECE]) * new.element_size())
         weight.handle.release()
-
-    def _without_nan(
-        self,
-        weight: _Weight,
-        before: list[Part],
-        start: int,
-        piece: torch.Tensor,
-        written: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Put the live element, or its change found ``before``, where ``piece`` has NaN.
-
-        Return the piece, and which of it is written or changed.
-        """
-        as_was = bits_of(weight.live)[start : start + len(piece)].clone()
-        for part in before:
-            if part.overlaps(start, start + len(piece)):
-                put_into(part, as_was, start)
-        changed = as_was != bits_of(weight.live)[start : start + len(piece)]
-        is_sent = ~piece.isnan()
-        whole = torch.where(is_sent, piece, as_was.view(piece.dtype))
-        return whole, None if written is None else (written & is_sent) | changed
 
     def _close_all(self) -> None:
         while self._windows:
@@ -388,6 +394,26 @@ class Recording:
 
     def _open_bytes(self) -> int:
         return sum(weight.live.nbytes for weight in self._windows.values())
+
+
+def _without_nan(
+    before: list[Part],
+    start: int,
+    served: torch.Tensor,
+    piece: torch.Tensor,
+    written: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Put the ``served`` element, or its change found ``before``, where ``piece`` has NaN.
+
+    Return the piece, and which of it is written or changed.
+    """
+    as_was = served.clone()
+    for part in before:
+        if part.overlaps(start, start + len(piece)):
+            put_into(part, as_was, start)
+    is_sent = ~piece.isnan()
+    whole = torch.where(is_sent, piece, as_was.view(piece.dtype))
+    return whole, None if written is None else (written & is_sent) | (as_was != served)
 
 
 def _pieces(*tensors: torch.Tensor) -> Iterator[tuple[Any, ...]]:
