@@ -361,6 +361,8 @@ class OpenCall(UpdateCall, kw_only=True):
     expected_version: str | None = None
     # allow a seal without any StageCall: a trainer may write the weights over RDMA
     may_be_empty: bool = False
+    # write the live weights, while requests wait; no StageCall before the answer
+    in_place: bool = False
 
 
 class StageCall(UpdateCall, kw_only=True):

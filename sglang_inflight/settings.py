@@ -80,6 +80,12 @@ class Settings:
         "device memory that changed elements may take, in bytes; more of them wait in the host's "
         "memory; unset is a tenth of the rank's weights",
     )
+    outgrown: str = _setting(
+        "in_place",
+        _one_of("in_place", "refuse"),
+        "an update from disk whose changes outgrow the memory of the device and of the host: "
+        "in_place writes it over the served weights while requests wait; refuse changes nothing",
+    )
     window_bytes: int = _setting(
         64 << 20,
         _natural,

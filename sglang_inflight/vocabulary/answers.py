@@ -213,7 +213,7 @@ class StagedChanges(Answer, frozen=True, kw_only=True):
     """The form of a staged update, and its size.
 
     ``form``: "changes", "changes on host" (they outgrew their budget on the device), "device",
-    "host" or "off". The other fields are 0 unless the form is one of changes.
+    "host" or "off" (written in place). The counts are 0 unless the form is one of changes.
     """
 
     form: str
@@ -222,6 +222,8 @@ class StagedChanges(Answer, frozen=True, kw_only=True):
     changed_fraction: float = 0.0
     # most memory that the staging took on a rank: changes and open windows
     staging_bytes_peak: int = 0
+    # why it is not the form of ``staging.mode``; else None
+    why: str | None = None
 
 
 class Receipt(Answer, frozen=True, kw_only=True):

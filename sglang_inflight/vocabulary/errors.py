@@ -107,6 +107,10 @@ class RankSilent(Refused):
     status = 504
 
 
+class Outgrown(Refused):
+    """The update changes more elements than there is memory to stage."""
+
+
 class Dropped(Refused):
     """The update was dropped before its commit."""
 

@@ -108,7 +108,9 @@ class Rank:
 
     def receive(self, handles: dict[str, str]) -> int:
         """Return the number of tensors taken in, from the rank's answer."""
-        call: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False)
+        call: Any = SimpleNamespace(
+            update_id="u", partial=False, may_be_empty=False, in_place=False
+        )
         update = Update(call)
         self._jobs.prepare(update, None, after=None)
         staged = self._jobs.fill(update, IPCSource(zmq_handles=handles), None)

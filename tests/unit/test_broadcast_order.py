@@ -61,6 +61,7 @@ class Rank(ManualWorker):
             mode=StagingMode.DEVICE,
             can=Capabilities(),
             expect_no_step=lambda: None,
+            prepare_to_hold=lambda: None,
             post_ahead=lambda source: broadcast.post_ahead(source, self.groups, CPU, self.stream),
         )
         # the first broadcast makes the communicator

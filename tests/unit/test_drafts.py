@@ -76,7 +76,9 @@ class Rank:
         self, *pieces: tuple[Selector, Weights], partial: bool, load_format: str | None = None
     ) -> None:
         """Make one update, with a piece for each pair."""
-        call: Any = SimpleNamespace(update_id="u", partial=partial, may_be_empty=False)
+        call: Any = SimpleNamespace(
+            update_id="u", partial=partial, may_be_empty=False, in_place=False
+        )
         source: Any = SimpleNamespace(load_format=load_format)
         update = Update(call)
         self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)

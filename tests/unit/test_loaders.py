@@ -184,7 +184,9 @@ class Rank:
 
     def fill_hollow(self, call: Tensors) -> int:
         """Make a partial update of hollow weights. Return the number of elements still missing."""
-        opened: Any = SimpleNamespace(update_id="u", partial=True, may_be_empty=False)
+        opened: Any = SimpleNamespace(
+            update_id="u", partial=True, may_be_empty=False, in_place=False
+        )
         update = Update(opened, fills_hollow=True, marks=not self._is_marked)
         self._is_marked = True
         self._send(update, [call], None)
@@ -195,7 +197,9 @@ class Rank:
         self, *calls: Tensors, partial: bool = False, load_format: str | None = None
     ) -> None:
         """Make one update of several calls, overwriting the sender's memory after each call."""
-        opened: Any = SimpleNamespace(update_id="u", partial=partial, may_be_empty=False)
+        opened: Any = SimpleNamespace(
+            update_id="u", partial=partial, may_be_empty=False, in_place=False
+        )
         update = Update(opened)
         self._send(update, calls, load_format)
         assert update.sealed is not None
@@ -365,7 +369,7 @@ def test_replaced_attribute_refuses_later_staged_updates() -> None:
     rank = Rank(StagingMode.DEVICE, model)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank.update(tensors(2.0))
-    opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False)
+    opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False, in_place=False)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank._jobs.prepare(Update(opened), None, after=None)
     assert are_equal(tensors_read_by_forward(model), before)

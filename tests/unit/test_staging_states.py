@@ -85,6 +85,7 @@ class OneRank:
             mode=StagingMode.DEVICE,
             can=Capabilities(),
             expect_no_step=lambda: None,
+            prepare_to_hold=lambda: None,
             post_ahead=lambda source: None,
         )
 

@@ -149,7 +149,7 @@ class OpenUpdate:
 
     def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)
-        self.staged_as = _together([rank.staged_as for rank in votes])
+        self.staged_as = _together([rank.staged_as for rank in votes], self.opening.why_in_place)
 
     # ---- its lease -----------------------------------------------------------------
 
@@ -172,6 +172,7 @@ class OpenUpdate:
             partial=self.opening.partial,
             expected_version=self.opening.expected_version,
             may_be_empty=self.opening.takes_unnamed,
+            in_place=self.opening.why_in_place is not None,
             timeout_s=deadline.seconds_left,
         )
 
@@ -187,14 +188,16 @@ class OpenUpdate:
         return SealCall(update_id=self.id, timeout_s=deadline.seconds_left)
 
 
-def _together(ranks: list[StagedChanges]) -> StagedChanges:
+def _together(ranks: list[StagedChanges], why_in_place: str | None) -> StagedChanges:
     """Add up the changes of all ranks, and name the form of the rank that had to give way most."""
+    most = max(ranks, key=lambda rank: len(rank.form))
     changed = sum(rank.changed_elements for rank in ranks)
     elements = sum(
         rank.changed_elements / rank.changed_fraction for rank in ranks if rank.changed_fraction
     )
     return StagedChanges(
-        form=max((rank.form for rank in ranks), key=len),
+        form=most.form,
+        why=why_in_place or most.why,
         changed_elements=changed,
         changed_fraction=changed / elements if elements else 0.0,
         staging_bytes_peak=max(rank.staging_bytes_peak for rank in ranks),

@@ -136,13 +136,16 @@ class TwoPhase:
 
         The three calls are sent at once to save round trips: ranks keep their order. A custom
         weight loader runs only after the open call's answer: ranks make no step while the loader
-        runs, nor while jobs queued before it run.
+        runs, nor while jobs queued before it run. The same holds for tensors written in place.
         """
         self._add(update, wanted)
         deadline = wanted.deadline
         update.move(Event.SEAL)
         opening = asyncio.ensure_future(self._call(update.open_call(deadline), deadline))
-        if isinstance(wanted.source, TensorSource) and wanted.source.has_custom_loader:
+        has_custom_loader = (
+            isinstance(wanted.source, TensorSource) and wanted.source.has_custom_loader
+        )
+        if has_custom_loader or update.opening.why_in_place is not None:
             await opening
         _, staged, votes = await _all_of(
             opening,

@@ -8,6 +8,7 @@ its end, even without its caller.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
@@ -21,7 +22,7 @@ from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event, Phase
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted, source_of
-from sglang_inflight.messages import RenameCall, RollbackCall
+from sglang_inflight.messages import DiskSource, RenameCall, RollbackCall
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Begun, Capabilities, Receipt, StagedSoFar
 from sglang_inflight.vocabulary.bodies import (
@@ -33,10 +34,12 @@ from sglang_inflight.vocabulary.bodies import (
     SealBody,
     UpdateBody,
 )
-from sglang_inflight.vocabulary.errors import Conflict, Dropped, Refused
+from sglang_inflight.vocabulary.errors import Conflict, Dropped, Outgrown, Refused
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
+
+logger = logging.getLogger(__name__)
 
 
 class Updates:
@@ -97,7 +100,26 @@ class Updates:
             return await self._update(wanted)
 
     async def _update(self, wanted: Wanted) -> Receipt:
-        update = OpenUpdate(Opening.of_call(wanted), self._two_phase.expire)
+        try:
+            return await self._update_once(wanted)
+        except Outgrown as outgrown:
+            if not self._may_write_in_place(wanted):
+                raise
+            why = f"{outgrown}"
+        logger.warning("Requests wait, and the update is written in place: %s", why)
+        return await self._update_once(wanted, why)
+
+    def _may_write_in_place(self, wanted: Wanted) -> bool:
+        """Return whether an update that was dropped may be done anew, in place.
+
+        Tensors were received and are gone, and a checkpoint is still there.
+        """
+        is_there = isinstance(wanted.source, DiskSource)
+        return is_there and self._settings.outgrown == "in_place" and self._can.in_place is None
+
+    async def _update_once(self, wanted: Wanted, why_in_place: str | None = None) -> Receipt:
+        opening = Opening.of_call(wanted, why_in_place)
+        update = OpenUpdate(opening, self._two_phase.expire)
         await self._two_phase.begin(update, wanted.on_busy, wanted.deadline)
         async with self._two_phase.dropped_on_failure(update), AsyncExitStack() as stack:
             # with abort_all_requests the commit ends all requests, so do not wait for them

@@ -79,6 +79,8 @@ class Opening:
     # whether calls without a session_id may be pieces of this session
     takes_unnamed: bool = False
     lease_s: float | None = None
+    # why the update is written in place, while requests wait; None if it is staged
+    why_in_place: str | None = None
 
     @classmethod
     def of_session(cls, body: BeginBody) -> Opening:
@@ -93,12 +95,13 @@ class Opening:
         )
 
     @classmethod
-    def of_call(cls, wanted: Wanted) -> Opening:
+    def of_call(cls, wanted: Wanted, why_in_place: str | None = None) -> Opening:
         return cls(
             id=uuid.uuid4().hex,
             selector=wanted.selector,
             partial=wanted.partial,
             expected_version=wanted.expected_version,
+            why_in_place=why_in_place,
         )
 
 

@@ -114,6 +114,7 @@ def make_staging(
         mode=mode,
         kv_tokens=kv_tokens,
         expect_no_step=boundary.expect_no_step,
+        prepare_to_hold=boundary.prepare_to_hold,
         post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
         can=can,
     )

@@ -67,6 +67,8 @@ class Jobs:
     boundary. Hollow weights are written in place too, but on the staging thread: no step runs
     before the weights are complete. The first update marks every element of hollow weights. So
     several partial updates can make a whole version, and the marks left show the missing elements.
+    An update whose changes outgrew their memory is written in place, too, if the front end asks for
+    it. ``Staging`` then holds the loop until its commit.
 
     In a session of SGLang's own kind no tensor may come at all. Something else has then written
     the live weights by the seal, and the seal reads them as they are.
@@ -107,7 +109,7 @@ class Jobs:
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this server")
         # checked again: serving may have made copies of weights since the start
-        in_place = self._mode is StagingMode.OFF
+        in_place = self._mode is StagingMode.OFF or update.in_place
         if (reason := why_not_updated(self._models, in_place=in_place)) is not None:
             raise Refused(reason)
         update.roles = {model.role for model in models}
@@ -199,7 +201,7 @@ class Jobs:
             model.refuse_if_unfinished()
         if update.fills_hollow:
             pass
-        elif self._mode is StagingMode.OFF:
+        elif self._mode_of(update) is StagingMode.OFF:
             _refuse_partially_written(update, update.loaded)
             self._check_all_sent(update, whole)
             whole = set()
@@ -233,7 +235,8 @@ class Jobs:
         self._shadows.forget(self._device)
 
     def _mode_of(self, update: Update) -> StagingMode:
-        return StagingMode.OFF if update.fills_hollow else self._mode
+        is_in_place = update.fills_hollow or update.in_place
+        return StagingMode.OFF if is_in_place else self._mode
 
     @property
     def _all_roles(self) -> set[str]:

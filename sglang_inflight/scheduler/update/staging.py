@@ -100,7 +100,8 @@ class Staging:
 
     In the mode ``off`` there is no shadow: jobs run at once and write the live weights. From the
     first write until a commit the weights are dirty, and the loop makes no step. If no commit
-    comes, the weights stay dirty.
+    comes, the weights stay dirty. An update whose changes outgrew their memory is written in place,
+    too, by the staging thread, while this object holds the loop.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Staging:
         kv_tokens: dict[str, int],
         can: Capabilities,
         expect_no_step: Callable[[], None],
+        prepare_to_hold: Callable[[], None],
         post_ahead: Callable[[DistributedSource], None],
     ) -> None:
         self._jobs = jobs
@@ -123,6 +125,7 @@ class Staging:
         self._live = live
         self._answers = answers
         self._expect_no_step = expect_no_step
+        self._prepare_to_hold = prepare_to_hold
         self._post_ahead = post_ahead
         # True while a custom weight loader runs; read by the staging thread
         self.holds_the_loop = False
@@ -170,6 +173,8 @@ class Staging:
     def stage(self, call: StageCall) -> None:
         with self._dirty_together():
             update = self._expect(call.update_id, Step.STAGE)
+            if update.in_place:
+                self._hold_for(update)
 
             def job() -> Staged:
                 return self._jobs.fill(update, call.source, call.selector)
@@ -180,6 +185,16 @@ class Staging:
                 self._submit_and_wait(update, call, job)
             else:
                 self._submit(update, call, job)
+
+    def _hold_for(self, update: Update) -> None:
+        """Hold the loop from here on, because the staging thread will write the live weights.
+
+        All ranks of a replica take this call in at the same boundary. No forward runs any more, on
+        a device neither: the result in flight is processed here. ``update.roles`` are known: the
+        front end sent the call after the answer to its ``OpenCall``.
+        """
+        self._prepare_to_hold()
+        self._live.write_in_place(update.roles)
 
     def seal(self, call: SealCall) -> None:
         with self._dirty_together():
@@ -254,8 +269,8 @@ class Staging:
             return "an update is being staged over it"
         if not self._live.holds_previous:
             return (
-                "nothing was committed since the start, the last failed update, or the last "
-                "release of memory"
+                "nothing was committed since the start, the last failed update, the last update "
+                "written in place, or the last release of memory"
             )
         return None
 

@@ -51,6 +51,7 @@ class Update:
         self.id = call.update_id
         self.partial = call.partial
         self.may_be_empty = call.may_be_empty
+        self.in_place = call.in_place
         self.fills_hollow = fills_hollow
         self.marks = marks
         self.mends = mends

@@ -46,8 +46,11 @@ from sglang_inflight.scheduler.update.checks.coverage import can_mark, mark, mar
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Outgrown, Refused
 
+_WHY_ON_HOST = (
+    "the changes outgrew SGLANG_INFLIGHT_CHANGES_BYTES, or the device had no memory for them"
+)
 _Found = TypeVar("_Found")
 
 
@@ -233,6 +236,7 @@ class Recording:
         elements = sum(weight.live.numel() for weight in self._weights.values())
         return StagedChanges(
             form="changes on host" if self.host_bytes else "changes",
+            why=_WHY_ON_HOST if self.host_bytes else None,
             changed_elements=changed,
             changed_fraction=changed / max(1, elements),
             staging_bytes_peak=self.peak_bytes,
@@ -307,7 +311,7 @@ class Recording:
 
     def _move_to_host(self, part: Part) -> None:
         if self.host_bytes + part.nbytes > self._budget.host:
-            raise Refused(
+            raise Outgrown(
                 f"the update changes more than {self._budget.device >> 20} MiB "
                 f"(SGLANG_INFLIGHT_CHANGES_BYTES) and {self._budget.host >> 20} MiB of the host's "
                 "memory hold: send it in several updates, or use SGLANG_INFLIGHT_STAGING=off"
