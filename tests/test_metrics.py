@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness.server import PLAIN, Server
@@ -46,6 +47,10 @@ def test_metrics_count_pauses_and_updates(normal_loop_server: Server, checkpoint
     assert grown("updates_total:committed") == grown("commit_stall_seconds_count") == 1
     assert grown("staged_bytes_total") == receipt["bytes"]
     assert grown("staged_seconds_total") > 0
+    staged_as = receipt["staged_as"]
+    assert grown("changed_elements_total") == staged_as["changed_elements"] > 0
+    assert read(server)["changed_fraction"] == pytest.approx(staged_as["changed_fraction"])
+    assert read(server)["staging_peak_bytes"] == staged_as["staging_bytes_peak"]
     assert read(server)["epoch"] == receipt["epoch"]
     assert load_seconds(server)["disk"] > 0
 

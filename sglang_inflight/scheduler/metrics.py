@@ -13,6 +13,7 @@ from sglang_inflight.messages import (
     TensorSource,
 )
 from sglang_inflight.sglang_types import get_observability, get_parallel
+from sglang_inflight.vocabulary.answers import StagedChanges
 
 if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
@@ -80,6 +81,16 @@ class Metrics:
             "sglang:inflight_staged_seconds", "Time of this rank's staging."
         )
 
+        self.changed_elements = counter(
+            "sglang:inflight_changed_elements", "Elements of this rank that updates changed."
+        )
+        self.changed_fraction = gauge(
+            "sglang:inflight_changed_fraction", "Share of them in the weights, in the last update."
+        )
+        self.staging_peak = gauge(
+            "sglang:inflight_staging_peak_bytes", "Most memory that the last update's staging took."
+        )
+
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             all_replicas = Histogram(name, help, list(labels), registry=registry, buckets=buckets)
             return all_replicas.labels(**labels)
@@ -97,6 +108,12 @@ class Metrics:
         self.paused.set(0)
         self.epoch.set(0)
         self._sglangs = sglangs
+
+    def observe_changes(self, staged_as: StagedChanges) -> None:
+        """Count what a staged update changes. Forms without changes count nothing."""
+        self.changed_elements.inc(staged_as.changed_elements)
+        self.changed_fraction.set(staged_as.changed_fraction)
+        self.staging_peak.set(staged_as.staging_bytes_peak)
 
     def observe_load(self, source: Source, seconds: float) -> None:
         """Count the staging time of one call of an update, in SGLang's own metric too."""

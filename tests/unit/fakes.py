@@ -288,3 +288,12 @@ def full_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         hisparse_coordinator=SimpleNamespace(ack_staging_queue=[staged]),
         disaggregation_mode=DisaggregationMode.NULL,
     )
+
+
+def uncounted() -> Any:
+    """Return ``Metrics`` for jobs, which counts nothing."""
+    return SimpleNamespace(
+        observe_load=lambda source, seconds: None,
+        observe_changes=lambda staged_as: None,
+        staged_bytes=SimpleNamespace(inc=lambda count: None),
+    )

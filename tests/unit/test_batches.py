@@ -32,7 +32,7 @@ from sglang_inflight.scheduler.update.sources.batches import (
 )
 from sglang_inflight.scheduler.update.update import Update
 from tests.support.checkpoint_engine import BUFFER_BYTES, checkpoint_engine
-from tests.unit.fakes import name_device_as_trainers_do
+from tests.unit.fakes import name_device_as_trainers_do, uncounted
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 CPU = torch.device("cpu")
@@ -92,8 +92,7 @@ class Rank:
             shadowed(role, model, parameters)
             for role, model in zip(("target", "draft"), models, strict=False)
         ]
-        none: Any = SimpleNamespace(inc=lambda count: None)
-        metrics: Any = SimpleNamespace(observe_load=lambda source, s: None, staged_bytes=none)
+        metrics = uncounted()
         groups: Any = None
         self._jobs = Jobs(
             self._shadowed,

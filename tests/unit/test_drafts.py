@@ -21,6 +21,7 @@ from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.update import Update
+from tests.unit.fakes import uncounted
 
 Weights = dict[str, torch.Tensor]
 
@@ -57,8 +58,7 @@ class Rank:
             shadowed("target", self.target, parameters),
             shadowed("draft", self.draft, parameters),
         ]
-        none: Any = SimpleNamespace(inc=lambda count: None)
-        metrics: Any = SimpleNamespace(observe_load=lambda source, s: None, staged_bytes=none)
+        metrics = uncounted()
         groups: Any = None
         self._jobs = Jobs(
             models,

@@ -32,6 +32,7 @@ from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
+from tests.unit.fakes import uncounted
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -163,8 +164,7 @@ class Rank:
         self.writes = 0
         if mode is StagingMode.OFF:
             self.shadowed.on_write = self._count_write
-        none: Any = SimpleNamespace(inc=lambda count: None)
-        metrics: Any = SimpleNamespace(observe_load=lambda source, s: None, staged_bytes=none)
+        metrics = uncounted()
         groups: Any = None
         self._jobs = Jobs(
             [self.shadowed],

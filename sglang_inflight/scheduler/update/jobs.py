@@ -224,6 +224,7 @@ class Jobs:
         checkpoints = self._checkpoints(update)
         update.sealed = Sealed(digest, swap, checkpoints, missing)
         staged_as = self._shadows.form.describe()
+        self._metrics.observe_changes(staged_as)
         return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
 
     def stop_reading(self) -> None:
