@@ -61,7 +61,7 @@ MODULES = (
     "sglang.srt.models.registry",
     # our modules without effects at import
     "sglang_inflight.livepatch",
-    "sglang_inflight.reference.without_accelerator",
+    "sglang_inflight.reference",
     *HOOK_LISTS,
 )
 

@@ -9,17 +9,25 @@
 neither the arguments nor the models. Two things change while a server runs. SGLang attaches and
 detaches HiCache's stores, and ``with_store`` adds the attached one. And serving may make copies of
 weights, so each update checks its models again (``scheduler/update/jobs.py``).
+
+``require_supported`` refuses a policy for the KV of older weights that some tier of the cache
+lacks.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import TYPE_CHECKING, cast
 
 import msgspec
 from sglang.srt.arg_groups.model_override_base import model_config_of, resolved_view
 from sglang.srt.runtime_context import attn_dp_enabled_of
 
+from sglang_inflight.messages import KVPolicy
+from sglang_inflight.sglang_types import get_memory
 from sglang_inflight.vocabulary.answers import Capabilities
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang.srt import server_args as sglangs
@@ -33,6 +41,7 @@ _FENCE = 'pass kv_cache="fence" or "keep"'
 _TWO_SERVERS = (
     "one server makes the KV of a request's prompt and another one uses it (--disaggregation-mode)"
 )
+logger = logging.getLogger(__name__)
 
 
 def of(server_args: sglangs.ServerArgs) -> Capabilities:
@@ -201,3 +210,34 @@ def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
     if args.enable_hierarchical_cache:
         return 'running="move" is not possible with --enable-hierarchical-cache'
     return None
+
+
+def now(can: Capabilities) -> Capabilities:
+    """Return ``can`` with HiCache's store, which SGLang attaches and detaches while it serves."""
+    return with_store(can, get_memory())
+
+
+def require_supported(kv_cache: KVPolicy, can: Capabilities, *, retracts: bool) -> None:
+    """Raise ``Refused`` if ``kv_cache`` is unsupported.
+
+    ``retracts`` is true if requests may be running at the commit.
+    """
+    can = now(can)
+    if kv_cache != "keep" and can.fence is not None:
+        raise Refused(f"kv_cache={kv_cache!r} is not supported: {can.fence}")
+    if retracts and kv_cache == "recompute" and can.recompute is not None:
+        raise Refused(can.recompute)
+
+
+def as_sglang_does(kv_cache: KVPolicy, can: Capabilities) -> KVPolicy:
+    """Weaken an unsupported policy for calls without our fields, as SGLang does."""
+    if kv_cache == "keep" or (reason := now(can).fence) is None:
+        return kv_cache
+    _warn(reason)
+    return "keep" if kv_cache == "fence" else kv_cache
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    """Warn once per reason."""
+    logger.warning("Requests may reuse the KV of older weights after updates: %s.", reason)

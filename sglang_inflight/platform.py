@@ -99,7 +99,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         # imported late: the module imports SGLang modules that ask for the platform
-        from sglang_inflight.reference.without_accelerator import (
+        from sglang_inflight.reference import (
             keep_a_host_tier,
             send_without_events,
             serve_adapters_without_pinning,
@@ -169,7 +169,7 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
 
 def _save_pages() -> None:
     # imported late: the module imports SGLang modules that ask for the platform
-    from sglang_inflight.reference.memory import save_pages
+    from sglang_inflight.reference import save_pages
 
     save_pages()
 

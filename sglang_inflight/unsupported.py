@@ -141,7 +141,7 @@ def why_not(
 
 
 def _ranks_receive_in_different_steps(resolved: ServerArgs) -> bool:
-    """Return whether ``scheduler/control_sync.py`` cannot work: not all ranks meet each step."""
+    """Return whether ``scheduler/collectives.py`` cannot work: not all ranks meet each step."""
     if not resolved.enable_dp_attention_local_control_broadcast:
         return False
     return (

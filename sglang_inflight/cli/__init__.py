@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from sglang_inflight.cli import local, remote, status
+from sglang_inflight.cli import local, remote
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
 update = typer.Typer(no_args_is_help=True, help="Change the weights of a running server.")
@@ -17,7 +17,7 @@ def _commands() -> None:
 
 app.command()(local.doctor)
 app.command()(local.fork)
-app.command()(status.status)
+app.command()(remote.status)
 app.command()(remote.pause)
 app.command("continue")(remote.resume)
 app.add_typer(update, name="update")

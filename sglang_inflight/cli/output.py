@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from sglang_inflight.client import Progress
-from sglang_inflight.client.progress import OnProgress
+from sglang_inflight.client.fields import OnProgress
 from sglang_inflight.vocabulary.answers import Answer
 
 if TYPE_CHECKING:

@@ -7,14 +7,13 @@ many         ``Fleet``    ``AsyncFleet``
 reads each token's version from an answer.
 """
 
-from sglang_inflight.client.answers import NoAnswer, WrongAnswer
+from sglang_inflight.client.answers import NoAnswer, Session, WrongAnswer
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.blocking import Client, Fleet
-from sglang_inflight.client.progress import Progress
+from sglang_inflight.client.fields import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
 from sglang_inflight.client.sender import GroupFailed, Sender
-from sglang_inflight.client.session import Session
 from sglang_inflight.client.spans import (
     Span,
     cover_exactly,

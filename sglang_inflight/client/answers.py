@@ -1,15 +1,16 @@
-"""Read a response: an answer, or the error named by the server."""
+"""Read a response: an answer, a session's answers, or the error named by the server."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
 
-from sglang_inflight.vocabulary.answers import Answer
+from sglang_inflight.vocabulary.answers import Answer, Begun, Receipt
 from sglang_inflight.vocabulary.errors import (
     ERRORS,
     Conflict,
@@ -149,3 +150,32 @@ def _find_sentence(reply: Reply, body: Json | None, inner: object) -> str:
         # SGLang's answer to a wrong key: "error" is a text
         said = inner
     return str(said or reply.shown or reply.response.reason_phrase)
+
+
+class Session(Mapping[str, Any]):
+    """A session of ``Client``. After its block, ``receipt`` is set and its fields are keys here."""
+
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
+        self.receipt: Receipt | None = None
+
+    @property
+    def session_id(self) -> str:
+        """Id of the session, for calls sent by other means than this client."""
+        return self._begun.session_id
+
+    def as_json(self) -> dict[str, Any]:
+        receipt = self.receipt.as_json() if self.receipt is not None else {}
+        return self._begun.as_json() | receipt
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content())
+
+    def __len__(self) -> int:
+        return len(self._content())
+
+    def _content(self) -> dict[str, Any]:
+        return {**self._begun} if self.receipt is None else {**self._begun, **self.receipt}

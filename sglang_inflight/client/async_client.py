@@ -13,20 +13,25 @@ from typing import Any, Literal, Unpack
 import anyio
 import httpx
 
+from sglang_inflight.client.aio import repeating
 from sglang_inflight.client.answers import (
     A,
     Json,
     NoAnswer,
     Reply,
+    Session,
     read_answer,
     read_json,
     read_reply,
     says_inactive,
 )
-from sglang_inflight.client.fields import BeginFields, DiskOptions, UpdateFields
-from sglang_inflight.client.progress import OnProgress, Progress
-from sglang_inflight.client.repeat import repeating
-from sglang_inflight.client.session import Session
+from sglang_inflight.client.fields import (
+    BeginFields,
+    DiskOptions,
+    OnProgress,
+    Progress,
+    UpdateFields,
+)
 from sglang_inflight.vocabulary.answers import (
     Begun,
     Grant,

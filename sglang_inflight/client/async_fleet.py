@@ -26,11 +26,10 @@ from typing import Any, Unpack
 import anyio
 import httpx
 
+from sglang_inflight.client.aio import ContextGroup, together
 from sglang_inflight.client.answers import NoAnswer
 from sglang_inflight.client.async_client import LEASE_S, TIMEOUT_S, AsyncClient, Source
-from sglang_inflight.client.context_group import ContextGroup, together
-from sglang_inflight.client.fields import FleetDiskOptions, FleetFields
-from sglang_inflight.client.progress import OnProgress
+from sglang_inflight.client.fields import FleetDiskOptions, FleetFields, OnProgress
 from sglang_inflight.client.report import A, FleetRefused, FleetSplit, PauseLost, Phase, Report
 from sglang_inflight.vocabulary.answers import (
     Answer,

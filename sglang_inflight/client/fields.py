@@ -1,13 +1,17 @@
 """Fields that the client's calls pass to the server. docs/api.md explains them.
 
 ``vocabulary/bodies.py`` has their defaults. The client sets the other fields of a body itself.
+
+A call with ``on_progress`` reports the progress of its staging.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from sglang_inflight.client.progress import OnProgress
+from sglang_inflight.vocabulary.answers import Status
 from sglang_inflight.vocabulary.bodies import KVPolicy, OnBusy, Selector
 
 
@@ -78,3 +82,23 @@ class SessionFields(BeginFields, total=False):
     kv_cache: KVPolicy | None
     lease_s: float
     on_progress: OnProgress | None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Staged tensors of a server's slowest rank."""
+
+    url: str
+    # "empty", "open" or "sealed"
+    state: str
+    tensors: int
+    bytes: int
+
+    @classmethod
+    def read(cls, url: str, status: Status) -> Progress:
+        """Read the progress from an answer of ``/inflight/status``."""
+        slowest = min((rank.staging for rank in status.ranks), key=lambda staging: staging.bytes)
+        return cls(url, slowest.state, slowest.tensors, slowest.bytes)
+
+
+OnProgress = Callable[[Progress], None]

@@ -7,10 +7,13 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.managers.io_struct import EmbeddingReqInput
+from sglang.srt.managers.tokenizer_manager import _slice_streaming_output_meta_info
 
 from sglang_inflight.frontend.aborts import GROUP, GROUPS, Group
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import BaseReq
+
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types import TokenizerManager
 
@@ -108,3 +111,16 @@ class _RequestsOf:
             for each in requests
             if (state := states.get(each.rid)) is not None and state.obj is each
         ]
+
+
+def end_with_an_empty_chunk(
+    handle: Callable[..., None], manager: TokenizerManager, recv_obj: BaseReq
+) -> None:
+    state = manager.rid_to_state.get(recv_obj.rid or "")
+    handle(manager, recv_obj)
+    if state is None or not manager.incremental_streaming_output:
+        return
+    if getattr(state.obj, "stream", False) and state.finished:
+        chunk = state.out_list[-1]
+        chunk |= {"text": "", "output_ids": []}
+        _slice_streaming_output_meta_info(chunk["meta_info"], state.last_output_offset)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang_inflight.capabilities import now
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.updates.kv_policy import now
 from sglang_inflight.messages import FlushCall, ForgetEmbeddingsCall
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.errors import Refused

@@ -14,7 +14,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.ranks import (
     Ranks,
     rank_of,

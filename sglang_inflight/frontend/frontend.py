@@ -1,4 +1,4 @@
-"""Our root object in each front-end process."""
+"""Our root object in each front-end process, and its answer about the server's state."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from sglang.utils import TypeBasedDispatcher
 
 from sglang_inflight import capabilities
 from sglang_inflight.frontend.aborts import Aborts
-from sglang_inflight.frontend.aio import keep
+from sglang_inflight.frontend.aio import Lifetime, keep
 from sglang_inflight.frontend.caches import Caches
 from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
-from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.frontend.status import write_status
 from sglang_inflight.frontend.transparent import Transparent
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
@@ -38,11 +36,11 @@ from sglang_inflight.messages import (
     RankIsSilent,
 )
 from sglang_inflight.settings import Settings
-from sglang_inflight.vocabulary.answers import Status
+from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.workers.role import WorkerRole
+    from sglang_inflight.frontend.workers.protocol import WorkerRole
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -163,3 +161,42 @@ async def _logged(doing: Coroutine[Any, Any, Any]) -> None:
         await doing
     except InflightError as error:
         logger.warning("%s", error)
+
+
+def write_status(ranks: list[Described], *, sglangs_pause: bool) -> Status:
+    """Return the first rank's state, and each rank's. Replicas differ only for moments.
+
+    ``paused`` is true if any rank is paused. Ranks know nothing of SGLang's own pause.
+    """
+    pause: dict[str, Any] = {"paused": any(rank.pause.paused for rank in ranks)}
+    if sglangs_pause:
+        pause = {"paused": True, "mode": "abort"}
+    return Status(
+        **_side_by_side(ranks[0]) | pause,
+        role=ranks[0].role,
+        capabilities=_merge([rank.capabilities for rank in ranks]),
+        ranks=tuple(
+            RankStatus(
+                **_side_by_side(rank),
+                dp_rank=rank.dp_rank,
+                tp_rank=rank.tp_rank,
+                pp_rank=rank.pp_rank,
+            )
+            for rank in ranks
+        ),
+    )
+
+
+def _side_by_side(rank: Described) -> dict[str, Any]:
+    """Return the fields of ``State``."""
+    return {**rank.pause, **rank.weights, "staging": rank.staging, "memory": rank.memory}
+
+
+def _merge(tables: list[Capabilities]) -> Capabilities:
+    """Return the first reason of any rank for each row. Stages have different models."""
+    return Capabilities(
+        **{
+            row: next((table[row] for table in tables if table[row] is not None), None)
+            for row in Capabilities.__struct_fields__
+        }
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
-from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.messages import A, Failed, InflightCall, RankAnswer, RankIsSilent
 from sglang_inflight.topology import Rank, all_ranks
 from sglang_inflight.vocabulary.errors import ERRORS, OutcomeUnknown, RankFailed, RankSilent

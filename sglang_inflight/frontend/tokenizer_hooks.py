@@ -18,6 +18,7 @@ from sglang_inflight.frontend.abort_hooks import (
     abort_request,
     abort_when_dispatched,
     bind_abort_task,
+    end_with_an_empty_chunk,
     join_groups,
     leave_to_the_stream,
     name_groups,
@@ -31,15 +32,14 @@ from sglang_inflight.frontend.hook_guard import (
     replace_if_active,
     wrap_if_active,
 )
-from sglang_inflight.frontend.http.bearer import decide_request_auth
+from sglang_inflight.frontend.http.endpoints import decide_request_auth
 from sglang_inflight.frontend.http.late_import import when_imported
 from sglang_inflight.frontend.http.vllm.openai_fields import (
     build_chat_logprobs,
     write_completion_logprobs,
 )
-from sglang_inflight.frontend.last_chunk import end_with_an_empty_chunk
-from sglang_inflight.frontend.lora.loading import load_everywhere
-from sglang_inflight.frontend.lora.unloading import (
+from sglang_inflight.frontend.lora.loading import (
+    load_everywhere,
     refuse_to_unload_in_a_pause,
     stop_unloading_in_a_pause,
 )
@@ -53,7 +53,7 @@ from sglang_inflight.frontend.request_checks import (
 from sglang_inflight.frontend.sglangs_pause import CallOriginal
 from sglang_inflight.frontend.shutdown import end_pauses, end_schedulers, exit_after_forwarded_calls
 from sglang_inflight.frontend.spans import as_sglang_writes_them, write_spans
-from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE, OwnerEndpoint
+from sglang_inflight.frontend.workers.folder import ATTRIBUTE, OwnerEndpoint
 from sglang_inflight.inactive import children_have_started, why_inactive
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.sglang_types import get_context, get_serving

@@ -36,12 +36,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from sglang_inflight.capabilities import as_sglang_does
 from sglang_inflight.frontend.aio import SharedCall, keep
 from sglang_inflight.frontend.handlers import Arrival, Handler, Handlers
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
 from sglang_inflight.frontend.updates.updates import Updates
 from sglang_inflight.frontend.updates.wanted import source_of
 from sglang_inflight.messages import KVPolicy, PauseMode

@@ -13,8 +13,8 @@ plugins' hooks, to find later rivals.
 Never patch a function registered by its decorator at import, such as a route: the old function
 would stay registered.
 
-``series`` reads and places the patches, ``exact`` applies a diff, ``functions`` finds changed
-functions, ``compiling`` compiles them, ``hooks`` installs and verifies them.
+``series`` reads and places the patches, ``exact`` applies a diff, ``functions`` finds and
+compiles changed functions, ``hooks`` installs and verifies them.
 """
 
 from sglang_inflight.livepatch.hooks import PatchRefused, expect_hook, is_fork, verify_hooks

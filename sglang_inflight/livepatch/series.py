@@ -17,14 +17,16 @@ from typing import Any
 
 from packaging.version import Version
 
-from sglang_inflight.livepatch import compiling, exact, hooks
+from sglang_inflight.livepatch import exact, hooks
 from sglang_inflight.livepatch.exact import FileDiff, Line
 from sglang_inflight.livepatch.functions import (
     BeyondBodies,
     ChangedFunction,
     Module,
+    build,
     changed_functions,
     function_at,
+    show_in_tracebacks,
 )
 from sglang_inflight.livepatch.hooks import PatchRefused
 
@@ -177,8 +179,8 @@ class Series:
                 owner = vars(owner)[outer.name]
             if in_fork:
                 return hooks.Replacement(target, owner, None, patches, self.found)
-            compiling.show_in_tracebacks(filename, patched.text)
-            built = compiling.build(change, patched.module.tree, filename, module, owner)
+            show_in_tracebacks(filename, patched.text)
+            built = build(change, patched.module.tree, filename, module, owner)
         except Exception as error:
             reason = f"cannot be compiled in its module: {error!r}"
             raise self._refused(reason, _names(patches), target) from error

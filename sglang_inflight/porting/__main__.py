@@ -1,14 +1,18 @@
-"""``python -m sglang_inflight.porting VERSION``: list the work of porting to that SGLang."""
+"""``python -m sglang_inflight.porting VERSION``: list the work of porting to that SGLang.
+
+The source comes from pip's wheel, which is not installed.
+"""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+import tempfile
+import zipfile
 from pathlib import Path
 
 from sglang_inflight.cache import default_cache
-from sglang_inflight.porting.download import fetch
 from sglang_inflight.porting.survey import Survey, survey
 from sglang_inflight.porting.uses import NoMypy
 
@@ -61,6 +65,29 @@ def describe(found: Survey) -> list[str]:
             lines += [f"    {hint}" for hint in found.hints.get(finding.name, [])]
     lines += ["", "docs/porting.md says what to do." if found.misfits else "All of it fits."]
     return lines
+
+
+def fetch(version: str, cache: Path) -> Path:
+    """Return the parent folder of ``sglang``, unpacked from the wheel of ``version``.
+
+    Raises ``CalledProcessError`` if pip finds no such wheel. pip has printed the reason by then.
+    """
+    unpacked = cache / f"sglang-{version}"
+    if unpacked.is_dir():
+        return unpacked
+    cache.mkdir(parents=True, exist_ok=True)
+    # renamed when complete, so that an interrupted run leaves no partial cache entry
+    with tempfile.TemporaryDirectory(dir=cache) as scratch:
+        where = ["--dest", scratch, "--only-binary", ":all:", "--no-deps", "--quiet"]
+        subprocess.run(
+            [sys.executable, "-m", "pip", "download", *where, f"sglang=={version}"], check=True
+        )
+        (wheel,) = Path(scratch).glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            names = [name for name in archive.namelist() if name.endswith(".py")]
+            archive.extractall(Path(scratch, "source"), names)
+        Path(scratch, "source").rename(unpacked)
+    return unpacked
 
 
 if __name__ == "__main__":

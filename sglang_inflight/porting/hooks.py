@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from sglang_inflight.plugin import HOOK_LISTS
-from sglang_inflight.porting.finding import Finding
+from sglang_inflight.porting import Finding
 from sglang_inflight.porting.parameters import Parameters, why_no_replacement
 from sglang_inflight.porting.source_tree import FunctionNode, SourceTree, is_property
 from sglang_inflight.vocabulary.calls import Call

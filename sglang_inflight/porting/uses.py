@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.version import Version
 
 import sglang_inflight
-from sglang_inflight.porting.finding import Finding, Kind
+from sglang_inflight.porting import Finding, Kind
 from sglang_inflight.porting.source_tree import SourceTree
 
 HOUSE = Path(sglang_inflight.__file__).parent

@@ -42,23 +42,23 @@ from sglang_inflight.messages import (
     StatusCall,
     TimesOver,
 )
-from sglang_inflight.scheduler.answers import AnswerChannel
+from sglang_inflight.scheduler.adapters import Adapters
+from sglang_inflight.scheduler.answers import AnswerChannel, find_reply_transport
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.fixes.aborted_output import (
+from sglang_inflight.scheduler.fixes import (
     finish_with_output,
     has_made_something,
 )
 from sglang_inflight.scheduler.hold import Hold
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
-from sglang_inflight.scheduler.isolation.handlers import Containment
-from sglang_inflight.scheduler.lora.adapters import Adapters
+from sglang_inflight.scheduler.isolation import Containment
 from sglang_inflight.scheduler.memory.release import MemoryRelease
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.nodes.reply_transport import find_reply_transport
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.request_names import NAMES
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.assembly import make_staging
 from sglang_inflight.scheduler.update.commit import CommitAnswers, Commits
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
@@ -66,7 +66,6 @@ from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.handover import Handover
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence, forget_embeddings
-from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
 from sglang_inflight.settings import Settings

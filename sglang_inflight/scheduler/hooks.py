@@ -11,9 +11,10 @@ from sglang.srt.managers.schedule_batch import Req as AnyRequest
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import KV_VERSIONS
-from sglang_inflight.scheduler.control_sync import CONTROL_SYNC
+from sglang_inflight.scheduler.collectives import CONTROL_SYNC
+from sglang_inflight.scheduler.consistency import check_nodes_match
 from sglang_inflight.scheduler.controller import Controller
-from sglang_inflight.scheduler.fixes.retracted import (
+from sglang_inflight.scheduler.fixes import (
     append_hidden_states,
     count_frequencies,
     count_tokens,
@@ -25,13 +26,12 @@ from sglang_inflight.scheduler.fixes.retracted import (
     move_kv_to_turn,
     note_presence,
     note_repetition,
+    unmask_rows_without_tokens,
 )
-from sglang_inflight.scheduler.fixes.sampling import unmask_rows_without_tokens
 from sglang_inflight.scheduler.host_tier import engine_of
-from sglang_inflight.scheduler.nodes.consistency import check_nodes_match
 from sglang_inflight.scheduler.request_names import NAMES
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.reservation import reserve
-from sglang_inflight.scheduler.versions.request_record import record_of
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_parallel

@@ -1,23 +1,35 @@
-"""Which requests a scheduler has, and where they are: running, waiting, or between two servers.
+"""Which requests a scheduler has, where they are, and this package's record of each.
+
+A request is running, waiting, or between two servers.
 
 Under overlap scheduling the last batch is launched, but its result may still be queued.
 ``boundary.py`` processes it.
+
+The record is the attribute ``inflight`` of SGLang's ``Req``. One ``Req`` serves a request from its
+arrival to its end. A retraction resets SGLang's own fields and leaves ``inflight``. Batches share
+the ``Req``, and no ``Req`` is copied or crosses a process. With prefill-decode disaggregation each
+of the two servers makes its own ``Req`` and record. The record ends with its ``Req``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
+    import torch
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
     from sglang_inflight.sglang_types import Scheduler
+
+    class _AdoptedReq(Req):
+        inflight: RequestRecord
 
 
 class Requests:
@@ -186,3 +198,30 @@ class Requests:
             return False
         named = [r for r in self.live() if r.rid == request.rid and not r.finished()]
         return bool(named) and all(req.http_worker_ipc not in (None, worker) for req in named)
+
+
+Spans = list[dict[str, Any]]
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """Only the scheduler's thread touches it."""
+
+    # epoch of the first token's forward; None: no commit since, or no token
+    first_epoch: int | None = None
+    # versions of the KV used by a finished request
+    kv_versions: Spans | None = None
+    # label indices of ``KVVersions`` by position, while the KV is on the host, waiting for room
+    kv_backup: torch.Tensor | None = None
+    # the request ran across a fence, or moved with its KV: no other request may use this KV
+    is_fenced_off: bool = False
+    # before that, SGLang itself kept the request out of the prefix cache
+    was_kept_out: bool = False
+
+
+def record_of(req: Req) -> RequestRecord:
+    """Return the record of ``req``, made at the first call: SGLang makes ``Req`` in many places."""
+    record: RequestRecord | None = getattr(req, "inflight", None)
+    if record is None:
+        record = cast("_AdoptedReq", req).inflight = RequestRecord()
+    return record

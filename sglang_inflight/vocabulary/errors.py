@@ -1,11 +1,13 @@
 """Errors, named by the caller's remedy.
 
-All but ``BadSetting`` are answers to a caller, never faults of the server. Each class says
-whether something has changed:
+All but ``BadSetting`` are answers to a caller, never faults of the server. Each class says whether
+something has changed:
 
     ``Refused``          nothing. Mend the call, or the server's state, and call again.
     ``OutcomeUnknown``   perhaps: the call was sent, and a rank did not answer. Ask the status.
     ``HalfDone``         a part is done and stays so. The message says which part.
+
+Callers' texts, names of tensors, and other errors are shortened for a message.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ _HINT = (
     "Nothing has changed. Call again when the server has fewer connections and files open, or "
     "start it with a larger limit (ulimit -n)"
 )
+_MOST = 200
 
 
 class BadSetting(SystemExit):
@@ -138,3 +141,25 @@ def _all(error: type[InflightError]) -> dict[str, type[InflightError]]:
 
 # class name -> class: errors cross processes by name
 ERRORS = _all(InflightError)
+
+
+def shorten(text: str) -> str:
+    """Return the first line of ``text``, without its middle if it is long."""
+    text = text.partition("\n")[0]
+    if len(text) <= _MOST:
+        return text
+    half = _MOST // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def list_names(names: list[str], most: int = 8) -> str:
+    """Return the first ``most`` of ``names``, and the number of the others."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def describe(error: BaseException) -> str:
+    """Return ``error`` in a few words, without the path in an ``OSError``."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return shorten(str(error)) or type(error).__name__

@@ -28,10 +28,10 @@ def install() -> None:
     from sglang.srt import server_args
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_inflight.reference.memory import PageSaver
+    from sglang_inflight.reference import PageSaver
+    from sglang_inflight.scheduler import consistency, relay
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.memory.release import MemoryRelease
-    from sglang_inflight.scheduler.nodes import consistency, relay
     from sglang_inflight.scheduler.update.jobs import Jobs
 
     consistency.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", consistency.WAIT_S))

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.handlers import direct_handlers
-from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.memory import Memory
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
@@ -349,5 +349,5 @@ def no_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     disagg = SimpleNamespace(disaggregation_mode="null")
     monkeypatch.setattr(f"{front}.updates.drain.get_disagg", lambda: disagg)
     no_store = SimpleNamespace(hicache_storage_backend=None)
-    monkeypatch.setattr(f"{front}.updates.kv_policy.get_memory", lambda: no_store)
+    monkeypatch.setattr("sglang_inflight.capabilities.get_memory", lambda: no_store)
     monkeypatch.setattr(f"{front}.ranks.all_ranks", lambda: frozenset({FIRST}))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from sglang.srt.utils import ConcurrentCounter
 
-from sglang_inflight.frontend.lora.moving import count_as_moved
-from sglang_inflight.frontend.workers.adapter_refcounts import (
+from sglang_inflight.frontend.lora.refcounts import (
     OwnersRegistry,
     WorkersRegistry,
     as_sglangs,
+    count_as_moved,
 )
 from sglang_inflight.frontend.workers.protocol import Adapter, Uses
 from tests.support import ticks

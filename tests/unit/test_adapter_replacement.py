@@ -17,7 +17,7 @@ from sglang.srt.managers.io_struct import (
 )
 from sglang.srt.managers.tokenizer_control_mixin import TokenizerControlMixin
 
-from sglang_inflight.frontend.lora import adapters, unloading
+from sglang_inflight.frontend.lora import adapters, loading
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.lora.loading import load_everywhere
 from sglang_inflight.vocabulary.answers import Capabilities
@@ -85,7 +85,7 @@ class Manager(TokenizerControlMixin):
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
     lora = SimpleNamespace(enable_lora=True, max_loaded_loras=MOST)
     parallel = SimpleNamespace(dp_size=1, pp_size=1)
-    for module in (tokenizer_control_mixin, adapters, unloading):
+    for module in (tokenizer_control_mixin, adapters, loading):
         monkeypatch.setattr(module, "get_lora", lambda: lora)
     for module in (tokenizer_control_mixin, adapters):
         monkeypatch.setattr(module, "get_parallel", lambda: parallel)

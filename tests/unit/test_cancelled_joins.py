@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from harness.server import free_port
 from sglang_inflight.client.trainer_group import TrainerGroup
-from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.frontend.updates.groups import Groups as FrontendGroups
 from sglang_inflight.messages import JoinGroupCall, LeaveGroupCall

@@ -13,7 +13,7 @@ from sglang.srt.server_args import ServerArgs
 
 from harness.marker import CONFIG
 from sglang_inflight import capabilities
-from sglang_inflight.frontend.status import _merge
+from sglang_inflight.frontend.frontend import _merge
 from sglang_inflight.vocabulary.answers import Capabilities
 
 ROWS = set(Capabilities.__struct_fields__)

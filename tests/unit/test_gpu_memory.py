@@ -16,6 +16,7 @@ from torch.multiprocessing import reductions
 from sglang_inflight.messages import GPUMemorySource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources import gpu_sharing
+from sglang_inflight.scheduler.update.sources.batches import Layout
 from sglang_inflight.scheduler.update.sources.gpu_memory import (
     GPUHandle,
     GPUMemory,
@@ -24,7 +25,6 @@ from sglang_inflight.scheduler.update.sources.gpu_memory import (
     own_handles,
 )
 from sglang_inflight.scheduler.update.sources.gpu_sharing import SharedMemory, require_open
-from sglang_inflight.scheduler.update.sources.layouts import Layout
 from sglang_inflight.vocabulary.errors import Refused
 
 CPU = torch.device("cpu")

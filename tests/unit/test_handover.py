@@ -15,8 +15,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_inflight.scheduler.versions import handover as handovers
 from sglang_inflight.scheduler.versions import kv_versions, token_versions
-from sglang_inflight.scheduler.versions.handover import Handover
-from sglang_inflight.scheduler.versions.handover_note import (
+from sglang_inflight.scheduler.versions.handover import (
+    Handover,
     Part,
     hash_name,
     read_note,

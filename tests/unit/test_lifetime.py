@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.vocabulary.errors import Conflict, Gone, OutcomeUnknown
 
 Play = Callable[[Lifetime, "asyncio.Future[str]"], Coroutine[Any, Any, str]]

@@ -18,8 +18,8 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler import Scheduler
 from torch import nn
 
-from sglang_inflight.scheduler.isolation import other_writers
-from sglang_inflight.scheduler.isolation.other_writers import OtherWriters
+from sglang_inflight.scheduler import other_writers
+from sglang_inflight.scheduler.other_writers import OtherWriters
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.errors import Refused

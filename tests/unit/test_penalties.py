@@ -15,14 +15,14 @@ from sglang.srt.sampling.penaltylib import (
     BatchedRepetitionPenalizer,
 )
 
-from sglang_inflight.scheduler.fixes import retracted
+from sglang_inflight.scheduler import fixes
 
 VOCAB, PROMPT, END = 8, 7, 6
 HOOKS = {
-    BatchedFrequencyPenalizer: retracted.count_frequencies,
-    BatchedPresencePenalizer: retracted.note_presence,
-    BatchedRepetitionPenalizer: retracted.note_repetition,
-    BatchedMinNewTokensPenalizer: retracted.count_tokens,
+    BatchedFrequencyPenalizer: fixes.count_frequencies,
+    BatchedPresencePenalizer: fixes.note_presence,
+    BatchedRepetitionPenalizer: fixes.note_repetition,
+    BatchedMinNewTokensPenalizer: fixes.count_tokens,
 }
 # tokens of each request. The last request has no penalties.
 MADE: tuple[list[int], ...] = ([3, 4, 3], [], [5, 5])

@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from sglang_inflight.livepatch import PatchRefused, Series, read_series, supported_versions
+from sglang_inflight.porting import Finding, Kind
 from sglang_inflight.porting import __main__ as command
-from sglang_inflight.porting import download
-from sglang_inflight.porting.finding import Finding, Kind
 from sglang_inflight.porting.hooks import why_not_hooked
 from sglang_inflight.porting.parameters import Parameters
 from sglang_inflight.porting.patches import look_at_patches
 from sglang_inflight.porting.source_tree import SourceTree
-from sglang_inflight.porting.survey import Survey, nearest_series
+from sglang_inflight.porting.survey import Survey, Whereabouts, nearest_series
 from sglang_inflight.porting.uses import look_at_uses
-from sglang_inflight.porting.whereabouts import Whereabouts
 
 Grow = Callable[[str], SourceTree]
 
@@ -329,9 +327,9 @@ def test_wheel_is_fetched_once_and_only_source_unpacked(
             wheel.writestr("sglang/__init__.py", "")
             wheel.writestr("sglang/kernel.so", "")
 
-    monkeypatch.setattr("sglang_inflight.porting.download.subprocess.run", pip)
+    monkeypatch.setattr("sglang_inflight.porting.__main__.subprocess.run", pip)
     for _ in range(2):
-        root = download.fetch("1.0", tmp_path / "cache")
+        root = command.fetch("1.0", tmp_path / "cache")
     assert len(called) == 1
     assert called[0][-1] == "sglang==1.0"
     assert [path.name for path in (root / "sglang").iterdir()] == ["__init__.py"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sglang.srt.runtime_context import get_parallel
 
-from sglang_inflight.frontend.lifetime import Lifetime
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 
 SIZES = ("pp_size", "tp_size", "dp_size", "attn_dp_enabled", "attn_dp_size")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+from sglang_inflight.scheduler.update.sources.batches import Layout
 from sglang_inflight.scheduler.update.sources.broadcast import _empty_bucket
-from sglang_inflight.scheduler.update.sources.layouts import Layout
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.common import RetractionBackup
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.versions.request_record import record_of
 
 
 class Queues:

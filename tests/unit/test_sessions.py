@@ -15,9 +15,9 @@ from sglang.srt.session.streaming_session import StreamingSession
 
 from sglang_inflight.scheduler import boundary, requests
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.fixes.retracted import end_turns_of_aborted
+from sglang_inflight.scheduler.fixes import end_turns_of_aborted
+from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
-from sglang_inflight.scheduler.versions.request_record import record_of
 
 
 class Scheduler:

@@ -12,8 +12,8 @@ from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import FlushCacheReqInput, FlushCacheReqOutput
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.control_calls import ControlCalls
-from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import Done, FlushCall, RankIsSilent, StatusCall
 from sglang_inflight.vocabulary.errors import OutcomeUnknown, RankSilent

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sglang_inflight.cli.status import _draw
+from sglang_inflight.cli.remote import _draw
 from sglang_inflight.vocabulary.answers import (
     Capabilities,
     MemoryStatus,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_inflight import threads
-from sglang_inflight.scheduler.isolation.background import BackgroundHandlers
+from sglang_inflight.scheduler.isolation import BackgroundHandlers
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.threads import start_thread
 from sglang_inflight.vocabulary.errors import Refused

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.frontend.updates import kv_policy
-from sglang_inflight.frontend.updates.kv_policy import require_supported
+from sglang_inflight import capabilities
+from sglang_inflight.capabilities import require_supported
 from sglang_inflight.messages import CommitCall
 from sglang_inflight.vocabulary.answers import Capabilities
 from sglang_inflight.vocabulary.bodies import BeginBody, EndBody, IPCBody, TensorBody
@@ -23,7 +23,7 @@ STORES = "LMCache keeps prefixes"
 def stores(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The settings of HiCache, which SGLang changes while it serves."""
     settings = SimpleNamespace(enable_hierarchical_cache=True, hicache_storage_backend=None)
-    monkeypatch.setattr(kv_policy, "get_memory", lambda: settings)
+    monkeypatch.setattr(capabilities, "get_memory", lambda: settings)
     return settings
 
 

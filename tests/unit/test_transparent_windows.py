@@ -88,7 +88,7 @@ class TransparentPlay(Play):
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let updates work without a server's settings."""
     no_store = SimpleNamespace(hicache_storage_backend=None)
-    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.get_memory", lambda: no_store)
+    monkeypatch.setattr("sglang_inflight.capabilities.get_memory", lambda: no_store)
 
 
 @pytest.mark.parametrize("others", [0, 1])

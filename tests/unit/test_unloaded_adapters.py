@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_inflight.scheduler.lora.adapters import Adapters
+from sglang_inflight.scheduler.adapters import Adapters
 
 
 class Req:

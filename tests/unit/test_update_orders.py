@@ -105,7 +105,7 @@ def expect_each_update_ends_once(play: Play) -> None:
 def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let updates work without a server's settings."""
     no_store = SimpleNamespace(hicache_storage_backend=None)
-    monkeypatch.setattr("sglang_inflight.frontend.updates.kv_policy.get_memory", lambda: no_store)
+    monkeypatch.setattr("sglang_inflight.capabilities.get_memory", lambda: no_store)
 
 
 def test_update_ends_once_in_every_order_of_calls(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,7 +13,7 @@ from sglang.srt.utils import weight_versions as upstream
 from sglang_inflight.frontend import spans as answers
 from sglang_inflight.frontend.tokenizer_hooks import take_kv_versions
 from sglang_inflight.scheduler.versions import token_versions as versions
-from sglang_inflight.scheduler.versions.adapter_versions import AdapterVersions
+from sglang_inflight.scheduler.versions.token_versions import AdapterVersions
 from sglang_inflight.vocabulary.labels import AdapterLabel, VersionLabel
 
 # (version, epoch, tokens) of a request in flight: an unnamed commit, a rollback, a new name

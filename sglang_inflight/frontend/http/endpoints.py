@@ -1,28 +1,37 @@
-"""Wrap the handlers of our routes: decoding, auth, disconnects, shutdown, errors as answers."""
+"""Wrap the handlers of our routes: decoding, auth, disconnects, shutdown, errors as answers.
+
+SGLang's adapter routes take our fields, and answer in SGLang's form.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import logging
+import string
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
 from fastapi.routing import APIRoute
 from sglang.srt.utils.auth import AuthLevel, auth_level
+from sglang.srt.utils.msgspec_utils import msgspec_to_builtins
 
+from sglang_inflight.frontend.aio import Lifetime
 from sglang_inflight.frontend.as_sglang import decode, read_query
 from sglang_inflight.frontend.handlers import Arrival
 from sglang_inflight.frontend.http.large_bodies import large_body
-from sglang_inflight.frontend.lifetime import Lifetime
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Answer
 from sglang_inflight.vocabulary.bodies import Body, NoBody, TensorBody
 from sglang_inflight.vocabulary.errors import Dropped, InflightError
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import LoRAUpdateOutput
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +42,7 @@ B = TypeVar("B", bound=Body)
 Content = Answer | dict[str, Any]
 T = TypeVar("T")
 Endpoint = Callable[..., Awaitable[Response]]
+_KEPT = "".join(sorted({*string.printable} - {"%"}))
 
 
 @contextmanager
@@ -182,3 +192,45 @@ def fails_on_shutdown(lifetime: Lifetime) -> type[APIRoute]:
             return answer_unless_shut_down
 
     return ShutdownAwareRoute
+
+
+def with_adapter(shape: type[B], handler: Callable[[B], Awaitable[LoRAUpdateOutput]]) -> Endpoint:
+    """Return an endpoint for ``handler``. A started call runs to its end, as in SGLang."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            result = await handler(decode(await request.body(), shape))
+        except InflightError as error:
+            logger.warning("%s refused: %s", request.url.path, error)
+            content = {**describe_refusal(error), "error_message": str(error)}
+            return ORJSONResponse(content, status_code=error.status)
+        return ORJSONResponse(msgspec_to_builtins(result))
+
+    endpoint: Endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(answer)
+    endpoint.__name__ = handler.__name__
+    return endpoint
+
+
+def decide_request_auth(
+    decide: Callable[..., Any],
+    *,
+    authorization_header: str | None,
+    api_key: str | None,
+    admin_api_key: str | None,
+    **others: Any,
+) -> Any:
+    """Escape non-ASCII in keys: SGLang's comparison raises on non-ASCII text."""
+    return decide(
+        # Starlette decodes a header's bytes as latin-1
+        authorization_header=_to_ascii(authorization_header, "latin-1"),
+        api_key=_to_ascii(api_key, "utf-8"),
+        admin_api_key=_to_ascii(admin_api_key, "utf-8"),
+        **others,
+    )
+
+
+def _to_ascii(text: str | None, encoding: str) -> str | None:
+    """Percent-encode ``text``; different bytes give different results."""
+    if text is None:
+        return None
+    return quote(text.encode(encoding, "surrogateescape"), safe=_KEPT)

@@ -16,7 +16,6 @@ from starlette.routing import BaseRoute
 from sglang_inflight.frontend.as_sglang import decode, group_named_in
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.handlers import Handler, Handlers
-from sglang_inflight.frontend.http.adapters import with_adapter
 from sglang_inflight.frontend.http.endpoints import (
     Content,
     Endpoint,
@@ -25,6 +24,7 @@ from sglang_inflight.frontend.http.endpoints import (
     no_piece,
     refusal,
     while_connected,
+    with_adapter,
     with_body,
     with_payloads,
     without_body,

@@ -8,7 +8,7 @@ in the cache, by its id.
 
 Requests look their adapter's id up by name, and are counted for the id until they end. So the
 front end's counts include every request, queued or running. With several tokenizer workers, the
-workers count (``workers/adapter_refcounts.py``).
+workers count (``refcounts.py``).
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from sglang.srt.managers.io_struct import LoRAUpdateOutput, UnloadLoRAAdapterReq
 
 from sglang_inflight.capabilities import ONE_REPLICA
 from sglang_inflight.frontend.aio import carry_through
-from sglang_inflight.frontend.lora.answers import AdapterLoaded
-from sglang_inflight.frontend.lora.moving import count_as_moved
+from sglang_inflight.frontend.lora.refcounts import count_as_moved
 from sglang_inflight.frontend.ranks import Ranks
 from sglang_inflight.messages import (
     AdapterKVPolicy,
@@ -399,3 +398,11 @@ def _request(
 def new_name(name: str) -> str:
     """Return a name unused by any adapter."""
     return f"{name}#{uuid.uuid4().hex}"
+
+
+class AdapterLoaded(LoRAUpdateOutput, kw_only=True):
+    lora_name: str
+    adapter_version: str
+    # requests moved to this adapter, and how many of them went back to the queue
+    moved: int = 0
+    retracted: int = 0

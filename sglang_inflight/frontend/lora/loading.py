@@ -1,10 +1,13 @@
-"""Load an adapter on every rank or on none, and give each load a version.
+"""Load an adapter on every rank or on none, and unload none of a paused request.
 
 SGLang itself reads only the first rank's answer, and after a failure does not unload other ranks.
+It unloads an adapter after its last request, and blocks every other load until then. In a pause no
+request ends. So a trainer pausing to change its adapter would wait for itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +16,21 @@ from sglang.srt.managers.io_struct import (
     LoRAUpdateOutput,
 )
 
-from sglang_inflight.frontend.lora.unloading import why_no_room_in_a_pause
-from sglang_inflight.messages import LoadAdapter, LoadAdapterFromTensors
-from sglang_inflight.vocabulary.errors import HandlerFailed, Refused
+from sglang_inflight.messages import ADAPTER_IN_USE, LoadAdapter, LoadAdapterFromTensors
+from sglang_inflight.sglang_types import get_lora
+from sglang_inflight.vocabulary.errors import Conflict, HandlerFailed, Refused
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
     from sglang_inflight.sglang_types import LoadAdapterRequest
 
 Load = Callable[..., Awaitable[Any]]
+# How often an unload waiting for requests checks for a pause.
+LOOK_S = 0.2
+
+Unload = Callable[..., Awaitable[Any]]
 
 
 async def load_everywhere(
@@ -59,3 +68,86 @@ def _as_ours(tm: PatchedTokenizerManager, obj: Any) -> Any:
     fields = {name: getattr(obj, name) for name in type(obj).__struct_fields__}
     version = tm.inflight.adapters.version_of(obj.lora_name, getattr(obj, "lora_path", None))
     return shape(**fields, adapter=obj.lora_name, adapter_version=version)
+
+
+async def refuse_to_unload_in_a_pause(
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput, *args: Any
+) -> Any:
+    """Wrap a user's call. Raises ``Conflict`` before anything is changed.
+
+    The check takes no lock: another unload may hold the lock while waiting for paused requests.
+    """
+    tm.inflight.require_owner()
+    if tm.is_pause and _users(tm, obj.lora_name):
+        # is_pause may be out of date
+        await tm.inflight.pauses.ask_status()
+        if tm.is_pause and (users := _users(tm, obj.lora_name)):
+            raise Conflict(_describe_users(obj.lora_name, users))
+    return await unload(tm, obj, *args)
+
+
+async def stop_unloading_in_a_pause(
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput
+) -> Any:
+    """Wrap the unload under SGLang's lock, also an eviction on behalf of a load.
+
+    While requests use the adapter nothing is sent to the schedulers, so the wait can be abandoned.
+    On a ``ValueError`` SGLang answers with its text, takes no new request for the adapter, and
+    accepts a second unload. A rank also refuses if it has requests of a dead worker, unknown here.
+    """
+    unloading = asyncio.ensure_future(_unload_when_ranks_let(unload, tm, obj))
+    try:
+        while not unloading.done():
+            await asyncio.wait({unloading}, timeout=LOOK_S)
+            if tm.is_pause and not unloading.done() and (users := _users(tm, obj.lora_name)):
+                raise ValueError(_describe_users(obj.lora_name, users))
+        return await unloading
+    finally:
+        unloading.cancel()
+        await asyncio.wait({unloading})
+
+
+async def _unload_when_ranks_let(
+    unload: Unload, tm: PatchedTokenizerManager, obj: UnloadLoRAAdapterReqInput
+) -> Any:
+    while True:
+        result = await unload(tm, obj)
+        if result.success or ADAPTER_IN_USE not in (result.error_message or ""):
+            return result
+        if tm.is_pause:
+            raise ValueError(_describe_refusal(obj.lora_name, result.error_message))
+        await asyncio.sleep(LOOK_S)
+
+
+async def why_no_room_in_a_pause(tm: PatchedTokenizerManager) -> str | None:
+    """Return why no further adapter can be loaded now, or None if one can.
+
+    SGLang loads the adapter, then unloads the least recently used one. Requests no longer find
+    that one's name, even if unloading it fails.
+    """
+    most = get_lora().max_loaded_loras
+    if most is None or len(tm.lora_registry.get_all_adapters()) < most:
+        return None
+    oldest = await tm.lora_registry.lru_lora_name(exclude_pinned=True)
+    if oldest is None:
+        return f"--max-loaded-loras is {most}, and all of them are pinned"
+    if tm.is_pause and (users := _users(tm, oldest)):
+        return f"--max-loaded-loras is {most}, and {_describe_users(oldest, users)}"
+    return None
+
+
+def _users(tm: PatchedTokenizerManager, name: str) -> int:
+    """Return the number of requests of an adapter, loaded or waiting to be unloaded."""
+    ref = tm.lora_registry.get_all_adapters().get(name)
+    lora_id = ref.lora_id if ref is not None else tm.pending_lora_unloads.get(name)
+    counter = tm.lora_registry._counters.get(lora_id) if lora_id is not None else None
+    return counter.value() if counter is not None else 0
+
+
+def _describe_users(name: str, users: int) -> str:
+    requests = f"{users} paused request{'s' if users > 1 else ''}"
+    return _describe_refusal(name, f"{requests} cannot finish. Continue or abort, then unload it")
+
+
+def _describe_refusal(name: str, why: str) -> str:
+    return f"the adapter {name!r} cannot be unloaded while generation is paused: {why}"

@@ -1,4 +1,4 @@
-"""The update with the turn, and everything its calls asked for."""
+"""The update with the turn, and everything its calls asked for, up to its receipt."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from sglang_inflight.frontend.aio import Deadline, SharedCall
 from sglang_inflight.frontend.updates.phase import Event, Phase, follow
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted
 from sglang_inflight.messages import (
+    Committed,
     DiskSource,
     IPCSource,
     KVPolicy,
@@ -20,7 +21,7 @@ from sglang_inflight.messages import (
     Staged,
     Voted,
 )
-from sglang_inflight.vocabulary.answers import Receipt, StagedChanges
+from sglang_inflight.vocabulary.answers import RankReceipt, Receipt, StagedChanges
 from sglang_inflight.vocabulary.errors import Conflict, Dropped
 
 
@@ -201,4 +202,32 @@ def _together(ranks: list[StagedChanges], why_in_place: str | None) -> StagedCha
         changed_elements=changed,
         changed_fraction=changed / elements if elements else 0.0,
         staging_bytes_peak=max(rank.staging_bytes_peak for rank in ranks),
+    )
+
+
+def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Receipt:
+    """Write the receipt of a commit. ``update`` is None for a rollback."""
+    message = "Rolled the weights back."
+    if update is not None:
+        message = "Succeeded to update model weights."
+        if update.weight_version is not None:
+            message += f" Weight version updated to {update.weight_version}."
+    first = committed[0]
+    return Receipt(
+        message=message,
+        weight_version=first.weight_version,
+        base_version=first.base_version,
+        epoch=first.epoch,
+        staged_s=update.staged_s if update is not None else 0.0,
+        stall_ms=max(rank.stall_ms for rank in committed),
+        bytes=update.bytes if update is not None else 0,
+        tensors=update.tensors if update is not None else 0,
+        retracted=sum(rank.retracted for rank in committed),
+        staged_as=update.staged_as if update is not None else None,
+        ranks=tuple(
+            RankReceipt(
+                dp_rank=rank.dp_rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, digest=rank.digest
+            )
+            for rank in committed
+        ),
     )

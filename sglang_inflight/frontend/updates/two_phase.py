@@ -16,13 +16,12 @@ from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
+from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
 from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
-from sglang_inflight.frontend.updates.kv_policy import require_supported
-from sglang_inflight.frontend.updates.open_update import OpenUpdate
+from sglang_inflight.frontend.updates.open_update import OpenUpdate, write_receipt
 from sglang_inflight.frontend.updates.phase import Event
-from sglang_inflight.frontend.updates.receipt import write_receipt
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.wanted import Wanted
 from sglang_inflight.messages import (

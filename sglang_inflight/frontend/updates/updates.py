@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, keep
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.kv_policy import require_supported
 from sglang_inflight.frontend.updates.open_update import OpenUpdate
 from sglang_inflight.frontend.updates.phase import Event, Phase
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase

@@ -6,8 +6,8 @@ import uuid
 from dataclasses import dataclass
 from functools import singledispatch
 
+from sglang_inflight.capabilities import as_sglang_does
 from sglang_inflight.frontend.aio import Deadline
-from sglang_inflight.frontend.updates.kv_policy import as_sglang_does
 from sglang_inflight.messages import (
     DiskSource,
     DistributedSource,

@@ -1,9 +1,13 @@
-"""The folder of an owner's sockets.
+"""The folder of an owner's sockets, and the way by which further tokenizer workers find it.
 
 A killed owner leaves its folder behind, and the next owner on the machine removes it. A living
 owner holds a lock on its folder. The kernel releases the lock when the process ends in any way. A
 new folder gets its final name only after it is locked, so a folder being created never looks
 abandoned.
+
+SGLang loads no plugins in further tokenizer workers. A worker unpickles its server's arguments
+before it uses them, and an ``OwnerEndpoint`` among them loads us when unpickled. So we are loaded
+under uvicorn, under granian, and in a user's own app.
 """
 
 from __future__ import annotations
@@ -13,11 +17,14 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 _PREFIX = "sglang-inflight."
+# attribute of SGLang's ``PortArgs`` holding the endpoint
+ATTRIBUTE = "inflight"
 
 
 class OwnersFolder:
@@ -73,3 +80,30 @@ def _locks(opened: int) -> bool:
     except OSError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class OwnerEndpoint:
+    """The owner's sockets. Only this server's user can enter ``folder``, so no key is needed."""
+
+    folder: Path
+
+    @property
+    def calls(self) -> Path:
+        """Socket for HTTP calls."""
+        return self.folder / "calls"
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    def __reduce__(self) -> tuple[Callable[[Path], OwnerEndpoint], tuple[Path]]:
+        return accept, (self.folder,)
+
+
+def accept(folder: Path) -> OwnerEndpoint:
+    """Load our plugin and return the endpoint. Ends the process if it cannot be patched."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    return OwnerEndpoint(folder)

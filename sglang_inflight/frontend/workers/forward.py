@@ -1,4 +1,8 @@
-"""Forward a worker's calls to the owner, and return the owner's answers."""
+"""Forward a worker's calls to the owner, and return the owner's answers.
+
+One call has no caller outside: a worker asks the owner to reload an evicted adapter for a request.
+With one worker SGLang reloads the adapter itself.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import httpx
-from fastapi import FastAPI
+import msgspec
+from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
+from sglang.srt.managers.io_struct import LoadLoRAAdapterReqInput, LoRAUpdateOutput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route
@@ -18,6 +25,10 @@ from starlette.types import Receive, Scope, Send
 
 from sglang_inflight.frontend.http.endpoints import refusal
 from sglang_inflight.vocabulary.errors import Exhausted, Gone, InflightError, OutcomeUnknown
+
+if TYPE_CHECKING:
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.sglang_types import LoadAdapterRequest
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +59,8 @@ _NOT_HANDED_ON = frozenset(
         b"server",
     )
 )
+# only on the owner's socket
+_RELOADS = "/inflight/reload_lora_adapter"
 
 
 def owners_client(calls: Path) -> httpx.AsyncClient:
@@ -183,3 +196,38 @@ class _Body:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.is_cut_off = True
+
+
+class _Reload(msgspec.Struct):
+    lora_name: str
+    lora_path: str
+    pinned: bool | None
+
+
+class _Reloaded(msgspec.Struct):
+    success: bool
+    error_message: str
+
+
+async def reload(calls: Path, request: LoadAdapterRequest) -> LoRAUpdateOutput:
+    """Ask the owner, from a worker, to reload an adapter. The worker has it after the return."""
+    asked: Any = msgspec.convert(request, _Reload, from_attributes=True)
+    async with owners_client(calls) as client:
+        response = await client.post(f"http://owner{_RELOADS}", content=msgspec.json.encode(asked))
+        response.raise_for_status()
+    answer = msgspec.json.decode(response.content, type=_Reloaded)
+    return LoRAUpdateOutput(success=answer.success, error_message=answer.error_message)
+
+
+def mount_reloads(app: FastAPI, manager: PatchedTokenizerManager) -> None:
+    """Mount the owner's route for workers' reloads."""
+
+    async def load(request: Request) -> Response:
+        asked = msgspec.json.decode(await request.body(), type=_Reload)
+        result: LoRAUpdateOutput = await manager.load_lora_adapter(
+            LoadLoRAAdapterReqInput(**msgspec.structs.asdict(asked))
+        )
+        answer = _Reloaded(success=result.success, error_message=result.error_message or "")
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    app.router.add_api_route(_RELOADS, load, methods=["POST"])

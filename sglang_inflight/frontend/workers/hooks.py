@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_inflight.frontend.workers.bootstrap import ATTRIBUTE
+from sglang_inflight.frontend.workers.folder import ATTRIBUTE
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import GenerationContinues, RankIsSilent
 

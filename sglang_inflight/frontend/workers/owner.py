@@ -36,14 +36,12 @@ from sglang.srt.managers.io_struct import ShutdownReq
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from starlette.types import Message, Receive, Scope, Send
 
-from sglang_inflight.frontend.shutdown import release_all
-from sglang_inflight.frontend.workers import aborting, reloading
-from sglang_inflight.frontend.workers.adapter_refcounts import OwnersRegistry
-from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
-from sglang_inflight.frontend.workers.folder import OwnersFolder
-from sglang_inflight.frontend.workers.forward import FLUSH
+from sglang_inflight.frontend.lora.refcounts import OwnersRegistry
+from sglang_inflight.frontend.shutdown import ShutdownSignal, release_all
+from sglang_inflight.frontend.workers import aborting
+from sglang_inflight.frontend.workers.folder import OwnerEndpoint, OwnersFolder
+from sglang_inflight.frontend.workers.forward import FLUSH, mount_reloads
 from sglang_inflight.frontend.workers.protocol import LONGEST_LINE, Adapter, ServerState
-from sglang_inflight.frontend.workers.shutdown_signal import ShutdownSignal
 from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
 if TYPE_CHECKING:
@@ -157,7 +155,7 @@ class Owner:
         manager.set_engine_state_changed_callback(broadcast.post)
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
-        reloading.mount(app, manager)
+        mount_reloads(app, manager)
         aborting.mount(app, broadcast)
         calls = socket.socket(socket.AF_UNIX)
         calls.bind(str(self.owner_endpoint.calls))

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 from sglang_inflight.frontend.aio import keep
 from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
-from sglang_inflight.frontend.lora.moving import count_as_moved
+from sglang_inflight.frontend.lora.refcounts import WorkersRegistry, as_sglangs, count_as_moved
 from sglang_inflight.frontend.sglangs_pause import admit_requests
 from sglang_inflight.frontend.workers import aborting
-from sglang_inflight.frontend.workers.adapter_refcounts import WorkersRegistry, as_sglangs
-from sglang_inflight.frontend.workers.bootstrap import OwnerEndpoint
-from sglang_inflight.frontend.workers.forward import Forward
+from sglang_inflight.frontend.workers.folder import OwnerEndpoint
+from sglang_inflight.frontend.workers.forward import Forward, reload
 from sglang_inflight.frontend.workers.protocol import (
     LONGEST_LINE,
     Abort,
@@ -31,7 +30,6 @@ from sglang_inflight.frontend.workers.protocol import (
     line,
     read_owner_message,
 )
-from sglang_inflight.frontend.workers.reloading import reload
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import LoRAUpdateOutput

@@ -4,6 +4,8 @@
 because all see the same messages in the same pass of their loops. Messages do not tell which
 leases have expired, nor whether a request still runs: on these the ranks agree by a collective
 (``collectives.py``).
+
+A loop without steps sleeps until a message or an alarm.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, assert_never
 
+import zmq
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ContinueGenerationReqInput,
@@ -56,7 +59,6 @@ from sglang_inflight.scheduler.pause.machine import (
     WaitOver,
     transition,
 )
-from sglang_inflight.scheduler.pause.sleeper import Sleeper
 from sglang_inflight.scheduler.pause.transfers import Transfers
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Holder, PauseStatus
@@ -71,6 +73,11 @@ logger = logging.getLogger(__name__)
 
 # Shortest time between two publications of the load while frozen. Each one walks the queue.
 LOAD_REFRESH_S = 0.05
+# Longest sleep of a loop. The other ranks wait in a gloo broadcast meanwhile, and its time
+# limit is minutes.
+LONGEST_SLEEP_S = 1.0
+# Under attention DP several ranks have a socket, and a sleeping rank delays the others.
+LONGEST_SLEEP_IN_STEP_S = 0.005
 
 
 class Pause:
@@ -361,3 +368,28 @@ class Pause:
             if stats.forward_entry_time > 0:
                 stats.forward_entry_time = min(stats.forward_entry_time + seconds, now)
         self._transfers.extend_request_timeouts(seconds)
+
+
+class Sleeper:
+    """Sleeps until a message comes. Only the scheduler's thread calls it."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        channels = scheduler.ipc_channels
+        # Ranks without a socket sleep in the first rank's broadcast instead. SGLang's scripted
+        # runtime replaces the socket by a script with a step in every pass: never sleep there.
+        self._poller: zmq.Poller | None = None
+        if isinstance(channels.recv_from_tokenizer, zmq.Socket):
+            self._poller = zmq.Poller()
+            self._poller.register(channels.recv_from_tokenizer, zmq.POLLIN)
+            self._poller.register(channels.recv_from_rpc, zmq.POLLIN)
+
+    def sleep(self, alarm: float | None) -> None:
+        """Sleep until a message comes, or until ``alarm`` of ``time.monotonic()``."""
+        if self._poller is None:
+            return
+        longest = LONGEST_SLEEP_S
+        if get_parallel().attn_dp_enabled:
+            longest = LONGEST_SLEEP_IN_STEP_S
+        if alarm is not None:
+            longest = min(longest, alarm - time.monotonic())
+        self._poller.poll(int(1000 * max(0.0, longest)))

@@ -25,7 +25,6 @@ from sglang_inflight.messages import (
 from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
-from sglang_inflight.scheduler.update.error_texts import list_names
 from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -50,7 +49,7 @@ from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

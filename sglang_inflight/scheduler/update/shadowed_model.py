@@ -34,9 +34,7 @@ from sglang_inflight.scheduler.update.checks.stageable import (
     why_not_loaded,
     why_not_shadowed,
 )
-from sglang_inflight.scheduler.update.checks.tensors import TensorChecks
-from sglang_inflight.scheduler.update.checks.tied_head import TiedHead
-from sglang_inflight.scheduler.update.error_texts import list_names
+from sglang_inflight.scheduler.update.checks.tensors import TensorChecks, TiedHead
 from sglang_inflight.scheduler.update.forms import Form, Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -51,7 +49,7 @@ from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThre
 from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes, read_shapes
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.storages import memory_key
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

@@ -41,7 +41,7 @@ from sglang.srt.mem_cache.allocator.unified_mamba import UnifiedMambaTokenToKVPo
 from sglang.srt.utils import is_pin_memory_available
 
 from sglang_inflight.scheduler.host_tier import count_host_slots
-from sglang_inflight.scheduler.versions.request_record import Spans, record_of
+from sglang_inflight.scheduler.requests import Spans, record_of
 from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:

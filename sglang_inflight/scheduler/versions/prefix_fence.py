@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers import mm_schedule
 
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.versions.request_record import record_of
+from sglang_inflight.scheduler.requests import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req

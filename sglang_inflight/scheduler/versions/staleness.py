@@ -16,8 +16,7 @@ from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cach
 
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.scheduler.metrics import Metrics
-from sglang_inflight.scheduler.requests import Requests
-from sglang_inflight.scheduler.versions.request_record import record_of
+from sglang_inflight.scheduler.requests import Requests, record_of
 from sglang_inflight.sglang_types import get_disagg
 
 if TYPE_CHECKING:

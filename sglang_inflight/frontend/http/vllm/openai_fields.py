@@ -2,6 +2,8 @@
 
 A field with an equivalent in SGLang is served as in vLLM; other fields are refused by name. A
 field without effect on tokens or answer, such as ``request_id``, is ignored.
+
+``/detokenize`` answers with ``text`` for SGLang's clients and ``prompt`` for vLLM's.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from contextvars import ContextVar
 from typing import Any
 
 import msgspec
+from fastapi import Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
 )
 
 from sglang_inflight.vocabulary.errors import Refused
@@ -174,3 +179,22 @@ def _constrain(request: CompletionRequest | ChatCompletionRequest, outputs: Any)
     if request.regex not in (None, regex):
         raise Refused("regex and structured_outputs.regex differ: pass only one of them")
     request.regex = regex
+
+
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Return both texts: by default vLLM keeps special tokens, SGLang skips them."""
+    text = await _decode(body, request)
+    if not isinstance(text, DetokenizeResponse):
+        return text
+    prompt = text
+    if "skip_special_tokens" not in body.model_fields_set:
+        whole = body.model_copy(update={"skip_special_tokens": False})
+        prompt = await _decode(whole, request)
+        if not isinstance(prompt, DetokenizeResponse):
+            return prompt
+    return ORJSONResponse({"text": text.text, "prompt": prompt.text})
+
+
+async def _decode(body: DetokenizeRequest, request: Request) -> Any:
+    """Call SGLang's own handler; return its answer or its error response."""
+    return await request.app.state.openai_serving_detokenize.handle_request(body, request)

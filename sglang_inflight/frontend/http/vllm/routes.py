@@ -40,13 +40,15 @@ from sglang_inflight.frontend.http.vllm.bodies import (
     WorldSizeQuery,
     choose_pause_mode,
 )
-from sglang_inflight.frontend.http.vllm.checksums import mismatches, read_checksums
-from sglang_inflight.frontend.http.vllm.collective_rpc import CollectiveRPC
-from sglang_inflight.frontend.http.vllm.detokenize import detokenize
 from sglang_inflight.frontend.http.vllm.generate import Generate
-from sglang_inflight.frontend.http.vllm.server_info import ServerInfo
+from sglang_inflight.frontend.http.vllm.openai_fields import detokenize
+from sglang_inflight.frontend.http.vllm.server_info import ServerInfo, mismatches, read_checksums
+from sglang_inflight.frontend.http.vllm.trainers import (
+    CollectiveRPC,
+    names_weight_dir,
+    update_from_weight_dir,
+)
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
-from sglang_inflight.frontend.http.vllm.weight_dir import names_weight_dir, update_from_weight_dir
 from sglang_inflight.sglang_types import get_device, get_parallel
 from sglang_inflight.vocabulary.answers import MEMORY, MemoryMoved
 from sglang_inflight.vocabulary.bodies import (

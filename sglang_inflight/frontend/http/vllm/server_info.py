@@ -1,4 +1,4 @@
-"""``/server_info`` with SGLang's answer, and ``vllm_config`` for vLLM's clients."""
+"""Answers about the server for vLLM's clients: its configuration, and checksums of its weights."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 from sglang.srt.entrypoints.http_server import server_info
 from sglang.srt.environ import envs
+from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
 from sglang_inflight.sglang_types import get_lora, get_parallel
+from sglang_inflight.vocabulary.errors import RankFailed
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -60,3 +62,31 @@ def _lora_config() -> dict[str, Any]:
         "max_loras": lora.max_loras_per_batch,
         "max_cpu_loras": lora.max_loaded_loras,
     }
+
+
+async def read_checksums(tokenizer_manager: TokenizerManager) -> dict[str, str]:
+    """Return checksums by ``dp….pp….tp….<tensor name>``. Blocks the schedulers' loops meanwhile.
+
+    Raises ``RankFailed`` if a rank cannot read its weights.
+    """
+    success, message, ranks, _ = await tokenizer_manager.check_weights(
+        CheckWeightsReqInput(action="checksum", selector="target")
+    )
+    if not success or ranks is None:
+        raise RankFailed(f"the weights could not be read: {message}")
+    return {
+        f"{_prefix(rank['parallelism_info'][0])}.{name}": checksum
+        for rank in ranks
+        for name, checksum in rank["checksums"].items()
+    }
+
+
+def _prefix(place: dict[str, Any]) -> str:
+    return f"dp{place['dp_rank']}.pp{place['pp_rank']}.tp{place['tp_rank']}"
+
+
+def mismatches(ours: dict[str, str], baseline: dict[str, str]) -> list[str]:
+    """Return tensors with different checksums, or missing in one of the two."""
+    return sorted(
+        name for name in ours.keys() | baseline.keys() if ours.get(name) != baseline.get(name)
+    )

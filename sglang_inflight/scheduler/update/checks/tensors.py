@@ -1,4 +1,7 @@
-"""Checks on each tensor on its way into the shadow."""
+"""Checks on each tensor on its way into the shadow.
+
+A head tied to the embeddings is compared with these embeddings.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,21 @@ import torch
 
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
-from sglang_inflight.scheduler.update.checks.tied_head import TiedHead, is_head
-from sglang_inflight.scheduler.update.error_texts import shorten
+from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # A trainer's precision may differ from the server's: these dtypes convert into each other.
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_HEADS = ("lm_head.weight",)
+# in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
+_EMBEDDINGS = (
+    "embed_tokens.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+)
 
 
 class TensorChecks:
@@ -191,3 +201,50 @@ class TensorChecks:
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
         return all(is_finite(piece) for (piece,) in self._rate_limit.cut(tensor))
+
+
+class TiedHead:
+    """Compares an update's head with the same update's embeddings.
+
+    A checkpoint of such a model has the embeddings alone, but a trainer's ``state_dict()`` has
+    both names. The model's loader skips the head. In a pipeline the last stage loads the head, and
+    the first stage the embeddings. So both must be equal. One object serves one update of one
+    model, on the staging thread.
+    """
+
+    def __init__(self) -> None:
+        self._head: tuple[str, str] | None = None
+        self._embeddings: str | None = None
+
+    def receive(self, name: str, tensor: torch.Tensor) -> None:
+        if name.endswith(_HEADS):
+            self._head = name, _digest_of(tensor)
+        elif name.endswith(_EMBEDDINGS):
+            self._embeddings = _digest_of(tensor)
+
+    def refuse_if_not_the_embeddings(self) -> None:
+        """Raise ``Refused`` if the update's head differs from its embeddings."""
+        if self._head is None:
+            return
+        name, digest = self._head
+        if self._embeddings is None:
+            raise Refused(
+                f"the model ties {name!r} to its embeddings, which were not sent: send the "
+                "embeddings in the same update"
+            )
+        if digest != self._embeddings:
+            raise Refused(
+                f"the model ties {name!r} to its embeddings, and the update brings a head that "
+                "differs from the embeddings of the update: send equal tensors, or no head"
+            )
+
+
+def is_head(name: str) -> bool:
+    return name.endswith(_HEADS)
+
+
+def _digest_of(tensor: torch.Tensor) -> str:
+    digest = Digest()
+    for _ in digest.read("", tensor):
+        pass
+    return digest.hexdigest()

@@ -11,9 +11,8 @@ import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.messages import FLATTENED_BUCKET, DistributedSource
-from sglang_inflight.scheduler.update.sources.batches import Weights
+from sglang_inflight.scheduler.update.sources.batches import Layout, Weights, read_layouts
 from sglang_inflight.scheduler.update.sources.groups import Groups
-from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.vocabulary.errors import Refused
 
 # the buffer of one broadcast, and the tensors in it once it is received

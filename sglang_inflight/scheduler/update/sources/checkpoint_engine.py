@@ -19,13 +19,12 @@ import zmq
 from sglang.srt.platforms import current_platform
 
 from sglang_inflight.messages import IPCSource
-from sglang_inflight.scheduler.update.error_texts import describe
+from sglang_inflight.scheduler.answers import zmq_context
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Batches, Weights
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
-from sglang_inflight.scheduler.zmq_context import zmq_context
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, describe
 
 POLL_MS = 100
 

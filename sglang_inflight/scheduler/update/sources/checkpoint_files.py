@@ -17,14 +17,13 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from sglang_inflight.scheduler.update.error_texts import describe, shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
 # Bytes of one read, and of small tensors together. They stay in a cache until they are copied.
 PIECE_BYTES = 4 << 20

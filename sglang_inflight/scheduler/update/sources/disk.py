@@ -27,13 +27,12 @@ from sglang.srt.model_loader.weight_utils import (
 )
 
 from sglang_inflight.messages import DiskSource
-from sglang_inflight.scheduler.update.error_texts import describe, shorten
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
 from sglang_inflight.sglang_types import get_model
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig

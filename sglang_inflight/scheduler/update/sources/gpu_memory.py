@@ -15,19 +15,17 @@ from sglang.srt.platforms import current_platform
 from torch.multiprocessing import reductions
 
 from sglang_inflight.messages import NEEDS_ONE_GPU, GPUMemorySource
-from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.batches import Weights
+from sglang_inflight.scheduler.update.sources.batches import Layout, Weights, read_layouts
 from sglang_inflight.scheduler.update.sources.gpu_sharing import (
     SharedMemory,
     has_memory,
     read_memory,
     require_open,
 )
-from sglang_inflight.scheduler.update.sources.layouts import Layout, read_layouts
 from sglang_inflight.scheduler.update.sources.unpickling import Function, Unpickler
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, describe
 
 # torch's function that rebuilds such a tensor, and SGLang's replacement in trainers with SGLang
 _REBUILD = frozenset(

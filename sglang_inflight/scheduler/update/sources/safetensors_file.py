@@ -14,9 +14,8 @@ from typing import Annotated
 import msgspec
 import torch
 
-from sglang_inflight.scheduler.update.error_texts import shorten
 from sglang_inflight.scheduler.update.sources.regular_file import RegularFile
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # Decoding a header of this size, for over a hundred thousand tensors, holds the interpreter for a
 # fiftieth of a second. The library's own limit is 100 MB.

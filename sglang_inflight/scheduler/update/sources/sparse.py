@@ -13,8 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
-from sglang_inflight.scheduler.update.error_texts import shorten
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, shorten
 
 _INDICES = ".indices"
 _VALUES = ".values"

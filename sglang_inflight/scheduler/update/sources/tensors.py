@@ -18,7 +18,6 @@ from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
 from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
-from sglang_inflight.scheduler.update.error_texts import describe
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
@@ -26,7 +25,7 @@ from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, S
 from sglang_inflight.scheduler.update.sources.unpickling import unpickle
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import count_replicas, own_index, own_replica
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, describe
 
 # ctypes, unlike ``mmap.madvise``, releases the interpreter during the call
 _madvise = ctypes.CDLL(None).madvise

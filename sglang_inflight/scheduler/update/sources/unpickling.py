@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch.multiprocessing import reductions
 
-from sglang_inflight.scheduler.update.error_texts import shorten
 from sglang_inflight.scheduler.update.sources.gpu_sharing import has_memory, read_memory
 from sglang_inflight.scheduler.update.sources.regular_file import Stream
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, shorten
 
 
 def unpickle(payload: bytes | BinaryIO, rest: Callable[[], None] = lambda: None) -> Any:

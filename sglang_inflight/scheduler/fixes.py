@@ -1,4 +1,6 @@
-"""Lets a retracted request go on as if nothing had happened. SGLang forgets parts of it.
+"""Mends SGLang where requests of in-flight updates meet its faults.
+
+A retracted request goes on as if nothing had happened. SGLang forgets parts of it:
 
 **Prefilled again**: SGLang would append the hidden states of the prompt and of all earlier tokens a
 second time. For a request with ``input_embeds`` it would drop the earlier tokens, because it has
@@ -14,21 +16,42 @@ has no tokens there, or its count changes nothing.
 finished turn. SGLang takes a retracted turn for a finished one, and a refused turn for the running
 one. A second turn is then admitted, and the scheduler ends when both use the session's KV. Only the
 scheduler's thread touches a session.
+
+**Beam searches**: a retracted beam search begins anew, because its clients get no token before its
+end. SGLang's pause frees the KV of the request, but not of the beam's other rows, because they have
+no request. The rows are never freed and stay in the emptied batch, and the next use of that batch
+raises. Only the scheduler's thread calls this, between two steps, with no forward in flight.
+
+An aborted request's tokens are sent, also when it is aborted outside the output stream. SGLang
+sends the tokenizer an abort message for a queued request. The message overtakes outputs still in
+the detokenizer, and carries neither unsent tokens nor usage. But a queued request may have tokens:
+a retracted one, or one dropped for lack of memory, for a higher priority, or by a decode server's
+queue.
+
+A request whose grammar allows no token ends alone, without its batch.
 """
 
 from __future__ import annotations
 
 import inspect
+from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from sglang.srt.beam_search.batch_tail import strip_beam_tail
+from sglang.srt.beam_search.beam_group import BeamGroup
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_inflight.sglang_types import get_parallel
 
 if TYPE_CHECKING:
+    import torch
+    from sglang.srt.beam_search.coordinator import BeamCoordinator
+    from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.penaltylib.frequency_penalty import BatchedFrequencyPenalizer
@@ -36,6 +59,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.penaltylib.orchestrator import _BatchedPenalizer
     from sglang.srt.sampling.penaltylib.presence_penalty import BatchedPresencePenalizer
     from sglang.srt.sampling.penaltylib.repetition_penalty import BatchedRepetitionPenalizer
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.session.session_controller import Session
     from sglang.srt.session.streaming_session import SessionSlot, StreamingSession
 
@@ -43,6 +67,7 @@ if TYPE_CHECKING:
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
+_MESSAGE = "Abort in waiting queue"
 
 # ---- prefilled again -------------------------------------------------------------------------
 
@@ -237,3 +262,79 @@ def end_turns_of_aborted(retracted: tuple[list[Req], float, list[Req]], *args: o
     for req in given_up:
         if req.session is not None and req.session.streaming:
             req.session.abort_req()
+
+
+# ---- beam searches ---------------------------------------------------------------------------
+
+
+def begin_beams_anew(scheduler: Scheduler, running: set[Req]) -> None:
+    """Restart the beam searches among ``running``, before all of these are retracted."""
+    for batch in scheduler._collect_inflight_batches():
+        if batch is not None:
+            strip_beam_tail(batch)
+    # in the same order on every rank
+    for req in sorted(running, key=lambda req: req.rid):
+        if req.beam_group is not None:
+            _restart(scheduler.beam_coordinator, req, req.beam_group)
+
+
+def _restart(coordinator: BeamCoordinator, req: Any, old: BeamGroup) -> None:
+    coordinator._free_member_rows(old)
+    coordinator.retire_group(req)
+    group: Any = BeamGroup(
+        beam_width=old.beam_width,
+        length_penalty=old.length_penalty,
+        stop_token_ids=old.stop_token_ids.tolist(),
+        max_new_tokens=old.max_new_tokens,
+        num_return=old.num_return,
+        device=old.stop_token_ids.device,
+    )
+    group.leader, group.prompt_len = req, len(req.origin_input_ids)
+    req.beam_group = group
+    coordinator._num_live_groups += 1
+    # holds only a placeholder for each step
+    req.output_ids = array("q")
+    req.weight_version_events.clear()
+
+
+# ---- aborted outside the output stream -------------------------------------------------------
+
+
+def has_made_something(req: Req) -> bool:
+    """Return whether ``req`` has output to send. A beam group sends its output only at its end."""
+    return bool(req.output_ids or req.retraction_count) and req.beam_group is None
+
+
+def finish_with_output(streamer: SchedulerOutputStreamer, req: Req, abort: AbortReq) -> None:
+    """Finish ``req`` like an aborted running request, with all its output.
+
+    Every rank of a replica does so in the same step, because ranks send outputs together.
+    """
+    reason: dict[str, Any] = abort.finished_reason or {}
+    req.finished_reason = FINISH_ABORT(
+        reason.get("message") or abort.abort_message or _MESSAGE,
+        reason.get("status_code"),
+        reason.get("err_type"),
+    )
+    req.to_finish = None
+    req.time_stats.set_completion_time()
+    streamer.stream_output([req], req.return_logprob)
+
+
+# ---- no token allowed ------------------------------------------------------------------------
+
+
+def unmask_rows_without_tokens(
+    _: object, info: SamplingBatchInfo, logits: torch.Tensor, *args: object
+) -> None:
+    """Set all logits of a row without an allowed token to 0.
+
+    A grammar may allow only text that no token begins with. All probabilities are then 0, and
+    sampling ends the process, or on a CPU the scheduler. With equal logits some token is sampled.
+    The grammar rejects it, and SGLang ends the request, as in greedy sampling. ``logits`` has
+    shape (requests, vocabulary). Cost: two small kernels on the forward's stream, without a
+    synchronization, only in steps with a grammar.
+    """
+    if info.grammar_mask is not None:
+        nothing = logits.amax(dim=-1, keepdim=True) == float("-inf")
+        logits.masked_fill_(nothing, 0.0)

@@ -1,10 +1,11 @@
-"""Run coroutines and ``async with`` blocks for many servers at once, independently."""
+"""Run coroutines beside each other: once for many servers, or again and again in the background."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
-from contextlib import AbstractAsyncContextManager
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,12 +14,13 @@ import httpx
 
 from sglang_inflight.client.report import Report
 from sglang_inflight.vocabulary.answers import Answer
-from sglang_inflight.vocabulary.errors import InflightError
+from sglang_inflight.vocabulary.errors import InflightError, Refused
 
 T = TypeVar("T")
 HowItEnded = tuple[type[BaseException] | None, BaseException | None, TracebackType | None]
 
 _WELL: HowItEnded = (None, None, None)
+logger = logging.getLogger(__name__)
 
 
 async def together(work: Iterable[Coroutine[Any, Any, object]]) -> None:
@@ -73,3 +75,38 @@ class ContextGroup(AbstractAsyncContextManager["ContextGroup"]):
                 report.answers[url] = Answer()
 
         await together(leave(url, block) for url, block in entered.items())
+
+
+@asynccontextmanager
+async def repeating(
+    what: str, call: Callable[[], Awaitable[object]], period_s: float
+) -> AsyncIterator[None]:
+    """Start ``call`` every ``period_s`` seconds until the block ends, one call at a time.
+
+    A refused call ends the repetition: nothing is left to renew or to look at. After any other
+    error the repetition goes on, because a lease may still hold. A call longer than a period is
+    followed by the next one at once, to leave that one time within the lease.
+    """
+
+    async def repeat() -> None:
+        clock = asyncio.get_running_loop().time
+        due = clock() + period_s
+        while True:
+            await asyncio.sleep(due - clock())
+            due = clock() + period_s
+            try:
+                await call()
+            except Refused as error:
+                logger.warning("%s is over: %s", what, error)
+                return
+            except (InflightError, httpx.HTTPError) as error:
+                logger.warning("%s failed, trying again: %r", what, error)
+
+    task = asyncio.create_task(repeat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        (outcome,) = await asyncio.gather(task, return_exceptions=True)
+        if isinstance(outcome, Exception):
+            logger.error("%s failed", what, exc_info=outcome)

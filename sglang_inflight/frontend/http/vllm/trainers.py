@@ -1,7 +1,8 @@
-"""vLLM's ``/collective_rpc``, for SkyRL's weight sync.
+"""Routes of vLLM's for single trainers: SkyRL's weight sync, prime-rl's updates from a directory.
 
-vLLM runs any method of that name in every worker. SkyRL adds methods of its own, and calls them
-in this order, between a ``/pause`` with mode ``keep`` and a ``/resume``:
+SkyRL calls ``/collective_rpc``. vLLM runs any method of that name in every worker. SkyRL adds
+methods of its own, and calls them in this order, between a ``/pause`` with mode ``keep`` and a
+``/resume``:
 
     skyrl_sleep_for_weight_sync     only checks for the pause: in vLLM it frees memory, but here
                                     weights are staged beside the served ones
@@ -10,6 +11,8 @@ in this order, between a ``/pause`` with mode ``keep`` and a ``/resume``:
     update_weights_nccl             stages a broadcast
     update_weights_ipc              stages tensors in the trainer's memory on the same GPU
     skyrl_finish_weight_update      commits
+
+prime-rl calls ``/update_weights``, vLLM's path, with a checkpoint in a directory.
 """
 
 from __future__ import annotations
@@ -20,12 +23,14 @@ import msgspec
 
 from sglang_inflight.frontend.as_sglang import convert, decode
 from sglang_inflight.frontend.http.endpoints import Content
-from sglang_inflight.frontend.http.vllm.bodies import StartBody
+from sglang_inflight.frontend.http.vllm.bodies import StartBody, WeightDirBody
 from sglang_inflight.frontend.http.vllm.transfer import Transfer
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
-from sglang_inflight.vocabulary.bodies import Body
-from sglang_inflight.vocabulary.errors import Conflict, NotOffered
+from sglang_inflight.frontend.updates.updates import Updates
+from sglang_inflight.vocabulary.answers import Receipt, StagedSoFar
+from sglang_inflight.vocabulary.bodies import Body, DiskBody
+from sglang_inflight.vocabulary.errors import Conflict, NotOffered, Refused
 
 
 class RPCBody(Body, kw_only=True, forbid_unknown_fields=False):
@@ -96,3 +101,30 @@ class CollectiveRPC:
     async def _finish(self, arguments: dict[str, Any]) -> None:
         convert(arguments, NoArguments, "kwargs")
         await self._transfer.finish(None)
+
+
+class _MayName(msgspec.Struct):
+    weight_dir: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+def names_weight_dir(content: bytes) -> bool:
+    """Whether the body is prime-rl's, and not vLLM's."""
+    try:
+        return msgspec.json.decode(content, type=_MayName).weight_dir is not msgspec.UNSET
+    except (msgspec.DecodeError, RecursionError):
+        return False
+
+
+async def update_from_weight_dir(updates: Updates, content: bytes) -> Receipt | StagedSoFar:
+    """Update from the directory's checkpoint, in one commit.
+
+    prime-rl pauses around the call, and salts its requests' cache by version. So running requests
+    keep their KV, and the fence keeps that KV from later requests without a salt.
+    """
+    path = decode(content, WeightDirBody).weight_dir
+    if path is None:
+        raise Refused(
+            "weight_dir is null: this server reads weights from a directory. Set prime-rl's "
+            "weight_broadcast.type to 'filesystem'"
+        )
+    return await updates.update(DiskBody(model_path=path, non_blocking=True, kv_cache="fence"))

@@ -1,13 +1,9 @@
-"""Count adapters' requests over several tokenizer workers.
+"""Count adapters' requests, so that an adapter is unloaded after its last request.
 
-A request looks its adapter up in its worker's registry, and is counted there until it ends. The
-owner loads and unloads adapters, so each worker sends its counts, and the owner adds them up. Both
-registries are SGLang's, so all other code goes on using them.
-
-After a worker has acked an adapter's loss of its name, no new request there finds the adapter. The
-worker sends its counts before the ack, on the same connection, so they include all earlier
-requests. Once all workers have acked, the owner's count can only fall. Requests of a dead worker
-run on uncounted, but ranks refuse to unload an adapter in use (``scheduler/lora/adapters.py``).
+Each process counts its own requests. A request looks its adapter up in its worker's registry, and
+is counted there until it ends. With several tokenizer workers the owner loads and unloads adapters,
+so each worker sends its counts, and the owner adds them up. Both registries are SGLang's, so all
+other code goes on using them.
 """
 
 from __future__ import annotations
@@ -15,13 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from sglang.srt.lora.lora_registry import LoRARef, LoRARegistry
 from sglang.srt.utils import ConcurrentCounter
 
 from sglang_inflight.frontend.workers.protocol import Adapter, Uses
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import TokenizerManager
 
 
 def as_sglangs(adapter: Adapter) -> Any:
@@ -113,3 +112,17 @@ class OwnersRegistry(LoRARegistry):
             if ref.lora_id == lora_id:
                 self._registry.move_to_end(name)
                 return
+
+
+async def count_as_moved(
+    tokenizer_manager: TokenizerManager, rids: Iterable[str], from_id: str, to_id: str
+) -> None:
+    """Move this process's counts of ``rids`` to the new adapter; skip ended requests."""
+    counters = tokenizer_manager.lora_registry._counters
+    for rid in rids:
+        state = tokenizer_manager.rid_to_state.get(rid)
+        if state is not None and not state.lora_released and state.obj.lora_id == from_id:
+            state.obj.lora_id = to_id
+            # a worker has no counter yet if it never had a request of this adapter
+            await counters.setdefault(to_id, ConcurrentCounter()).increment()
+            await counters[from_id].decrement()
