@@ -16,7 +16,6 @@ from sglang_inflight.frontend.control_calls import ControlCalls
 from sglang_inflight.frontend.handlers import Handlers, direct_handlers
 from sglang_inflight.frontend.lora.adapters import Adapters
 from sglang_inflight.frontend.memory import Memory
-from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.model_names import ModelNames
 from sglang_inflight.frontend.pauses import Pauses
 from sglang_inflight.frontend.ranks import Ranks
@@ -35,6 +34,7 @@ from sglang_inflight.messages import (
     RankAnswer,
     RankIsSilent,
 )
+from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.settings import Settings
 from sglang_inflight.vocabulary.answers import Capabilities, RankStatus, Status
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered
@@ -62,7 +62,7 @@ class Frontend:
         self.ranks = Ranks(tokenizer_manager, self.lifetime)
         self._control_calls = ControlCalls(self.ranks, self.lifetime)
         self._control_calls.route(tokenizer_manager)
-        metrics = Metrics()
+        metrics = FrontEndMetrics()
         can = self.can = capabilities.of(tokenizer_manager.server_args)
         self.pauses = Pauses(tokenizer_manager, self.ranks, metrics, can)
         self.caches = Caches(tokenizer_manager, self.ranks, can)

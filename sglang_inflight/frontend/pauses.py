@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from sglang_inflight.frontend.aio import Deadline, SharedCall
-from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, rank_of
 from sglang_inflight.frontend.sglangs_pause import SGLangsPause
 from sglang_inflight.messages import (
@@ -25,6 +24,7 @@ from sglang_inflight.messages import (
     Resumed,
     StatusCall,
 )
+from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.topology import Rank
 from sglang_inflight.vocabulary.answers import MEMORY, Capabilities, Grant, RankGrant, Release
 from sglang_inflight.vocabulary.bodies import ContinueBody, PauseBody
@@ -55,7 +55,7 @@ class Pauses:
         self,
         tokenizer_manager: TokenizerManager,
         ranks: Ranks,
-        metrics: Metrics,
+        metrics: FrontEndMetrics,
         can: Capabilities,
     ) -> None:
         self._tokenizer_manager = tokenizer_manager

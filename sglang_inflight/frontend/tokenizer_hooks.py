@@ -125,11 +125,11 @@ def _mount(
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
     if forward is not None:
-        from sglang_inflight.frontend.workers import aborting
+        from sglang_inflight.frontend.workers.forward import mount_abort_request
 
         ours = app.router.routes[: len(app.router.routes) - upstreams]
         forward.mount(app, ours)
-        aborting.mount_in_worker(app, tokenizer_manager)
+        mount_abort_request(app, tokenizer_manager)
         # a worker's stack was built before its manager; Starlette rebuilds a missing stack
         app.middleware_stack = None
         _check_keys(app)

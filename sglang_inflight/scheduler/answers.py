@@ -28,7 +28,7 @@ from sglang_inflight.messages import (
     RankAnswer,
 )
 from sglang_inflight.scheduler.collectives import broadcast_from_first_rank_of_all
-from sglang_inflight.scheduler.relay import FRAME_BYTES, Relay
+from sglang_inflight.scheduler.nodes import FRAME_BYTES, Relay
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.topology import is_first_of_replica, own_rank
 from sglang_inflight.vocabulary.errors import ERRORS, Exhausted, InflightError, Refused

@@ -42,6 +42,7 @@ from sglang_inflight.messages import (
     StatusCall,
     TimesOver,
 )
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.adapters import Adapters
 from sglang_inflight.scheduler.answers import AnswerChannel, find_reply_transport
 from sglang_inflight.scheduler.boundary import Boundary
@@ -54,7 +55,6 @@ from sglang_inflight.scheduler.hold import Hold
 from sglang_inflight.scheduler.host_tier import transfers_of_kv
 from sglang_inflight.scheduler.isolation import Containment
 from sglang_inflight.scheduler.memory.release import MemoryRelease
-from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import PauseState
 from sglang_inflight.scheduler.pause.pause import Pause
 from sglang_inflight.scheduler.request_names import NAMES

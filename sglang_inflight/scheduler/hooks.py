@@ -12,7 +12,6 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_inflight.messages import KV_VERSIONS
 from sglang_inflight.scheduler.collectives import CONTROL_SYNC
-from sglang_inflight.scheduler.consistency import check_nodes_match
 from sglang_inflight.scheduler.controller import Controller
 from sglang_inflight.scheduler.fixes import (
     append_hidden_states,
@@ -29,6 +28,7 @@ from sglang_inflight.scheduler.fixes import (
     unmask_rows_without_tokens,
 )
 from sglang_inflight.scheduler.host_tier import engine_of
+from sglang_inflight.scheduler.nodes import check_nodes_match
 from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.update.reservation import reserve

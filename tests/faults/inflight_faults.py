@@ -29,13 +29,13 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from sglang_inflight.reference import PageSaver
-    from sglang_inflight.scheduler import consistency, relay
+    from sglang_inflight.scheduler import nodes
     from sglang_inflight.scheduler.boundary import Boundary
     from sglang_inflight.scheduler.memory.release import MemoryRelease
     from sglang_inflight.scheduler.update.jobs import Jobs
 
-    consistency.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", consistency.WAIT_S))
-    relay.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", relay.SILENCE_S))
+    nodes.WAIT_S = float(os.environ.get("INFLIGHT_TEST_CONSISTENCY_S", nodes.WAIT_S))
+    nodes.SILENCE_S = float(os.environ.get("INFLIGHT_TEST_SILENCE_S", nodes.SILENCE_S))
     if "INFLIGHT_TEST_FURTHER_NODE" in os.environ:
         # the first node, on this machine, may have bound the server's ports already
         server_args.wait_port_available = lambda port, name, **_: True

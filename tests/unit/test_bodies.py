@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from sglang.srt.managers import io_struct
 
 from sglang_inflight.frontend.as_sglang import decode, sglangs_class
-from sglang_inflight.frontend.workers.aborting import AbortBody
+from sglang_inflight.frontend.workers.forward import AbortBody
 from sglang_inflight.vocabulary import bodies
 from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Refused

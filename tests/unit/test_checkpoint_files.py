@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources import checkpoint_files
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import read_pickled, read_safetensors
-from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
+from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support import resident as memory
 

@@ -15,8 +15,7 @@ from sglang.srt.managers.io_struct import sock_recv
 from sglang_inflight import messages
 from sglang_inflight.messages import Done, Failed, Pulse, RankIsSilent, StatusCall
 from sglang_inflight.scheduler.answers import RemoteReplies
-from sglang_inflight.scheduler.consistency import describe_this_node, find_difference
-from sglang_inflight.scheduler.relay import (
+from sglang_inflight.scheduler.nodes import (
     FRAME_BYTES,
     SILENCE_S,
     WARN_EVERY_S,
@@ -25,6 +24,8 @@ from sglang_inflight.scheduler.relay import (
     RelayAddress,
     RelaySocket,
     choose_address,
+    describe_this_node,
+    find_difference,
     open_relay_socket,
 )
 from sglang_inflight.unsupported import Unsupported
@@ -88,9 +89,9 @@ def test_relay_binds_meeting_interface(
 
 
 def test_local_loopback_name_binds_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_inflight.scheduler import relay
+    from sglang_inflight.scheduler import nodes
 
-    monkeypatch.setattr(relay, "_own_address_towards", lambda host, port: "127.0.1.1")
+    monkeypatch.setattr(nodes, "_own_address_towards", lambda host, port: "127.0.1.1")
     chosen = choose_address("head-node:5000")
     assert (chosen.bound, chosen.announced) == ("0.0.0.0", "head-node")
 
@@ -246,7 +247,7 @@ def test_oversized_frame_of_a_stranger_is_refused(
 
 @pytest.mark.parametrize("words", [b"", _SIGNATURE, _SIGNATURE + b"\x03\x00" + _CURVE])
 def test_silent_stranger_is_disconnected(monkeypatch: pytest.MonkeyPatch, words: bytes) -> None:
-    monkeypatch.setattr("sglang_inflight.scheduler.relay.HANDSHAKE_S", 0.1)
+    monkeypatch.setattr("sglang_inflight.scheduler.nodes.HANDSHAKE_S", 0.1)
     context: zmq.Context[Any] = zmq.Context()
     relay_socket = open_relay_socket(context, LOOPBACK)
     relayed = Relayed(context, relay_socket, connect_node(context, relay_socket.address))
@@ -291,7 +292,7 @@ def test_delayed_relay_reads_pulses_before_reporting_silence(relayed: Relayed) -
 def test_relay_limits_messages_read_at_once(
     relayed: Relayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_inflight.scheduler.relay.MOST_AT_ONCE", 2)
+    monkeypatch.setattr("sglang_inflight.scheduler.nodes.MOST_AT_ONCE", 2)
     for frames in ([b""], [b""], [encode(Done(call_id="one"))]):
         relayed.node.send_multipart(frames)
     relayed.relay.listen()

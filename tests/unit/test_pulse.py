@@ -10,10 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sglang_inflight.scheduler.update.sources import groups, pulse
+from sglang_inflight.scheduler.update.sources import groups, process_group
 from sglang_inflight.scheduler.update.sources.groups import Group
-from sglang_inflight.scheduler.update.sources.process_group import Formed
-from sglang_inflight.scheduler.update.sources.pulse import Pulse
+from sglang_inflight.scheduler.update.sources.process_group import Formed, Pulse
 from sglang_inflight.vocabulary.answers import CONTROL_SYNC
 from sglang_inflight.vocabulary.errors import Refused
 
@@ -38,9 +37,9 @@ def is_dead() -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse, "ASK_EVERY_S", 0.0)
-    monkeypatch.setattr(pulse, "SILENT_S", 0.05)
-    monkeypatch.setattr(pulse, "GRACE_S", 0.05)
+    monkeypatch.setattr(process_group, "ASK_EVERY_S", 0.0)
+    monkeypatch.setattr(process_group, "SILENT_S", 0.05)
+    monkeypatch.setattr(process_group, "GRACE_S", 0.05)
 
 
 def until_gone(own: Pulse) -> str:
@@ -132,7 +131,7 @@ def test_dead_store_of_a_live_trainer_is_ignored(monkeypatch: pytest.MonkeyPatch
     """The store ended with a launcher, the trainer goes on, and the store is not asked again."""
     store: Any = Trainer(is_dead)
     has_ended = threading.Event()
-    monkeypatch.setattr(pulse, "GRACE_S", 3600.0)
+    monkeypatch.setattr(process_group, "GRACE_S", 3600.0)
 
     class SentLate(Unsent):
         def is_completed(self) -> bool:
@@ -162,7 +161,7 @@ def test_dead_store_of_a_live_trainer_is_ignored(monkeypatch: pytest.MonkeyPatch
             has_ended.set()
 
     group.receive(torch.empty(1), check)
-    monkeypatch.setattr(pulse, "GRACE_S", 0.0)
+    monkeypatch.setattr(process_group, "GRACE_S", 0.0)
     questions = store.questions
     has_ended.clear()
     looked = iter(range(1000))

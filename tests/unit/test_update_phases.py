@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from sglang_inflight.frontend.updates import phase as phases
-from sglang_inflight.frontend.updates.phase import TABLE, Event, Phase, follow
+from sglang_inflight.frontend.updates import open_update as phases
+from sglang_inflight.frontend.updates.open_update import TABLE, Event, Phase, follow
 
 LENGTH = 4
 

@@ -5,7 +5,7 @@
 
 Before the commit the served weights are unchanged. So every failure ends in a drop, and every
 rank goes on serving the old weights. The commit is one message, and cannot fail on a rank.
-``phase.py`` has the phases of an update.
+``open_update.py`` has the phases of an update.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, carry_through, keep
-from sglang_inflight.frontend.metrics import Metrics
 from sglang_inflight.frontend.ranks import Ranks, describe_failures, require_success
-from sglang_inflight.frontend.updates.open_update import OpenUpdate, write_receipt
-from sglang_inflight.frontend.updates.phase import Event
+from sglang_inflight.frontend.updates.open_update import Event, OpenUpdate, write_receipt
 from sglang_inflight.frontend.updates.served import Served
 from sglang_inflight.frontend.updates.wanted import Wanted
 from sglang_inflight.messages import (
@@ -36,6 +34,7 @@ from sglang_inflight.messages import (
     RollbackCall,
     TensorSource,
 )
+from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.vocabulary.answers import Capabilities, Receipt
 from sglang_inflight.vocabulary.bodies import OnBusy
 from sglang_inflight.vocabulary.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
@@ -71,7 +70,7 @@ class TwoPhase:
         tokenizer_manager: TokenizerManager,
         ranks: Ranks,
         served: Served,
-        metrics: Metrics,
+        metrics: FrontEndMetrics,
         can: Capabilities,
     ) -> None:
         self._can = can

@@ -18,8 +18,7 @@ from sglang_inflight.capabilities import require_supported
 from sglang_inflight.frontend.aio import Deadline, keep
 from sglang_inflight.frontend.updates.drain import NoRequestsRunning
 from sglang_inflight.frontend.updates.groups import Groups
-from sglang_inflight.frontend.updates.open_update import OpenUpdate
-from sglang_inflight.frontend.updates.phase import Event, Phase
+from sglang_inflight.frontend.updates.open_update import Event, OpenUpdate, Phase
 from sglang_inflight.frontend.updates.two_phase import CALLER_HAS_LEFT, TwoPhase
 from sglang_inflight.frontend.updates.wanted import Ending, Opening, Wanted, source_of
 from sglang_inflight.messages import DiskSource, RenameCall, RollbackCall

@@ -1,7 +1,14 @@
-"""Forward a worker's calls to the owner, and return the owner's answers.
+"""A worker's calls to the owner, and the owner's answers.
 
-One call has no caller outside: a worker asks the owner to reload an evicted adapter for a request.
-With one worker SGLang reloads the adapter itself.
+Calls by HTTP are forwarded as they come. Two calls have no caller outside:
+
+**Reload an evicted adapter** for a request. With one worker SGLang reloads the adapter itself.
+
+**Abort a request by name** when any of several tokenizer workers may have it. SGLang's worker
+forwards an unknown name to the schedulers. The schedulers end the request of that name at the
+message's arrival, perhaps a later one than meant. The schedulers cannot end the requests of a
+group, because they do not know a group's name. Here a request's own worker ends the request
+(``StateBroadcast.abort``).
 """
 
 from __future__ import annotations
@@ -23,11 +30,14 @@ from starlette._utils import get_route_path
 from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
+from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import refusal
+from sglang_inflight.vocabulary.bodies import Body
 from sglang_inflight.vocabulary.errors import Exhausted, Gone, InflightError, OutcomeUnknown
 
 if TYPE_CHECKING:
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
     from sglang_inflight.sglang_types import LoadAdapterRequest
 
 logger = logging.getLogger(__name__)
@@ -61,6 +71,10 @@ _NOT_HANDED_ON = frozenset(
 )
 # only on the owner's socket
 _RELOADS = "/inflight/reload_lora_adapter"
+# SGLang's route, replaced in a worker's app
+_ABORT_REQUEST = "/abort_request"
+# only on the owner's socket
+_ABORTS = "/inflight/abort_requests"
 
 
 def owners_client(calls: Path) -> httpx.AsyncClient:
@@ -231,3 +245,57 @@ def mount_reloads(app: FastAPI, manager: PatchedTokenizerManager) -> None:
         return Response(msgspec.json.encode(answer), media_type="application/json")
 
     app.router.add_api_route(_RELOADS, load, methods=["POST"])
+
+
+class AbortBody(Body, kw_only=True):
+    sglang = "AbortReq"
+
+    rid: str | None = None
+    abort_all: bool = False
+
+
+async def abort(calls: Path, names: list[str]) -> int:
+    """Ask the owner, from a worker, to abort ``names``. Return the number of aborted requests.
+
+    The schedulers have the aborts by the time of the return.
+    """
+    try:
+        async with owners_client(calls) as client:
+            response = await client.post(
+                f"http://owner{_ABORTS}", content=msgspec.json.encode(names)
+            )
+            response.raise_for_status()
+    except httpx.HTTPError as error:
+        raise OutcomeUnknown(f"the process that owns the server's state: {error!r}") from error
+    return msgspec.json.decode(response.content, type=int)
+
+
+def mount_abort_request(app: FastAPI, tokenizer_manager: PatchedTokenizerManager) -> None:
+    """Put our route before SGLang's. Both always answer 200 without content."""
+
+    async def abort_request(request: Request) -> Response:
+        try:
+            body = decode(await request.body(), AbortBody)
+            if body.abort_all:
+                tokenizer_manager.abort_request(abort_all=True)
+            elif body.rid:
+                await tokenizer_manager.inflight.aborts.everywhere([body.rid])
+        except InflightError as error:
+            return refusal(error)
+        return Response()
+
+    endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(abort_request)
+    app.router.routes.insert(
+        0, Route(_ABORT_REQUEST, endpoint, methods=["POST"], include_in_schema=False)
+    )
+
+
+def mount_aborts(app: FastAPI, broadcast: StateBroadcast) -> None:
+    """Mount the owner's route for workers' aborts."""
+
+    async def end(request: Request) -> Response:
+        names = msgspec.json.decode(await request.body(), type=list[str])
+        content = msgspec.json.encode(await broadcast.abort(names))
+        return Response(content, media_type="application/json")
+
+    app.router.add_api_route(_ABORTS, end, methods=["POST"])

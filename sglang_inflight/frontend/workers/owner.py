@@ -38,9 +38,8 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sglang_inflight.frontend.lora.refcounts import OwnersRegistry
 from sglang_inflight.frontend.shutdown import ShutdownSignal, release_all
-from sglang_inflight.frontend.workers import aborting
 from sglang_inflight.frontend.workers.folder import OwnerEndpoint, OwnersFolder
-from sglang_inflight.frontend.workers.forward import FLUSH, mount_reloads
+from sglang_inflight.frontend.workers.forward import FLUSH, mount_aborts, mount_reloads
 from sglang_inflight.frontend.workers.protocol import LONGEST_LINE, Adapter, ServerState
 from sglang_inflight.frontend.workers.state_broadcast import StateBroadcast
 
@@ -156,7 +155,7 @@ class Owner:
         app: FastAPI = sys.modules[HTTP_SERVER].app
         _mount_flush(app, manager)
         mount_reloads(app, manager)
-        aborting.mount(app, broadcast)
+        mount_aborts(app, broadcast)
         calls = socket.socket(socket.AF_UNIX)
         calls.bind(str(self.owner_endpoint.calls))
         calls.listen(128)

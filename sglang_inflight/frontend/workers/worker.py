@@ -13,9 +13,8 @@ from sglang_inflight.frontend.caches import clear_preprocessed
 from sglang_inflight.frontend.frontend import Frontend
 from sglang_inflight.frontend.lora.refcounts import WorkersRegistry, as_sglangs, count_as_moved
 from sglang_inflight.frontend.sglangs_pause import admit_requests
-from sglang_inflight.frontend.workers import aborting
 from sglang_inflight.frontend.workers.folder import OwnerEndpoint
-from sglang_inflight.frontend.workers.forward import Forward, reload
+from sglang_inflight.frontend.workers.forward import Forward, abort, reload
 from sglang_inflight.frontend.workers.protocol import (
     LONGEST_LINE,
     Abort,
@@ -90,7 +89,7 @@ class Worker:
 
     async def abort(self, names: list[str]) -> int:
         """Abort the requests of these names on all workers. Return the number of requests."""
-        return await aborting.abort(self._calls, names)
+        return await abort(self._calls, names)
 
     async def _listen(self, connection: socket.socket) -> None:
         """Follow the owner. If that fails, exit at once: the worker would serve stale state.

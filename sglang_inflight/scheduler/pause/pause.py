@@ -30,10 +30,10 @@ from sglang_inflight.messages import (
     Resumed,
     TimesOver,
 )
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import broadcast_from_first_rank, is_true_on_any_rank
-from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.pause.machine import (
     AbortAll,
     Asked,

@@ -23,10 +23,10 @@ import time
 from sglang.srt.configs.load_config import LoadConfig
 
 from sglang_inflight.messages import CommitCall, Committed, InflightCall, KVPolicy, RollbackCall
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.metrics import Metrics
 from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap

@@ -22,7 +22,7 @@ from sglang_inflight.messages import (
     TensorSource,
     Voted,
 )
-from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
 from sglang_inflight.scheduler.update.forms import Weight, read_live

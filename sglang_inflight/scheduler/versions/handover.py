@@ -36,7 +36,7 @@ import torch
 from sglang.srt.disaggregation.utils import _is_fake_transfer, prepare_abort
 from sglang.srt.utils.weight_versions import WeightVersionEvent
 
-from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.requests import record_of
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions, LabelRuns
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence

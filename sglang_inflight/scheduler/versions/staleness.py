@@ -15,7 +15,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
 from sglang_inflight.messages import MAX_VERSION_LAG
-from sglang_inflight.scheduler.metrics import Metrics
+from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.requests import Requests, record_of
 from sglang_inflight.sglang_types import get_disagg
 

@@ -20,8 +20,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
-from sglang_inflight.scheduler.update.sources.read_buffers import ReadBuffers
-from sglang_inflight.scheduler.update.sources.regular_file import RegularFile, Stream
+from sglang_inflight.scheduler.update.sources.regular_file import ReadBuffers, RegularFile, Stream
 from sglang_inflight.scheduler.update.sources.safetensors_file import Place, SafetensorsFile
 from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 

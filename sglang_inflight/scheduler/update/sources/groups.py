@@ -22,8 +22,7 @@ from sglang_inflight.messages import (
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.process_group import Formed, free_name, is_nccl
-from sglang_inflight.scheduler.update.sources.pulse import Pulse
+from sglang_inflight.scheduler.update.sources.process_group import Formed, Pulse, free_name, is_nccl
 from sglang_inflight.scheduler.update.sources.rendezvous import Rendezvous
 from sglang_inflight.topology import own_index
 from sglang_inflight.vocabulary.answers import CONTROL_SYNC

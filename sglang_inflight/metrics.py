@@ -1,4 +1,4 @@
-"""One replica's Prometheus metrics of pauses, staging and commits."""
+"""Prometheus metrics: of the front end, and of one replica's pauses, staging and commits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Gauge, Histogram
     from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 
-
 _LAG = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32, 64)
 _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 # labels of SGLang's own metric
@@ -30,6 +29,7 @@ _SOURCES: dict[type[Source], str] = {
     IPCSource: "ipc",
     GPUMemorySource: "ipc",
 }
+_GRANT_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 60.0)
 
 
 class Metrics:
@@ -120,3 +120,26 @@ class Metrics:
         self.staged_seconds.inc(seconds)
         if self._sglangs is not None:
             self._sglangs.observe_weight_load(seconds, _SOURCES[type(source)])
+
+
+class FrontEndMetrics:
+    """FrontEndMetrics shown at ``/metrics`` with ``--enable-metrics``."""
+
+    def __init__(self) -> None:
+        # imported late: the import fixes whether processes share their values
+        from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
+
+        registry = REGISTRY if get_observability().enable_metrics else CollectorRegistry()
+        self.pause_grant = Histogram(
+            "sglang:inflight_pause_grant_seconds",
+            "Seconds from a pause's call until every rank was paused.",
+            ["mode"],
+            registry=registry,
+            buckets=_GRANT_S,
+        )
+        self.updates = Counter(
+            "sglang:inflight_updates",
+            "Updates begun, by outcome: committed, dropped, rolled_back.",
+            ["result"],
+            registry=registry,
+        )
