@@ -12,7 +12,7 @@ PORT := .venv-port/.ready
 
 .PHONY: demo test test-pairs matrix test-upstream test-version port lint doctor
 
-# The main job: a real model, three updates in flight, four stories.
+# The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
 	$(BIN)/python -m examples.stories
 

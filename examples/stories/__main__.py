@@ -19,6 +19,7 @@ from examples.stories.report import (
     show_checks,
     show_receipts,
     show_stories,
+    tell_patches,
 )
 from examples.stories.run import BASE_VERSION, run
 from examples.stories.server import ServerFailed
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     colours = colour_versions([BASE_VERSION, *(result.update.version for result in results)])
     show_stories(console, outcome.stories, colours, outcome.decode)
     show_receipts(console, results, outcome.stories, colours)
+    tell_patches(console, results)
     show_checks(console, outcome.checks)
     console.print(f"Logs: {logs}")
     return 0 if all(check.holds for check in outcome.checks) else 1
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m examples.stories",
-        description="Four stories, told while the weights of their model change three times.",
+        description="Four stories, told while the weights of their model change four times.",
     )
     parser.add_argument("--cache", type=Path, default=default_cache(), help="where models go")
     parser.add_argument("--logs", type=Path, help="folder for logs (default: a new one)")

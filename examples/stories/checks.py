@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from examples.stories.streams import Story
 from examples.stories.styles import Style
 from examples.stories.updating import Update, UpdateResult
+from examples.stories.weights import changes_between, checkpoint_bytes, count_changes
 from sglang_inflight.client import cover_exactly, in_order
 
 Decode = Callable[[list[int]], str]
@@ -38,6 +39,7 @@ def check_all(
     return [
         *(_succeeded(result) for result in results),
         _same_by_every_way(results),
+        *(check for result in results for check in _patched(result)),
         _whole(stories, tokens),
         _accounted_for(stories),
         _ordered(stories, versions),
@@ -73,6 +75,26 @@ def _same_by_every_way(results: Sequence[UpdateResult]) -> Check:
     ]
     claim = "a checkpoint has the same digest, whichever way it came"
     return _without(problems, claim, f"{len(digests)} checkpoints, {len(results)} updates")
+
+
+def _patched(result: UpdateResult) -> Iterator[Check]:
+    """Compare the receipt of a patch with the checkpoints. A failed update has no such receipt."""
+    update, staged_as = result.update, result.receipt.get("staged_as")
+    if update.patches is None or staged_as is None:
+        return
+    differ = count_changes(changes_between(update.patches, update.checkpoint))
+    changed, peak = staged_as["changed_elements"], staged_as["staging_bytes_peak"]
+    copy = checkpoint_bytes(update.checkpoint)
+    yield Check(
+        f"{update.version} changed the elements in which the checkpoints differ, and no other",
+        changed == differ,
+        f"{changed:,} changed, {differ:,} differ",
+    )
+    yield Check(
+        f"staging {update.version} took less memory than a second copy of the weights",
+        0 < peak < copy,
+        f"{peak / 1e6:.0f} of {copy / 1e6:.0f} MB",
+    )
 
 
 def _whole(stories: Sequence[Story], tokens: int) -> Check:

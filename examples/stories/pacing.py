@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UPDATES = 3
+UPDATES = 4
 # tokens of each version: enough to show its style
 READING = 70
 # longest update, on a busy machine
 UPDATE_S = 10.0
-SHORTEST = 490
+SHORTEST = 630
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Pacing:
     @classmethod
     def over(cls, tokens: int) -> Pacing:
         """Leave most of a story for the updates: an update takes time, not tokens."""
-        return cls(tokens, reading=min(READING, tokens // 7))
+        return cls(tokens, reading=min(READING, tokens // (2 * UPDATES + 1)))
 
     @classmethod
     def at(cls, step_s: float, longest: int) -> Pacing:

@@ -13,6 +13,7 @@ from examples.stories.checks import Check
 from examples.stories.gaps import largest_gap, median_gap
 from examples.stories.streams import Story
 from examples.stories.updating import UpdateResult
+from examples.stories.weights import checkpoint_bytes
 
 COLOURS = ("white", "green", "cyan", "magenta", "yellow")
 
@@ -69,6 +70,21 @@ def show_receipts(
         f"during the update; the median of all is {median_gap(arrivals) * 1e3:.0f} ms.",
         highlight=False,
     )
+
+
+def tell_patches(console: Console, results: Sequence[UpdateResult]) -> None:
+    for result in results:
+        update, staged_as = result.update, result.receipt.get("staged_as")
+        if update.patches is None or staged_as is None:
+            continue
+        changed, share = staged_as["changed_elements"], staged_as["changed_fraction"]
+        peak, copy = staged_as["staging_bytes_peak"], checkpoint_bytes(update.checkpoint)
+        console.print(
+            f"{update.version} came {update.name}: {changed:,} elements changed ({share:.0%}). "
+            f"Staging them took {peak / 1e6:.0f} MB,\n"
+            f"where a second copy of the weights takes {copy / 1e6:.0f}.",
+            highlight=False,
+        )
 
 
 def show_checks(console: Console, checks: Sequence[Check]) -> None:

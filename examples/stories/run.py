@@ -23,14 +23,14 @@ from examples.stories.server import start_server
 from examples.stories.streams import Story, Streams
 from examples.stories.styles import HEADLINE, VERSE
 from examples.stories.trainer_process import TrainerProcess, start_trainer
-from examples.stories.updates import update_from_disk, update_from_tensors
+from examples.stories.updates import update_by_patch, update_from_disk, update_from_tensors
 from examples.stories.updating import Update, UpdateResult, sampling, update_while_streaming
 from examples.stories.weights import checkpoint_bytes
 from sglang_inflight import cpu
 from sglang_inflight.client import AsyncClient
 
 BASE_VERSION = "v1"
-LAST_VERSION = "v4"
+TRAINERS_VERSION = "v4"
 MODEL_NAME = "smollm2"
 
 REHEARSAL_TOKENS = 24
@@ -59,7 +59,7 @@ async def run(console: Console, cache: Path, *, tokens: int | None, logs: Path) 
             ) as server:
                 screen.say(f"the server serves {BASE_VERSION}{_on_this_cpu()}")
                 async with start_trainer(
-                    server.url, models.headline, LAST_VERSION, logs / "trainer.log"
+                    server.url, models.headline, TRAINERS_VERSION, logs / "trainer.log"
                 ) as trainer:
                     return await _update_and_check(
                         server.url, trainer, models, await loading, tokens=tokens, screen=screen
@@ -130,11 +130,20 @@ def _plan_updates(client: AsyncClient, trainer: TrainerProcess, models: Models) 
         ),
         Update(
             "from a trainer",
-            LAST_VERSION,
+            TRAINERS_VERSION,
             headline,
             HEADLINE,
             asyncio.ensure_future(trainer.join()),
             trainer.send,
+        ),
+        Update(
+            "as a patch",
+            "v5",
+            verse,
+            VERSE,
+            ready[VERSE.name],
+            lambda: update_by_patch(client, headline, verse, "v5", served_version=TRAINERS_VERSION),
+            patches=headline,
         ),
     )
 

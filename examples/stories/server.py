@@ -23,6 +23,8 @@ POLL_S = 0.5
 
 # enough for the demo's four stories
 _ON_CPU = ("--max-total-tokens", "16384", "--max-running-requests", "8")
+# only changes are held beside the weights, whatever the platform's default
+_STAGING = {"SGLANG_INFLIGHT_STAGING": "changes"}
 _ON_CUDA = ("--mem-fraction-static", "0.3", "--max-running-requests", "8")
 
 
@@ -56,7 +58,11 @@ async def start_server(
     server = Server(f"http://127.0.0.1:{port}", command, log)
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+            env={**os.environ, **_STAGING},
         )
     try:
         await _until_healthy(process, server)

@@ -1,4 +1,4 @@
-"""Update a running server from disk and from tensors; ``trainer.py`` has the third way."""
+"""Update a running server from disk, from tensors, and by a patch; ``trainer.py`` broadcasts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from examples.stories.weights import NamedTensor, in_chunks, read_tensors
+from examples.stories.weights import NamedTensor, changes_between, in_chunks, read_tensors
 from sglang_inflight.client import AsyncClient
 
 Receipt = Mapping[str, Any]
@@ -36,6 +36,25 @@ async def update_from_tensors(
             payload = await asyncio.to_thread(_serialize, chunk)
             await client.update("tensor", serialized_named_tensors=[payload] * ranks)
     return receipt
+
+
+async def update_by_patch(
+    client: AsyncClient, served: Path, checkpoint: Path, version: str, *, served_version: str
+) -> Receipt:
+    """Send the elements of ``checkpoint`` that differ from ``served``, on one rank.
+
+    A patch fits one base alone: the server refuses it unless ``served_version`` is served.
+    """
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    payload = await asyncio.to_thread(lambda: _serialize(list(changes_between(served, checkpoint))))
+    answer = await client.update(
+        "tensor",
+        serialized_named_tensors=[payload],
+        load_format="sparse",
+        weight_version=version,
+        expected_version=served_version,
+    )
+    return answer.as_json()
 
 
 def _serialize(chunk: list[NamedTensor]) -> str:

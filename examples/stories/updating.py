@@ -29,7 +29,8 @@ Pause = Callable[[], AbstractAsyncContextManager[Any]]
 class Update:
     """An update to ``version``, which writes in ``style``. ``name`` is the update's source.
 
-    The update can begin when ``ready`` is done. ``send`` performs it.
+    The update can begin when ``ready`` is done. ``send`` performs it. ``patches`` is the checkpoint
+    to which the update is a patch; None if the update brings whole weights.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Update:
     style: Style
     ready: asyncio.Future[None]
     send: Callable[[], Awaitable[Receipt]]
+    patches: Path | None = None
 
 
 @dataclass(frozen=True)

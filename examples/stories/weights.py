@@ -19,6 +19,26 @@ def read_tensors(checkpoint: Path) -> Iterator[NamedTensor]:
                 yield name, tensors.get_tensor(name)
 
 
+def changes_between(old: Path, new: Path) -> Iterator[NamedTensor]:
+    """Yield where checkpoint ``new`` differs from ``old``, both in bfloat16, as sparse tensors.
+
+    ``NAME.indices`` has flat positions in the tensor ``NAME`` (int32), and ``NAME.values`` the new
+    values there. A tensor without a change is left out.
+    """
+    before = dict(read_tensors(old))
+    for name, tensor in read_tensors(new):
+        # as bits, because 0.0 equals -0.0
+        differs = tensor.view(torch.int16) != before[name].view(torch.int16)
+        at = differs.view(-1).nonzero().view(-1)
+        if len(at):
+            yield f"{name}.indices", at.to(torch.int32)
+            yield f"{name}.values", tensor.view(-1)[at]
+
+
+def count_changes(patch: Iterable[NamedTensor]) -> int:
+    return sum(len(tensor) for name, tensor in patch if name.endswith(".values"))
+
+
 def in_chunks(tensors: Iterable[NamedTensor], chunk_bytes: int) -> Iterator[list[NamedTensor]]:
     """Yield as many tensors at a time as fit, and at least one."""
     chunk: list[NamedTensor] = []

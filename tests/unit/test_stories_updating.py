@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.stories.pacing import READING, SHORTEST, UPDATE_S, Pacing
+from examples.stories.pacing import READING, SHORTEST, UPDATE_S, UPDATES, Pacing
 from examples.stories.report import colour_versions, show_receipts
 from examples.stories.streams import Story
 from examples.stories.styles import HEADLINE
@@ -119,8 +119,8 @@ def test_failed_version_ends_pause_and_raises() -> None:
 @pytest.mark.parametrize("step_s", [0.02, 0.05, 0.1, 0.4])
 def test_stories_are_longer_than_updates(step_s: float) -> None:
     pacing = Pacing.at(step_s, longest=100_000)
-    read = 4 * pacing.reading
-    assert (pacing.tokens - read) * step_s >= 3 * UPDATE_S
+    read = (UPDATES + 1) * pacing.reading
+    assert (pacing.tokens - read) * step_s >= UPDATES * UPDATE_S
     assert pacing.tokens >= SHORTEST
     assert pacing.reading == READING
 
