@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 BLOCK = 1 << 16
@@ -97,10 +98,11 @@ def find_changes(
     Both are rows of at most ``PIECE`` integers, from position ``start`` on. ``written``: booleans,
     False where ``new`` has no value of its own.
     """
-    differs = new.ne(live)
+    # on a CPU four times as fast as ``ne``
+    differs = (new ^ live).bool()
     if written is not None:
         differs &= written
-    at = differs.nonzero().view(-1)
+    at = _positions_in(differs)
     if not len(at):
         return None
     width = new.element_size()
@@ -109,6 +111,14 @@ def find_changes(
     if is_whole and len(at) * (width + _OFFSET_BYTES) >= len(new) * width:
         return Part(start, len(new), new.clone())
     return encode(start, len(new), at, new[at])
+
+
+def _positions_in(mask: torch.Tensor) -> torch.Tensor:
+    """Return the ascending int64 positions at which ``mask``, a row of booleans, is True."""
+    if mask.device.type == "cpu":
+        # several times as fast as torch's
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().view(-1)
 
 
 def without_range(part: Part, start: int, end: int) -> list[Part]:
@@ -133,6 +143,12 @@ def put_into(part: Part, memory: torch.Tensor, start: int = 0) -> None:
 
     Positions outside of ``memory`` are left out. ``memory`` may be on another device.
     """
+    if part.offsets is None:
+        first, last = max(part.start, start), min(part.start + part.length, start + len(memory))
+        if first < last:
+            here = part.values[first - part.start : last - part.start]
+            memory[first - start : last - start].copy_(here)
+        return
     at = part.positions() + (part.start - start)
     values = part.values
     if part.start < start or part.start + part.length > start + len(memory):

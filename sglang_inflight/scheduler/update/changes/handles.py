@@ -16,8 +16,8 @@ import torch
 _PAGE = mmap.PAGESIZE
 # named by Python from 3.12 on
 _NO_RESERVE = 0x4000
-# bits of an entry in /proc/self/pagemap: the page is in memory, or in swap
-_PRESENT_OR_SWAPPED = 0b11 << 62
+# bits 62 and 63 of an entry in /proc/self/pagemap: the page is in memory, or in swap
+_PRESENT_OR_SWAPPED = -1 << 62
 
 
 class Handle:
@@ -47,5 +47,5 @@ class Handle:
         pages = -(-self._nbytes // _PAGE)
         with Path("/proc/self/pagemap").open("rb") as entries:
             entries.seek(8 * first)
-            found = memoryview(entries.read(8 * pages)).cast("Q")
-        return any(entry & _PRESENT_OR_SWAPPED for entry in found)
+            found = torch.frombuffer(bytearray(entries.read(8 * pages)), dtype=torch.int64)
+        return bool((found & _PRESENT_OR_SWAPPED).any())
