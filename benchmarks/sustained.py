@@ -9,21 +9,18 @@ cache or the trainer.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 
 from benchmarks.common import models, options
 from benchmarks.common.load import Load, load
+from benchmarks.common.memory import Memory, watched
 from benchmarks.common.peers import Kind, Peer, start
 from benchmarks.common.report import Report, Summary
 from benchmarks.common.trainer import Trainer, Transport, trainer
@@ -31,30 +28,8 @@ from harness.server import schedulers
 
 PAIR: tuple[Kind, Kind] = ("ours", "upstream")
 TRANSPORTS: tuple[Transport, ...] = ("disk", "tensor")
-LOOK_S = 0.05  # interval between looks at memory
 # steps take longer for longer requests, so every window must see whole requests
 MAX_TOKENS = 48
-
-
-@dataclass
-class Memory:
-    """The scheduler's bytes: at first, and the most since."""
-
-    process: psutil.Process
-    own: int = 0
-    all: int = 0
-    first_own: int = 0
-    first_all: int = 0
-
-    def look(self) -> None:
-        info = self.process.memory_info()
-        self.own = max(self.own, info.rss - info.shared)
-        self.all = max(self.all, info.rss)
-
-    def begin(self) -> None:
-        self.own = self.all = 0
-        self.look()
-        self.first_own, self.first_all = self.own, self.all
 
 
 @dataclass
@@ -133,7 +108,7 @@ class _Run:
         async with (
             self.peer.client() as client,
             load(self.peer, client, streams, prompt_tokens=32, max_tokens=MAX_TOKENS) as running,
-            _watched(memory),
+            watched(memory),
         ):
             await running.wait_for(arrivals=20)
             memory.begin()
@@ -169,22 +144,6 @@ async def _window(running: Load, window_s: float) -> float:
 def _rate(running: Load, began: float) -> float:
     now = time.perf_counter()
     return running.tokens(began, now) / (now - began)
-
-
-@asynccontextmanager
-async def _watched(memory: Memory) -> AsyncIterator[None]:
-    async def watch() -> None:
-        while True:
-            memory.look()
-            await asyncio.sleep(LOOK_S)
-
-    task = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 if __name__ == "__main__":

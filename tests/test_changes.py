@@ -104,6 +104,12 @@ def test_many_sparse_updates_end_with_the_digest_of_a_whole_one(any_server: Serv
     assert receipt["ranks"][0]["digest"] == of_sparse
 
 
+def test_positions_come_in_any_order(normal_loop_server: Server) -> None:
+    sparse = {name: tensor.flip(0) for name, tensor in changes_between(0, 1).items()}
+    succeed(normal_loop_server.post(PATH, tensor_body(sparse, **SPARSE)))
+    expect_served(normal_loop_server, 1)
+
+
 def test_rollback_undoes_a_sparse_update(any_server: Server) -> None:
     before = digest_of(any_server)
     body = tensor_body(changes_between(0, 1), **SPARSE, weight_version="v1")
@@ -121,6 +127,7 @@ def test_bad_sparse_update_changes_nothing(any_server: Server) -> None:
     cases: list[tuple[Weights, dict[str, Any], tuple[str, ...], int]] = [
         ({at: torch.tensor([beyond]), values: torch.ones(1)}, {}, (HEAD, str(beyond)), 400),
         ({at: torch.tensor([3, 3]), values: torch.ones(2)}, {}, (HEAD, "comes twice"), 400),
+        ({at: torch.tensor([5, 3, 5]), values: torch.ones(3)}, {}, (HEAD, "5 comes twice"), 400),
         ({at: torch.tensor([3]), values: torch.ones(2)}, {}, (HEAD, "one length"), 400),
         ({at: torch.tensor([3])}, {}, (HEAD, "lacks"), 400),
         (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from examples.stories.smollm2 import build_base
 from sglang_inflight.cache import default_cache
 
 SMOLLM2 = "smollm2"
+WEIGHTS = "model.safetensors"
 FIRST_WORD = 10  # lower ids are left to a tokenizer's special tokens
 
 
@@ -50,10 +52,33 @@ def build(folder: Path, size: str) -> Path:
         return build_base(default_cache())
     shape = SHAPES[size]
     torch.manual_seed(0)
-    save_file(dict(_tensors(shape)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(_tensors(shape)), folder / WEIGHTS, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(_config(shape)))
     _write_tokenizer(folder, shape.vocab)
     # otherwise the kernel would write to disk while the first server is timed
+    os.sync()
+    return folder
+
+
+def build_changed(model: Path, folder: Path, share: float) -> Path:
+    """Write ``model`` into ``folder``, with a ``share`` of its bfloat16 elements changed.
+
+    The lowest bit of an element changes, at random places of all tensors alike. A reader of an
+    earlier file in ``folder`` keeps what it reads.
+    """
+    folder.mkdir(exist_ok=True)
+    for file in model.iterdir():
+        shutil.copy(file, folder / f"{file.name}.part")
+    weights = folder / f"{WEIGHTS}.part"
+    with weights.open("rb") as header:
+        data = 8 + int.from_bytes(header.read(8), "little")
+    size = weights.stat().st_size // 2
+    elements = torch.from_file(str(weights), shared=True, size=size, dtype=torch.int16)[data // 2 :]
+    random = torch.Generator().manual_seed(round(1e6 * share))
+    for piece in torch.split(elements, 1 << 22):
+        piece ^= (torch.rand(len(piece), generator=random) < share).short()
+    for file in folder.glob("*.part"):
+        file.rename(file.with_suffix(""))
     os.sync()
     return folder
 

@@ -27,6 +27,7 @@ import httpx
 import torch
 
 from benchmarks.common.peers import Kind, Peer
+from examples.stories.weights import changes_between
 from sglang_inflight.client.buckets import Bucket, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
@@ -49,11 +50,17 @@ class Update:
     # time when the trainer had sent everything; for a checkpoint on disk, the time of the call
     last_byte: float
     answered: float
-    stall_ms: float | None  # milliseconds the loop was held, by the receipt
+    # the answer to the last call: of ours the receipt
+    receipt: dict[str, Any]
 
     @property
     def seconds(self) -> float:
         return self.answered - self.sent
+
+    @property
+    def stall_ms(self) -> float | None:
+        """Milliseconds the loop was held, by the receipt."""
+        return self.receipt.get("stall_ms")
 
 
 class Trainer:
@@ -64,7 +71,18 @@ class Trainer:
 
     def update(self, transport: Transport) -> Update:
         """Send the checkpoint, and wait until it is live."""
-        return self._order(transport)
+        return self._order("update", transport)
+
+    def load_checkpoint(self, checkpoint: Path) -> Update:
+        """Let the server load another checkpoint from disk, and wait until it is live."""
+        return self._order("load_checkpoint", checkpoint)
+
+    def patch(self, served: Path, checkpoint: Path) -> Update:
+        """Send where ``checkpoint`` differs from ``served``, and wait until it is live.
+
+        Upstream has no such call.
+        """
+        return self._order("patch", served, checkpoint)
 
     def send_small(self, transport: Small, count: int) -> Update:
         """Send ``count`` tensors of at most ``SMALL_BYTES`` each, and wait until they are live.
@@ -72,10 +90,10 @@ class Trainer:
         ``value`` pickles tensors one by one into one payload; ``broadcast`` sends one broadcast per
         tensor, for a single call.
         """
-        return self._order((transport, count))
+        return self._order("send_small", transport, count)
 
-    def _order(self, order: object) -> Update:
-        self._connection.send(order)
+    def _order(self, call: str, *arguments: object) -> Update:
+        self._connection.send((call, arguments))
         answer = self._connection.recv()
         if isinstance(answer, BaseException):
             raise answer
@@ -111,11 +129,8 @@ def _run(orders: Connection, kind: Kind, url: str, model: Path, bytes_per_s: flo
         sender = _Sender(client, model, is_ours=kind == "ours", bytes_per_s=bytes_per_s)
         while True:
             try:
-                order = orders.recv()
-                if isinstance(order, tuple):
-                    orders.send(sender.send_small(*order))
-                else:
-                    orders.send(sender.update(order))
+                call, arguments = orders.recv()
+                orders.send(getattr(sender, call)(*arguments))
             except EOFError:
                 return
             except Exception as error:
@@ -144,7 +159,19 @@ class _Sender:
         with contextlib.nullcontext() if self._is_ours else self._paused():
             receipt = self._from_disk() if transport == "disk" else self._session(pieces)
         answered = time.perf_counter()
-        return Update(sent, self._last_byte, answered, receipt.get("stall_ms"))
+        return Update(sent, self._last_byte, answered, receipt)
+
+    def load_checkpoint(self, checkpoint: Path) -> Update:
+        self._model = checkpoint
+        return self.update("disk")
+
+    def patch(self, served: Path, checkpoint: Path) -> Update:
+        self._count += 1
+        payload = _serialize(list(changes_between(served, checkpoint)))
+        body = {"serialized_named_tensors": [payload], "load_format": "sparse"}
+        sent = time.perf_counter()
+        receipt = self._post("/update_weights_from_tensor", {**body, **self._label(), **self._how})
+        return Update(sent, sent, time.perf_counter(), receipt)
 
     def send_small(self, transport: Small, count: int) -> Update:
         self._count += 1
@@ -173,7 +200,7 @@ class _Sender:
                         time.sleep(SMALL_POLL_S)
                 last_byte = time.perf_counter()
             (receipt,) = answers
-        return Update(sent, last_byte, time.perf_counter(), receipt.get("stall_ms"))
+        return Update(sent, last_byte, time.perf_counter(), receipt)
 
     # ---- preparation, before the clock starts ------------------------------------------
 
@@ -184,9 +211,7 @@ class _Sender:
         if not self._buckets:
             self._buckets = list(fill_buckets(weights, BUCKET_BYTES, "cpu"))
         if transport == "tensor":
-            from sglang.srt.utils import MultiprocessingSerializer
-
-            return [MultiprocessingSerializer.serialize(weights, output_str=True)]
+            return [_serialize(weights)]
         if self._group is None:
             self._group = self._join_group()
         return self._buckets
@@ -282,6 +307,14 @@ class _Sender:
         thread.join()
         if failures:
             raise failures[0]
+
+
+def _serialize(tensors: Named) -> str:
+    """Return handles of shared memory, as a payload."""
+    from sglang.srt.utils import MultiprocessingSerializer
+
+    payload: str = MultiprocessingSerializer.serialize(tensors, output_str=True)
+    return payload
 
 
 def _hold_links(bytes_per_s: int) -> None:

@@ -229,6 +229,24 @@ def test_part_without_a_range_keeps_the_rest(data: st.DataObject) -> None:
     assert torch.equal(memory, new)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_memory_gets_the_values_within_it(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 200_000))
+    new = torch.zeros(length, dtype=torch.int16)
+    # every element changes: a whole range; or a few
+    new[:: data.draw(st.sampled_from([1, 7, 70_000]))] = 3
+    part = find_changes(1000, torch.zeros_like(new), new)
+    assert part is not None
+    start = data.draw(st.integers(0, 2000 + length))
+    end = data.draw(st.integers(start, 2000 + length))
+    memory = torch.zeros(end - start, dtype=torch.int16)
+    put_into(part, memory, start)
+    around = torch.zeros(2000 + length, dtype=torch.int16)
+    around[1000 : 1000 + length] = new
+    assert torch.equal(memory, around[start:end])
+
+
 def test_interrupted_exchange_is_completed_by_the_next() -> None:
     """Parts on the wanted side are left alone."""
     live = torch.zeros(3 * PIECE, dtype=torch.int16)
