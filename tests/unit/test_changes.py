@@ -271,6 +271,13 @@ def test_weight_written_through_numpy_is_refused() -> None:
     rank.recording.close()
 
 
+def test_empty_weight_is_recorded() -> None:
+    rank = Rank([torch.zeros(0, 4)], True, Budget())
+    rank.record([lambda weights: weights[0].copy_(torch.zeros(0, 4))])
+    rank.recording.close()
+    assert rank.recording.changes() == []
+
+
 def test_changes_beyond_their_budget_are_refused() -> None:
     live = torch.zeros(3000)
     rank = Rank([live], True, Budget(device=400, host=0))

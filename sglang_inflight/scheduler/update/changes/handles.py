@@ -11,6 +11,7 @@ import mmap
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import torch
 
 _PAGE = mmap.PAGESIZE
@@ -27,7 +28,7 @@ class Handle:
         """``like`` gives shape, strides and dtype. It has no holes."""
         self._memory = mmap.mmap(
             -1,
-            max(1, like.nbytes),
+            max(like.element_size(), like.nbytes),
             flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE,
         )
         # a huge page would reach into the neighbours' ranges, and they would look written
@@ -47,5 +48,5 @@ class Handle:
         pages = -(-self._nbytes // _PAGE)
         with Path("/proc/self/pagemap").open("rb") as entries:
             entries.seek(8 * first)
-            found = torch.frombuffer(bytearray(entries.read(8 * pages)), dtype=torch.int64)
+            found = np.frombuffer(entries.read(8 * pages), dtype=np.int64)
         return bool((found & _PRESENT_OR_SWAPPED).any())
