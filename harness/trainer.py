@@ -9,8 +9,10 @@ The process forms groups and fills buckets like SGLang's own clients, or like vL
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
+import io
 import json
 import os
 import pickle
@@ -136,6 +138,15 @@ class Trainer:
             count=count,
             group=group,
         )
+
+    def send_tensors(
+        self, weights: dict[str, torch.Tensor], *, group: str = "weight_update_group"
+    ) -> None:
+        """Begin to broadcast ``weights`` one by one."""
+        content = io.BytesIO()
+        torch.save([*weights.items()], content)
+        named = base64.b64encode(content.getvalue()).decode()
+        self.order("send_tensors", named=named, group=group)
 
     def reset(self) -> None:
         """Leave all groups, after a test that may have failed anywhere."""
@@ -266,6 +277,11 @@ def main() -> None:
             if order["group"] in groups:
                 dist.destroy_process_group(groups.pop(order["group"]))
             return "left"
+        if order["do"] == "send_tensors":
+            content = io.BytesIO(base64.b64decode(order["named"]))
+            for _, tensor in torch.load(content):
+                dist.broadcast(tensor, src=0, group=groups[order["group"]])
+            return "sent"
         return broadcast(order)
 
     def tell(answer: str) -> None:

@@ -33,6 +33,7 @@ from sglang_inflight.vocabulary.answers import (
     WeightsStatus,
 )
 from sglang_inflight.vocabulary.answers import PauseMode as PauseMode
+from sglang_inflight.vocabulary.bodies import SPARSE as SPARSE
 from sglang_inflight.vocabulary.bodies import AdapterKVPolicy as AdapterKVPolicy
 from sglang_inflight.vocabulary.bodies import KeepWeights as KeepWeights
 from sglang_inflight.vocabulary.bodies import KVPolicy as KVPolicy
@@ -59,8 +60,6 @@ NEEDS_ONE_GPU = (
 
 # a load_format: tensors concatenated into one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
-# a load_format: positions and values of a tensor's changed elements
-SPARSE = "sparse"
 # a load_format: this rank's parameters, under the model's own names
 DIRECT = "direct"
 
@@ -70,6 +69,12 @@ class DiskSource(msgspec.Struct, tag=True, kw_only=True):
 
     model_path: str
     load_format: str | None = None
+
+
+class SparseFolderSource(msgspec.Struct, tag=True, kw_only=True):
+    """Sparse tensors in a directory that every rank can read, with a manifest."""
+
+    model_path: str
 
 
 class PayloadFile(msgspec.Struct, tag=True, kw_only=True):
@@ -108,6 +113,8 @@ class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
     # size limit of a flattened_bucket: the tensor that exceeds it is the bucket's last one.
     # None: one bucket for all tensors
     bucket_bytes: int | None = None
+    # shapes of the whole tensors, by name, if the trainer of sparse ones gives them
+    full_shapes: dict[str, list[int]] = msgspec.field(default_factory=dict)
     # id of this call's broadcasts
     transfer_id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -132,7 +139,16 @@ class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
     keeps_buffer: bool = False
 
 
-Source = DiskSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
+Source = (
+    DiskSource | SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
+)
+
+
+def is_sparse(source: Source) -> bool:
+    """Return whether the tensors of ``source`` are positions and values of other tensors."""
+    if isinstance(source, TensorSource | DistributedSource):
+        return source.load_format == SPARSE
+    return isinstance(source, SparseFolderSource)
 
 
 # ---- answers -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from sglang_inflight.messages import (
     GPUMemorySource,
     IPCSource,
     Source,
+    SparseFolderSource,
     TensorSource,
 )
 from sglang_inflight.sglang_types import get_observability, get_parallel
@@ -24,6 +25,7 @@ _STALL_S = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 
 # labels of SGLang's own metric
 _SOURCES: dict[type[Source], str] = {
     DiskSource: "disk",
+    SparseFolderSource: "disk",
     DistributedSource: "distributed",
     TensorSource: "tensor",
     IPCSource: "ipc",

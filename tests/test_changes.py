@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,17 @@ from tests.support.load import (
     status,
     versions_of,
 )
+from tests.support.sparse import (
+    BAD,
+    HEAD,
+    SPARSE_SOURCES,
+    SparseSender,
+    changes_between,
+    describe,
+    halves_of,
+    pair,
+    write_folder,
+)
 from tests.support.updates import (
     LIVE,
     Sender,
@@ -33,21 +46,10 @@ from tests.support.updates import (
 
 pytest_plugins = ["tests.support.fixtures"]
 
-PATH = "/update_weights_from_tensor"
-HEAD = "lm_head.weight"
+PATH, DISK = "/update_weights_from_tensor", "/update_weights_from_disk"
+# for a second file of a folder
+UNCHANGED = pair("model.norm.weight", [0], torch.ones(1))
 SPARSE: dict[str, Any] = {**LIVE, "load_format": "sparse"}
-
-
-def changes_between(old: int, new: int) -> Weights:
-    """Return the positions and values that make version ``new`` of version ``old``."""
-    before, after = marker.tensors(old), marker.tensors(new)
-    found: Weights = {}
-    for name, tensor in after.items():
-        at = (tensor != before[name]).view(-1).nonzero().view(-1)
-        if len(at):
-            found[f"{name}.indices"] = at.to(torch.int32)
-            found[f"{name}.values"] = tensor.view(-1)[at]
-    return found
 
 
 def digest_of(server: Server) -> str:
@@ -78,18 +80,36 @@ def test_status_and_doctor_agree_on_the_cost_of_each_form(any_server: Server) ->
     assert estimated["device"] == pytest.approx(served["device"], rel=0.25)
 
 
-def test_sparse_updates_reach_running_requests_exactly(any_server: Server) -> None:
-    running = start_running(any_server, 3, tokens=ENDLESS)
+@pytest.mark.parametrize("source", SPARSE_SOURCES)
+@pytest.mark.parametrize("non_blocking", [True, False], ids=["in_flight", "blocking"])
+def test_sparse_updates_reach_requests_exactly(
+    any_server: Server, sparse_sender: SparseSender, source: str, non_blocking: bool
+) -> None:
+    running = start_running(any_server, 3, tokens=ENDLESS) if non_blocking else []
     for version in 1, 2, 3:
-        sparse = changes_between(version - 1, version)
-        fields: dict[str, Any] = {
-            "weight_version": f"v{version}",
-            "expected_version": f"v{version - 1}",
-        }
-        succeed(any_server.post(PATH, tensor_body(sparse, **SPARSE, **fields)))
+        answer = sparse_sender.send(
+            any_server,
+            source,
+            changes_between(version - 1, version),
+            base_version=f"v{version - 1}",
+            weight_version=f"v{version}",
+            non_blocking=non_blocking,
+            kv_cache="fence",
+        )
+        succeed(answer)
         more_tokens(running)
+        expect_served(any_server, version)
     for output in expect_all_go_on(running):
         assert versions_of(output) == ["v0", "v1", "v2", "v3"]
+    expect_digest_of_whole(any_server, 3)
+
+
+def expect_digest_of_whole(server: Server, version: int) -> None:
+    """Check that a whole update of the served version finds the weights that are served."""
+    of_sparse = digest_of(server)
+    whole = tensor_body(marker.tensors(version), **LIVE, partial=False)
+    receipt = succeed(server.post(PATH, whole))
+    assert receipt["ranks"][0]["digest"] == of_sparse
 
 
 def test_many_sparse_updates_end_with_the_digest_of_a_whole_one(any_server: Server) -> None:
@@ -98,10 +118,7 @@ def test_many_sparse_updates_end_with_the_digest_of_a_whole_one(any_server: Serv
         body = tensor_body(changes_between(old, new), **SPARSE, weight_version=f"v{new}")
         succeed(any_server.post(PATH, body))
     expect_served(any_server, versions[-1])
-    of_sparse = digest_of(any_server)
-    whole = tensor_body(marker.tensors(versions[-1]), **LIVE, partial=False)
-    receipt = succeed(any_server.post(PATH, whole))
-    assert receipt["ranks"][0]["digest"] == of_sparse
+    expect_digest_of_whole(any_server, versions[-1])
 
 
 def test_positions_come_in_any_order(normal_loop_server: Server) -> None:
@@ -120,29 +137,142 @@ def test_rollback_undoes_a_sparse_update(any_server: Server) -> None:
         assert digest_of(any_server) == before
 
 
-def test_bad_sparse_update_changes_nothing(any_server: Server) -> None:
+@pytest.mark.parametrize("source", SPARSE_SOURCES)
+@pytest.mark.parametrize(("sent", "words"), BAD.values(), ids=BAD)
+def test_bad_sparse_tensor_changes_nothing(
+    any_server: Server,
+    sparse_sender: SparseSender,
+    source: str,
+    sent: Weights,
+    words: tuple[str, ...],
+) -> None:
     before = serving(any_server)
-    at, values = f"{HEAD}.indices", f"{HEAD}.values"
-    beyond = marker.tensors(0)[HEAD].numel()
-    cases: list[tuple[Weights, dict[str, Any], tuple[str, ...], int]] = [
-        ({at: torch.tensor([beyond]), values: torch.ones(1)}, {}, (HEAD, str(beyond)), 400),
-        ({at: torch.tensor([3, 3]), values: torch.ones(2)}, {}, (HEAD, "comes twice"), 400),
-        ({at: torch.tensor([5, 3, 5]), values: torch.ones(3)}, {}, (HEAD, "5 comes twice"), 400),
-        ({at: torch.tensor([3]), values: torch.ones(2)}, {}, (HEAD, "one length"), 400),
-        ({at: torch.tensor([3])}, {}, (HEAD, "lacks"), 400),
-        (
-            {at: torch.tensor([3]), values: torch.ones(1)},
-            {"partial": False},
-            ("not complete",),
-            400,
-        ),
-        (changes_between(0, 1), {"expected_version": "v7"}, ("'v7'",), 409),
-    ]
+    good = pair("model.norm.weight", [0], torch.zeros(1))
     with requests_run_on(any_server):
-        for sent, fields, words, status_code in cases:
-            answer = any_server.post(PATH, tensor_body(sent, **SPARSE, **fields))
-            refuse(answer, *words, status_code=status_code)
+        answer = sparse_sender.send(any_server, source, good | sent, base_version="v0", **LIVE)
+        refuse(answer, *words)
     assert serving(any_server) == before
+
+
+@pytest.mark.parametrize("source", SPARSE_SOURCES)
+def test_sparse_update_of_another_base_changes_nothing(
+    any_server: Server, sparse_sender: SparseSender, source: str
+) -> None:
+    before = serving(any_server)
+    with requests_run_on(any_server):
+        answer = sparse_sender.send(
+            any_server, source, changes_between(0, 1), base_version="v7", **LIVE
+        )
+        refuse(answer, "'v7'", "'v0' is serving", status_code=409)
+    assert serving(any_server) == before
+
+
+@pytest.mark.parametrize("source", SPARSE_SOURCES)
+def test_sparse_update_with_partial_false_changes_nothing(
+    any_server: Server, sparse_sender: SparseSender, source: str
+) -> None:
+    before = serving(any_server)
+    answer = sparse_sender.send(
+        any_server, source, changes_between(0, 1), base_version="v0", partial=False, **LIVE
+    )
+    refuse(answer, "not complete")
+    assert serving(any_server) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "status_code"),
+    [({"expected_version": "v0"}, 200), ({"expected_version": "v7"}, 409)],
+)
+def test_expected_version_must_hold_beside_the_base(
+    any_server: Server, tmp_path: Path, fields: dict[str, Any], status_code: int
+) -> None:
+    folder = write_folder(tmp_path, changes_between(0, 1), base_version="v0")
+    answer = any_server.post(DISK, {**SPARSE, **fields, "model_path": str(folder)})
+    assert answer["status_code"] == status_code, answer
+
+
+def test_base_is_the_version_at_the_sessions_begin(any_server: Server, tmp_path: Path) -> None:
+    """A session's commits are one: its second piece has the same base as its first."""
+    head = {name: t for name, t in changes_between(0, 1).items() if name.startswith(HEAD)}
+    session = succeed(any_server.post("/begin_weight_update", {"non_blocking": True}))
+    named = {"session_id": session["session_id"]}
+    for at, weights in enumerate((head, UNCHANGED)):
+        folder = write_folder(tmp_path / str(at), weights, base_version="v0")
+        succeed(any_server.post(DISK, {**SPARSE, **named, "model_path": str(folder)}))
+    end = {**named, "weight_version": "v1", "non_blocking": True}
+    succeed(any_server.post("/end_weight_update", end))
+    expect_served(any_server, 1)
+    folder = write_folder(tmp_path / "again", head, base_version="v0")
+    answer = any_server.post(DISK, {**SPARSE, "model_path": str(folder)})
+    refuse(answer, "base_version", "'v1' is serving", status_code=409)
+
+
+def damage(folder: Path) -> None:
+    """Change the last byte of the last file."""
+    file = folder / "part-1.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def remove_file(folder: Path) -> None:
+    (folder / "part-1.safetensors").unlink()
+
+
+def add_file(folder: Path) -> None:
+    (folder / "part-2.safetensors").write_bytes(b"")
+
+
+def remove_manifest(folder: Path) -> None:
+    (folder / "sparse.json").unlink()
+
+
+def leave_folder(folder: Path) -> None:
+    files = {"../part-0.safetensors": {"sha256": "0" * 64, "bytes": 1}}
+    describe(folder, base_version="v0", files=files)
+
+
+@pytest.mark.parametrize("server_name", ["server", "normal_loop_server", "off_server"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (damage, ("part-1.safetensors", "SHA-256")),
+        (remove_file, ("part-1.safetensors", "missing")),
+        (add_file, ("part-2.safetensors", "not in")),
+        (remove_manifest, ("sparse.json",)),
+        (leave_folder, ("../part-0.safetensors",)),
+    ],
+)
+def test_damaged_sparse_folder_changes_nothing(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    server_name: str,
+    change: Callable[[Path], None],
+    words: tuple[str, ...],
+) -> None:
+    """Weights that are written in place stay whole, too."""
+    server: Server = request.getfixturevalue(server_name)
+    before = serving(server)
+    two_files = halves_of(changes_between(0, 1) | UNCHANGED)
+    folder = write_folder(tmp_path, *two_files, base_version="v0")
+    change(folder)
+    with requests_run_on(server):
+        refuse(server.post(DISK, {**SPARSE, "model_path": str(folder)}), *words)
+    assert serving(server) == before
+    body = {**SPARSE, "model_path": str(write_whole(tmp_path / "whole"))}
+    succeed(server.post(DISK, {**body, "weight_version": "v1"}))
+    expect_served(server, 1)
+
+
+def write_whole(folder: Path) -> Path:
+    return write_folder(folder, changes_between(0, 1), base_version="v0")
+
+
+def test_sparse_folder_is_not_the_served_models_path(any_server: Server, tmp_path: Path) -> None:
+    before = any_server.get("/get_model_info")["model_path"]
+    body = {**SPARSE, "model_path": str(write_whole(tmp_path)), "weight_version": "v1"}
+    succeed(any_server.post(DISK, body))
+    assert any_server.get("/get_model_info")["model_path"] == before
 
 
 def test_other_sources_are_staged_as_changes(normal_loop_server: Server, sender: Sender) -> None:

@@ -35,7 +35,10 @@ from tests.support.load import (
 )
 from tests.support.plugins import with_plugin
 from tests.support.pool import CHUNK
-from tests.support.updates import by_reference, refuse, tensor_body
+from tests.support.sparse import SPARSE_SOURCES, SparseSender, changes
+from tests.support.updates import by_reference, refuse, succeed, tensor_body
+
+pytest_plugins = ["tests.support.fixtures"]
 
 VERSIONS = 4
 BLOCK = marker.HIDDEN // VERSIONS
@@ -205,6 +208,30 @@ def test_update_takes_one_payload_per_stage(pipeline: Server, folder: Path) -> N
     ask(pipeline, "POST", path, body)
     more_tokens(generations)
     ask(pipeline, "POST", path, tensor_body(tensors(2), weight_version="v2", **named))
+    for output in expect_all_go_on(generations):
+        expect_exact(output)
+        assert versions_of(output) == ["v0", "v1", "v2"]
+
+
+@pytest.mark.parametrize("source", SPARSE_SOURCES)
+def test_sparse_update_reaches_both_stages(
+    pipeline: Server, folder: Path, sparse_sender: SparseSender, source: str
+) -> None:
+    update(pipeline, folder, 0)
+    generations = start_running(pipeline, 4, tokens=ENDLESS)
+    for version in 1, 2:
+        answer = sparse_sender.send(
+            pipeline,
+            source,
+            changes(tensors(version - 1), tensors(version)),
+            base_version=f"v{version - 1}",
+            weight_version=f"v{version}",
+            ranks=2,
+            non_blocking=True,
+            kv_cache="keep",
+        )
+        succeed(answer)
+        more_tokens(generations)
     for output in expect_all_go_on(generations):
         expect_exact(output)
         assert versions_of(output) == ["v0", "v1", "v2"]

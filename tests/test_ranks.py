@@ -23,6 +23,7 @@ from tests.support.load import (
     status,
     until,
 )
+from tests.support.sparse import SPARSE_SOURCES, SparseSender, changes_between
 from tests.support.updates import (
     V1,
     Call,
@@ -124,6 +125,17 @@ def test_update_reaches_running_requests_on_every_rank(
     first, second = (rank["digest"] for rank in receipt["ranks"])
     # replicas hold the same weights, the ranks of one replica different parts
     assert (first == second) == (flavour == "dp2_server")
+    expect_every_rank_serves(server, 1)
+    expect_to_run_on(server, streams, [0, 1])
+
+
+@pytest.mark.parametrize("source", SPARSE_SOURCES)
+def test_sparse_update_reaches_running_requests_on_every_rank(
+    server: Server, sparse_sender: SparseSender, streams: list[Generation], source: str
+) -> None:
+    sparse = changes_between(0, 1)
+    answer = sparse_sender.send(server, source, sparse, base_version="v0", ranks=RANKS, **V1)
+    succeed(answer)
     expect_every_rank_serves(server, 1)
     expect_to_run_on(server, streams, [0, 1])
 

@@ -31,6 +31,8 @@ KeepWeights = Literal["host", "discard"]
 Selector = Literal["target", "draft", "all"]
 
 DEFAULT_GROUP = "weight_update_group"
+# a load_format: positions and values of a tensor's changed elements
+SPARSE = "sparse"
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -130,7 +132,7 @@ class DiskBody(UpdateBody, kw_only=True):
 
     @property
     def sends_pieces(self) -> bool:
-        return False
+        return self.load_format == SPARSE
 
     def __post_init__(self) -> None:
         super().__post_init__()

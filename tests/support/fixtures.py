@@ -14,6 +14,7 @@ from harness.server import Server
 from harness.trainer import Trainer, Trainers
 from tests.support.faults import Faults
 from tests.support.pool import FLAVOURS, ServerPool
+from tests.support.sparse import SparseSender
 from tests.support.updates import Sender, drop_session
 from tests.support.vllm import VLLMClient
 
@@ -37,6 +38,11 @@ def trainers() -> Iterator[Trainers]:
 @pytest.fixture(scope="session")
 def sender(checkpoints: Path, shards: Path, trainers: Trainers) -> Sender:
     return Sender(checkpoints, shards, trainers)
+
+
+@pytest.fixture
+def sparse_sender(trainers: Trainers, tmp_path: Path) -> SparseSender:
+    return SparseSender(trainers, tmp_path)
 
 
 @pytest.fixture

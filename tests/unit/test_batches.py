@@ -110,7 +110,7 @@ class Rank:
         call: Any = SimpleNamespace(
             update_id="u", partial=False, may_be_empty=False, in_place=False
         )
-        update = Update(call)
+        update = Update(call, base_version="")
         self._jobs.prepare(update, None, after=None)
         staged = self._jobs.fill(update, IPCSource(zmq_handles=handles), None)
         self._jobs.seal(update, None)

@@ -80,7 +80,7 @@ class Rank:
             update_id="u", partial=partial, may_be_empty=False, in_place=False
         )
         source: Any = SimpleNamespace(load_format=load_format)
-        update = Update(call)
+        update = Update(call, base_version="")
         self._jobs.prepare(update, "all" if len(pieces) > 1 else pieces[0][0], after=None)
         for selector, weights in pieces:
             self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]

@@ -187,7 +187,7 @@ class Rank:
         opened: Any = SimpleNamespace(
             update_id="u", partial=True, may_be_empty=False, in_place=False
         )
-        update = Update(opened, fills_hollow=True, marks=not self._is_marked)
+        update = Update(opened, base_version="", fills_hollow=True, marks=not self._is_marked)
         self._is_marked = True
         self._send(update, [call], None)
         assert update.sealed is not None
@@ -200,7 +200,7 @@ class Rank:
         opened: Any = SimpleNamespace(
             update_id="u", partial=partial, may_be_empty=False, in_place=False
         )
-        update = Update(opened)
+        update = Update(opened, base_version="")
         self._send(update, calls, load_format)
         assert update.sealed is not None
         self.base_digest, self.digest = update.base_digest, update.sealed.digest
@@ -371,7 +371,7 @@ def test_replaced_attribute_refuses_later_staged_updates() -> None:
         rank.update(tensors(2.0))
     opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False, in_place=False)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
-        rank._jobs.prepare(Update(opened), None, after=None)
+        rank._jobs.prepare(Update(opened, base_version=""), None, after=None)
     assert are_equal(tensors_read_by_forward(model), before)
 
 

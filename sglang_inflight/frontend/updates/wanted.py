@@ -9,12 +9,14 @@ from functools import singledispatch
 from sglang_inflight.capabilities import as_sglang_does
 from sglang_inflight.frontend.aio import Deadline
 from sglang_inflight.messages import (
+    SPARSE,
     DiskSource,
     DistributedSource,
     IPCSource,
     KVPolicy,
     Selector,
     Source,
+    SparseFolderSource,
     TensorSource,
 )
 from sglang_inflight.vocabulary.answers import Capabilities
@@ -39,6 +41,8 @@ def source_of(body: UpdateBody) -> Source:
 
 @source_of.register
 def _(body: DiskBody) -> Source:
+    if body.load_format == SPARSE:
+        return SparseFolderSource(model_path=body.model_path)
     return DiskSource(model_path=body.model_path, load_format=body.load_format)
 
 

@@ -18,9 +18,11 @@ from sglang_inflight.messages import (
     Opened,
     Selector,
     Source,
+    SparseFolderSource,
     Staged,
     TensorSource,
     Voted,
+    is_sparse,
 )
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
@@ -46,6 +48,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_engine import receive_i
 from sglang_inflight.scheduler.update.sources.disk import read_disk
 from sglang_inflight.scheduler.update.sources.gpu_memory import GPUMemory
 from sglang_inflight.scheduler.update.sources.groups import Groups
+from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_folder
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
@@ -299,17 +302,29 @@ class Jobs:
                 if len(models) == 1:
                     yield models[0], batch
                     continue
-                # a custom loader may need all tensors of a call at once
-                most = math.inf if _has_custom_loader(source) else MOST_BYTES
+                # a custom loader may need all tensors of a call at once, and a sparse tensor
+                # needs both its halves
+                is_one = _has_custom_loader(source) or is_sparse(source)
+                most = math.inf if is_one else MOST_BYTES
                 for part in in_parts(batch, most):
                     for model in models:
                         yield model, (pair for pair in part)
 
     def _read_once(
         self,
-        source: TensorSource | DistributedSource | IPCSource | GPUMemorySource,
+        source: SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource,
         update: Update,
     ) -> Batches:
+        if isinstance(source, SparseFolderSource):
+            return one_batch(
+                read_sparse_folder(
+                    source,
+                    self._device,
+                    base_version=update.base_version,
+                    check=update.check,
+                    rate_limit=self._rate_limit,
+                )
+            )
         if isinstance(source, TensorSource):
             return one_batch(read_tensors(source, self._device, update.check, self._rate_limit))
         if isinstance(source, DistributedSource):

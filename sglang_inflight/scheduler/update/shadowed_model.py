@@ -21,6 +21,7 @@ from sglang_inflight.messages import (
     DistributedSource,
     Source,
     TensorSource,
+    is_sparse,
 )
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
@@ -55,8 +56,6 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 Weights = Iterator[tuple[str, torch.Tensor]]
-
-_MAY_BE_SPARSE = (TensorSource, DistributedSource)
 
 
 class ShadowedModel:
@@ -228,12 +227,12 @@ class ShadowedModel:
         biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
-        is_sparse = isinstance(source, _MAY_BE_SPARSE) and source.load_format == SPARSE
         is_checkpoint = load_format in (None, FLATTENED_BUCKET, SPARSE)
         if load_format == DIRECT:
             self._refuse_if_laid_out_anew()
-        if is_sparse:
-            weights = fill_in(weights, self.served)
+        if is_sparse(source):
+            said = source.full_shapes if isinstance(source, DistributedSource) else {}
+            weights = fill_in(weights, self.served, said)
             # NaN is what was not sent
             check_finite = False
         dataflow = Dataflow({}, before_write=self._before_write, rate_limit=rate_limit)
@@ -247,7 +246,7 @@ class ShadowedModel:
             check_finite=check_finite,
             rate_limit=rate_limit,
         )
-        self._checks, self._is_sparse = checks, is_sparse
+        self._checks, self._is_sparse = checks, is_sparse(source)
         watched = checks.watch(weights, again=self._held)
         try:
             # Restoring may replace parameters, so restore before the loader looks them up. But
@@ -255,7 +254,7 @@ class ShadowedModel:
             first = list(itertools.islice(watched, 1))
             if first:
                 self.restore()
-            with self._leaving_out_nan(is_sparse):
+            with self._leaving_out_nan():
                 dataflow.aim_at(self.shadow.targets(), self._recorder)
                 with dataflow:
                     chained = itertools.chain(first, watched)
@@ -264,7 +263,7 @@ class ShadowedModel:
             for _ in watched:
                 pass
             self._held = checks.finish()
-            if is_sparse and self._held:
+            if self._is_sparse and self._held:
                 raise Refused(
                     f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
                     "together with other tensors: send the sparse parts of all in one call"
@@ -292,9 +291,9 @@ class ShadowedModel:
         self.shadow.note_write(write)
         self.on_write()
 
-    def _leaving_out_nan(self, is_sparse: bool) -> AbstractContextManager[None]:
+    def _leaving_out_nan(self) -> AbstractContextManager[None]:
         assert self._form is not None
-        return self._form.leaving_out_nan() if is_sparse else nullcontext()
+        return self._form.leaving_out_nan() if self._is_sparse else nullcontext()
 
     def _load(self, source: Source, load_format: str | None, weights: Weights) -> Any:
         model: Any = self.shadow.model

@@ -164,7 +164,9 @@ class Staging:
         is_hollow = self._live.hollow is not None
         marks = is_hollow and not self._live.is_marked
         torn = frozenset(self._live.torn)
-        update = self._update = Update(call, fills_hollow=is_hollow, marks=marks, mends=torn)
+        update = self._update = Update(
+            call, base_version=current_version, fills_hollow=is_hollow, marks=marks, mends=torn
+        )
         self._live.is_marked = is_hollow
         self._live.lose_previous()
         swapped = self._live.swapped

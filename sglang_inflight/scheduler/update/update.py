@@ -40,18 +40,20 @@ class Update:
         self,
         call: OpenCall,
         *,
+        base_version: str,
         fills_hollow: bool = False,
         marks: bool = False,
         mends: frozenset[str] = frozenset(),
     ) -> None:
-        """``fills_hollow``: no weights are served, so the update is written in place. ``marks``:
-        the first update of hollow weights marks all of them. ``mends``: the roles of partially
-        written models, which the update must bring.
+        """``base_version`` is served as the update opens. ``fills_hollow``: no weights are served,
+        so the update is written in place. ``marks``: the first update of hollow weights marks all
+        of them. ``mends``: the roles of partially written models, which the update must bring.
         """
         self.id = call.update_id
         self.partial = call.partial
         self.may_be_empty = call.may_be_empty
         self.in_place = call.in_place
+        self.base_version = base_version
         self.fills_hollow = fills_hollow
         self.marks = marks
         self.mends = mends

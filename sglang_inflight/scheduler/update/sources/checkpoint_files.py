@@ -6,12 +6,13 @@ of one checkpoint, even if the next one is being written over it.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from huggingface_hub import snapshot_download
@@ -96,6 +97,60 @@ def _read(
         _finish(file, forgets_pages)
 
 
+class Expected(NamedTuple):
+    """A file's path, and the size and SHA-256 (hexadecimal) that it must have."""
+
+    path: str
+    nbytes: int
+    sha256: str
+
+
+def read_verified(
+    expected: Sequence[Expected],
+    check_names: Callable[[Set[str], str], None],
+    thread: AbandonableThread,
+    rate_limit: RateLimit,
+) -> Weights:
+    """Yield the tensors of safetensors files, each file's ordered by name.
+
+    All files are read and verified before the first tensor. Until then they are in the host's
+    memory. ``check_names`` gets the names in each file, and the file's name; it raises ``Refused``.
+    """
+    with _opened([one.path for one in expected], SafetensorsFile, thread) as files:
+        for file, one in zip(files, expected, strict=True):
+            if file.size != one.nbytes:
+                raise Refused(f"{file.name} has {file.size} bytes, not {one.nbytes}")
+            check_names({place.name for place in file.places}, file.name)
+        _refuse_twice((file.name, (place.name for place in file.places)) for file in files)
+        buffers = ReadBuffers(max((_span(file.places) for file in files), default=0))
+        rate_limit = rate_limit.for_another_thread()
+        contents: list[torch.Tensor] = []
+        try:
+            for file, one in zip(files, expected, strict=True):
+                contents.append(buffers.take(max(1, _span(file.places)))[: _span(file.places)])
+                thread.do(partial(_read_and_verify, file, contents[-1], one.sha256, rate_limit))
+            for file in files:
+                content = contents.pop(0)
+                for place in sorted(file.places, key=lambda place: place.name):
+                    yield place.name, place.of(content, len(file.head))
+        finally:
+            contents.clear()
+            buffers.give_back()
+
+
+def _read_and_verify(
+    file: SafetensorsFile, content: torch.Tensor, sha256: str, rate_limit: RateLimit
+) -> None:
+    if file.places:
+        _read(file, content, file.places, rate_limit, forgets_pages=False)
+    digest = hashlib.sha256(file.head)
+    for piece in content.split(PIECE_BYTES):
+        digest.update(piece.numpy().data)
+        rate_limit.spend(len(piece))
+    if digest.hexdigest() != sha256:
+        raise Refused(f"{file.name} has the SHA-256 {digest.hexdigest()}, not {sha256}")
+
+
 def read_pickled(
     paths: list[str],
     thread: AbandonableThread,
@@ -137,7 +192,7 @@ def _finish(file: RegularFile, forgets_pages: bool) -> None:
 
 
 def _span(batch: list[Place]) -> int:
-    return batch[-1].end - batch[0].start
+    return batch[-1].end - batch[0].start if batch else 0
 
 
 def _unpickle(file: RegularFile) -> dict[str, Any]:

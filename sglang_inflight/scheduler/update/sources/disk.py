@@ -26,7 +26,7 @@ from sglang.srt.model_loader.weight_utils import (
     maybe_add_mtp_safetensors,
 )
 
-from sglang_inflight.messages import DiskSource
+from sglang_inflight.messages import SPARSE, DiskSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
@@ -75,7 +75,7 @@ def read_disk(
     with AbandonableThread(check) as thread, ExitStack() as stack:
         folder = thread.do(lambda: _open(source.model_path, runner, load_format))
         stack.callback(folder.close)
-        with _named(folder):
+        with naming(folder):
             if not of_draft:
                 thread.do(lambda: _check_architecture(folder, runner))
             paths, is_safetensors = thread.do(lambda: _select(folder, runner, load_format))
@@ -93,12 +93,12 @@ def _known(load_format: str | None) -> LoadFormat:
             return known
     raise Refused(
         f"load_format {shorten(load_format)!r} is not known for updates from disk; there are "
-        + ", ".join(known.value for known in LOAD_FORMATS)
+        + ", ".join([*(known.value for known in LOAD_FORMATS), SPARSE])
     )
 
 
-def _open(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> _Folder:
-    return _Folder(_fetch(model_path, runner, load_format), named=model_path)
+def _open(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> Folder:
+    return Folder(_fetch(model_path, runner, load_format), named=model_path)
 
 
 def _fetch(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> str:
@@ -123,7 +123,7 @@ def _fetch(model_path: str, runner: ModelRunner, load_format: LoadFormat) -> str
     return folder
 
 
-class _Folder:
+class Folder:
     """A directory held open: a later directory of the same name is not read."""
 
     def __init__(self, path: str, named: str) -> None:
@@ -155,7 +155,7 @@ class _Folder:
 
 
 @contextmanager
-def _named(folder: _Folder) -> Iterator[None]:
+def naming(folder: Folder) -> Iterator[None]:
     """Name the checkpoint in every failure, by the caller's name for it."""
     try:
         yield
@@ -166,7 +166,7 @@ def _named(folder: _Folder) -> Iterator[None]:
         raise Refused(f"checkpoint {folder.named} cannot be read: {reason}") from error
 
 
-def _check_architecture(folder: _Folder, runner: ModelRunner) -> None:
+def _check_architecture(folder: Folder, runner: ModelRunner) -> None:
     if not folder.check_size(_CONFIG, _MOST_CONFIG_BYTES):
         return
     try:
@@ -189,9 +189,7 @@ def _check_architecture(folder: _Folder, runner: ModelRunner) -> None:
         )
 
 
-def _select(
-    folder: _Folder, runner: ModelRunner, load_format: LoadFormat
-) -> tuple[list[str], bool]:
+def _select(folder: Folder, runner: ModelRunner, load_format: LoadFormat) -> tuple[list[str], bool]:
     """Return SGLang's choice of files, and whether they are safetensors."""
     for index in _INDEXES:
         folder.check_size(index, _MOST_INDEX_BYTES)

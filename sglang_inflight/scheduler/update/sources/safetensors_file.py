@@ -81,8 +81,8 @@ class SafetensorsFile(RegularFile):
     def __init__(self, path: str, name: str) -> None:
         super().__init__(path, name)
         try:
-            # in the order of the file
-            self.places = self._read_header()
+            # the bytes before the first tensor, and the tensors in the order of the file
+            self.head, self.places = self._read_header()
         except BaseException:
             self.close()
             raise
@@ -98,10 +98,11 @@ class SafetensorsFile(RegularFile):
         if batch:
             yield batch
 
-    def _read_header(self) -> list[Place]:
+    def _read_header(self) -> tuple[bytes, list[Place]]:
         if self.size < _LENGTH_BYTES:
             raise self._malformed("it is too short")
-        length = int.from_bytes(self.read(_LENGTH_BYTES, 0), "little")
+        in_front = self.read(_LENGTH_BYTES, 0)
+        length = int.from_bytes(in_front, "little")
         if length > self.size - _LENGTH_BYTES:
             raise self._malformed(
                 f"its header should have {length} bytes, and the file has {self.size}"
@@ -121,7 +122,7 @@ class SafetensorsFile(RegularFile):
             raise self._malformed(f"its header: {shorten(str(error))}") from error
         places.sort(key=lambda place: (place.start, place.end))
         self._check_tiles(places, _LENGTH_BYTES + length)
-        return places
+        return in_front + header, places
 
     def _place(self, name: str, entry: _Entry, base: int) -> Place:
         if (dtype := _DTYPES.get(entry.dtype)) is None:

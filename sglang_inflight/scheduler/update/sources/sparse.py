@@ -8,7 +8,7 @@ way into fused, sharded and renamed weights is the loader's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 
@@ -17,23 +17,34 @@ from sglang_inflight.vocabulary.errors import Refused, shorten
 
 _INDICES = ".indices"
 _VALUES = ".values"
+_OTHER = {_INDICES: _VALUES, _VALUES: _INDICES}
 
 
 def fill_in(
-    weights: Iterable[tuple[str, torch.Tensor]], shapes: Mapping[str, tuple[int, ...]]
+    weights: Iterable[tuple[str, torch.Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    said: Mapping[str, Sequence[int]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that sparse ``weights`` stand for, with NaN where nothing was sent.
 
-    ``shapes``: of the tensors of the served checkpoint. Indices and values of a tensor may come in
-    either order. Raises ``Refused`` with the tensor's name if one is missing, or does not fit.
+    ``shapes``: of the tensors of the served checkpoint. ``said``: the shapes of some of them, as
+    the sender gives them. Indices and values of a tensor may come in either order. Raises
+    ``Refused`` with the tensor's name if one is missing, or does not fit.
     """
     halves: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in weights:
-        base, kind = _split(name, tensor)
+        if not isinstance(tensor, torch.Tensor):
+            raise _not_sparse(name)
+        base, kind = _split(name)
         if base not in shapes:
             raise Refused(
                 f"sparse tensor {shorten(base)!r}: the served checkpoint has no tensor of this "
                 "name, or is not on this machine. Its shape is needed: send whole tensors"
+            )
+        if tuple(said.get(base, shapes[base])) != shapes[base]:
+            raise Refused(
+                f"sparse tensor {shorten(base)!r}: the whole tensor has shape {list(said[base])}; "
+                f"the model's has {list(shapes[base])}"
             )
         both = halves.setdefault(base, {})
         if kind in both:
@@ -44,19 +55,37 @@ def fill_in(
             del halves[base]
             yield base, _filled_in(base, both[_INDICES], both[_VALUES], shapes[base])
     for base, both in halves.items():
-        missing = _VALUES if _INDICES in both else _INDICES
-        raise Refused(f"sparse tensor {shorten(base)!r} lacks {base + missing!r} in the same call")
+        raise _lacks(base, _OTHER[next(iter(both))], "the same call")
 
 
-def _split(name: object, tensor: object) -> tuple[str, str]:
-    if isinstance(name, str) and isinstance(tensor, torch.Tensor):
+def refuse_halves(names: Set[str], where: str) -> None:
+    """Raise ``Refused`` for a tensor with one of its halves among ``names``, or none.
+
+    ``where`` says in the error whose names they are.
+    """
+    for name in sorted(names):
+        base, kind = _split(name)
+        if base + _OTHER[kind] not in names:
+            raise _lacks(base, _OTHER[kind], where)
+
+
+def _split(name: object) -> tuple[str, str]:
+    if isinstance(name, str):
         for kind in _INDICES, _VALUES:
             if name.endswith(kind):
                 return name.removesuffix(kind), kind
-    raise Refused(
+    raise _not_sparse(name)
+
+
+def _not_sparse(name: object) -> Refused:
+    return Refused(
         f"load_format 'sparse' takes tensors named NAME{_INDICES} and NAME{_VALUES}, "
         f"got {shorten(str(name))!r}"
     )
+
+
+def _lacks(base: str, half: str, where: str) -> Refused:
+    return Refused(f"sparse tensor {shorten(base)!r} lacks {shorten(base) + half!r} in {where}")
 
 
 def _filled_in(
@@ -74,8 +103,8 @@ def _filled_in(
         )
     if not is_finite(values):
         raise Refused(f"{at}: values hold NaN or infinity")
-    dense = torch.full((torch.Size(shape).numel(),), torch.nan, dtype=values.dtype)
-    dense = dense.to(values.device)
+    count = torch.Size(shape).numel()
+    dense = torch.full((count,), torch.nan, dtype=values.dtype, device=values.device)
     if len(indices):
         low, high = (int(end) for end in torch.aminmax(indices))
         if low < 0 or high >= len(dense):
