@@ -7,7 +7,9 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from harness import marker
 from harness.server import PLAIN, Server
 from harness.trainer import Trainer
 from tests.support.load import (
@@ -22,10 +24,26 @@ from tests.support.load import (
     start_running,
     until_waiting,
 )
-from tests.support.updates import expect_served, expect_to_run_on, serving
+from tests.support.sparse import BAD, HEAD, changes_between, pair
+from tests.support.updates import Weights, expect_served, expect_to_run_on, serving
 from tests.support.vllm import BUCKET_BYTES, ROUTES, VLLMClient, update_info
 
 pytest_plugins = ["tests.support.fixtures"]
+
+
+def patch_info(sparse: Weights, **fields: Any) -> dict[str, Any]:
+    """Return vLLM's ``update_info`` of sparse tensors of the marker model."""
+    names = [name.removesuffix(".values") for name in sparse if name.endswith(".values")]
+    values = [sparse[f"{name}.values"] for name in names]
+    whole = marker.tensors(0)
+    return {
+        "names": names,
+        "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in values],
+        "shapes": [list(whole[name].shape) for name in names],
+        "num_updates_list": [len(tensor) for tensor in values],
+        **fields,
+    }
+
 
 # ---- weights -----------------------------------------------------------------------------
 
@@ -109,6 +127,17 @@ def test_calls_out_of_order_are_refused(
         ([update_info(1)], 501, ("rank",)),
         ({**update_info(1), "ipc_handles_pickled": "gASV"}, 400, ("`ipc_handles_pickled`",)),
         (7, 400, ("`$.update_info`",)),
+        ({**update_info(1), "num_updates_list": [1]}, 400, ("num_updates_list", "one length")),
+        (
+            {**patch_info(changes_between(0, 1)), "packed": True},
+            400,
+            ("num_updates_list", "packed"),
+        ),
+        (
+            {**patch_info(changes_between(0, 1)), "num_updates_list": [-1]},
+            400,
+            ("`$.num_updates_list[0]`",),
+        ),
     ],
 )
 def test_refused_update_drops_its_session(
@@ -146,6 +175,53 @@ def test_refused_tensor_keeps_the_group_usable(
     assert serving(vllm_server) == before
     vllm.send_weights(trainer, 2, packed=packed, name="v2")
     expect_served(vllm_server, 2)
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+def test_sparse_patches_keep_running_requests(
+    vllm_server: Server, vllm: VLLMClient, trainer: Trainer
+) -> None:
+    """vLLM 0.33's ``sparse_nccl`` backend broadcasts each tensor's indices and values."""
+    generations = start_running(vllm_server, 2, tokens=ENDLESS)
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    for version in (1, 2):
+        sparse = changes_between(version - 1, version)
+        sparse |= pair("model.norm.weight", torch.empty(0, dtype=torch.int32), torch.empty(0))
+        vllm.post("/start_weight_update")
+        trainer.send_tensors(sparse)
+        vllm.post("/update_weights", {"update_info": patch_info(sparse)})
+        assert trainer.answer() == "sent"
+        vllm.post("/finish_weight_update", {"weight_version": f"v{version}"})
+    expect_to_run_on(vllm_server, generations, [0, 1, 2])
+    vllm.shutdown_weight_transfer_engine(trainer)
+
+
+@pytest.mark.parametrize(
+    ("sent", "fields", "words"),
+    [
+        *((sent, {}, words) for sent, words in (BAD["out of range"], BAD["twice"], BAD["NaN"])),
+        (changes_between(0, 1), {"shapes": [[64, 1024]]}, (HEAD, "[64, 1024]", "[1024, 64]")),
+    ],
+)
+def test_bad_sparse_patch_changes_nothing(
+    vllm_server: Server,
+    vllm: VLLMClient,
+    trainer: Trainer,
+    sent: Weights,
+    fields: dict[str, Any],
+    words: tuple[str, ...],
+) -> None:
+    generations = start_running(vllm_server, 1, tokens=ENDLESS)
+    before = serving(vllm_server)
+    vllm.init_weight_transfer_engine(trainer, packed=False)
+    vllm.post("/start_weight_update")
+    sent = {name: t.int() if name.endswith(".indices") else t for name, t in sent.items()}
+    trainer.send_tensors(sent)
+    vllm.refuse("/update_weights", *words, json={"update_info": patch_info(sent, **fields)})
+    assert trainer.answer() == "sent"
+    vllm.refuse("/finish_weight_update", "no weight update")
+    assert serving(vllm_server) == before
+    expect_all_go_on(generations)
     vllm.shutdown_weight_transfer_engine(trainer)
 
 

@@ -104,9 +104,21 @@ class UpdateInfo(Body, kw_only=True):
     packed_num_buffers: Positive | None = None
     # a field of start_weight_update; TRL sends it here, too
     is_checkpoint_format: bool = True
+    # vLLM's sparse_nccl backend sends it: the number of elements that come of each tensor
+    num_updates_list: list[Annotated[int, msgspec.Meta(ge=0)]] | None = None
 
     def __post_init__(self) -> None:
         StartBody(is_checkpoint_format=self.is_checkpoint_format)
+        if self.num_updates_list is None:
+            return
+        if self.packed:
+            raise Refused("num_updates_list is for tensors that are not packed")
+        counts = self.names, self.dtype_names, self.shapes, self.num_updates_list
+        if len({len(each) for each in counts}) > 1:
+            raise Refused(
+                "names, dtype_names, shapes and num_updates_list must be of one length, not "
+                + ", ".join(str(len(each)) for each in counts)
+            )
 
 
 class HandlesInfo(Body, kw_only=True):
@@ -154,15 +166,19 @@ class CheckBody(Body, kw_only=True):
 
 
 class BroadcastBody(DistributedBody, kw_only=True):
-    """A distributed update in buckets of a given size."""
+    """A distributed update in buckets of a given size, or of sparse tensors."""
 
     bucket_bytes: int | None = None
+    # shapes of the whole tensors, by name
+    full_shapes: dict[str, list[int]] = msgspec.field(default_factory=dict)
 
 
 @source_of.register
 def _(body: BroadcastBody) -> DistributedSource:
     source = read_distributed(body)
-    return msgspec.structs.replace(source, bucket_bytes=body.bucket_bytes)
+    return msgspec.structs.replace(
+        source, bucket_bytes=body.bucket_bytes, full_shapes=body.full_shapes
+    )
 
 
 class HandlesBody(SGLangsUpdate, kw_only=True):

@@ -19,7 +19,7 @@ from sglang_inflight.frontend.http.vllm.bodies import (
 )
 from sglang_inflight.frontend.updates.groups import Groups
 from sglang_inflight.frontend.updates.updates import Updates
-from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, Selector
+from sglang_inflight.messages import FLATTENED_BUCKET, NEEDS_ONE_GPU, SPARSE, Selector
 from sglang_inflight.vocabulary.bodies import (
     DEFAULT_GROUP,
     AbortUpdateBody,
@@ -207,6 +207,8 @@ def _read(
 
 
 def _broadcast(link: _Link, info: UpdateInfo, session_id: str) -> BroadcastBody:
+    if info.num_updates_list is not None:
+        return _sparse_broadcast(info, info.num_updates_list, session_id)
     bucket_bytes = link.bucket_bytes
     if info.packed is not None:
         said = info.packed_buffer_size_bytes or link.bucket_bytes
@@ -217,6 +219,19 @@ def _broadcast(link: _Link, info: UpdateInfo, session_id: str) -> BroadcastBody:
         shapes=info.shapes,
         load_format=None if bucket_bytes is None else FLATTENED_BUCKET,
         bucket_bytes=bucket_bytes,
+        session_id=session_id,
+        kv_cache="fence",
+    )
+
+
+def _sparse_broadcast(info: UpdateInfo, counts: list[int], session_id: str) -> BroadcastBody:
+    """Return the update of vLLM's ``sparse_nccl`` backend: it sends indices, then values."""
+    return BroadcastBody(
+        names=[f"{name}.{half}" for name in info.names for half in ("indices", "values")],
+        dtypes=[dtype for values in info.dtype_names for dtype in ("int32", values)],
+        shapes=[[count] for count in counts for _ in range(2)],
+        full_shapes=dict(zip(info.names, info.shapes, strict=True)),
+        load_format=SPARSE,
         session_id=session_id,
         kv_cache="fence",
     )
