@@ -22,6 +22,7 @@ from tests.support.load import (
     status,
     versions_of,
 )
+from tests.support.pool import MASKING_LOADER
 from tests.support.sparse import (
     BAD,
     HEAD,
@@ -273,6 +274,20 @@ def test_sparse_folder_is_not_the_served_models_path(any_server: Server, tmp_pat
     body = {**SPARSE, "model_path": str(write_whole(tmp_path)), "weight_version": "v1"}
     succeed(any_server.post(DISK, body))
     assert any_server.get("/get_model_info")["model_path"] == before
+
+
+def test_custom_loader_that_masks_nan_keeps_what_is_not_sent(normal_loop_server: Server) -> None:
+    """verl's delta loader replaces ``torch.Tensor.copy_`` in the whole process."""
+    running = start_running(normal_loop_server, 2, tokens=ENDLESS)
+    for version in 1, 2:
+        weights = changes_between(version - 1, version)
+        weights[f"{HEAD}.shape"] = torch.tensor(marker.tensors(0)[HEAD].shape)
+        body = tensor_body(weights, **LIVE, weight_version=f"v{version}")
+        succeed(normal_loop_server.post(PATH, {**body, "load_format": MASKING_LOADER}))
+        more_tokens(running)
+    for output in expect_all_go_on(running):
+        assert versions_of(output) == ["v0", "v1", "v2"]
+    expect_digest_of_whole(normal_loop_server, 2)
 
 
 def test_other_sources_are_staged_as_changes(normal_loop_server: Server, sender: Sender) -> None:

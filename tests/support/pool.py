@@ -47,6 +47,7 @@ GRPC_PORT = free_port()
 # longer than a test takes between its pause and its first piece
 GRACE_S = 8.0
 CUSTOM_LOADER = "tests.support.custom_loader.load_alone"
+MASKING_LOADER = "tests.support.custom_loader.load_masked"
 ADMIN_KEY = "the-key-of-the-tests"
 
 # Tests on both loops are tests of both forms of staging: ``auto`` keeps second copies on a CPU.
@@ -70,7 +71,7 @@ FLAVOURS = {
             "--max-queued-requests", str(MAX_QUEUED),
             "--soft-watchdog-timeout", str(WATCHDOG_S),
             "--grpc-port", str(GRPC_PORT),
-            "--custom-weight-loader", CUSTOM_LOADER,
+            "--custom-weight-loader", CUSTOM_LOADER, MASKING_LOADER,
         ),
         {
             **CHANGES,

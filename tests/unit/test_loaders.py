@@ -32,6 +32,7 @@ from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.sources.batches import one_batch
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
+from tests.support.pool import MASKING_LOADER
 from tests.unit.fakes import uncounted
 
 CPU = torch.device("cpu")
@@ -242,7 +243,7 @@ def runner_of(model: nn.Module, ties_head: bool) -> Any:
             hf_text_config=SimpleNamespace(tie_word_embeddings=ties_head),
         ),
         load_config=SimpleNamespace(download_dir=None),
-        weight_updater=SimpleNamespace(custom_weight_loaders={}),
+        weight_updater=SimpleNamespace(custom_weight_loaders=[MASKING_LOADER]),
     )
 
 
@@ -630,3 +631,26 @@ def test_bad_sparse_tensor_is_refused_by_name(mode: StagingMode, sent: Tensors, 
     with pytest.raises(Refused, match=named):
         Rank(mode, model).update(sent, partial=True, load_format="sparse")
     assert are_equal(tensors_read_by_forward(model), before)
+
+
+@BOTH_MODES
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_custom_loader_that_masks_nan_in_copy_keeps_what_is_not_sent(
+    mode: StagingMode, data: st.DataObject
+) -> None:
+    served = tensors(1.0)
+    model = fresh(Traits(), served)
+    rank = Rank(mode, model)
+    for version in 2, 3:
+        calls = []
+        for name in sorted(set(SHAPES) - IGNORED - {"norm"} - HALVES):
+            count = served[name].numel()
+            indices = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+            new = tensors(version, [name])[name]
+            shape = {f"{name}.shape": torch.tensor(new.shape)}
+            calls.append(sparse_of(name, new, indices) | shape)
+            served[name] = served[name].clone()
+            served[name].view(-1)[indices] = new.view(-1)[indices]
+        rank.update(*calls, partial=True, load_format=MASKING_LOADER)
+        assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), served))
