@@ -60,8 +60,15 @@ NEEDS_ONE_GPU = (
 
 # a load_format: tensors concatenated into one tensor of bytes
 FLATTENED_BUCKET = "flattened_bucket"
+# a load_format: a flattened_bucket of the tensors of ``SPARSE``
+SPARSE_BUCKET = "sparse_bucket"
 # a load_format: this rank's parameters, under the model's own names
 DIRECT = "direct"
+
+BUCKETS = (FLATTENED_BUCKET, SPARSE_BUCKET)
+SPARSE_FORMATS = (SPARSE, SPARSE_BUCKET)
+# tensors that the model's own loader takes
+OF_CHECKPOINT = (None, FLATTENED_BUCKET, *SPARSE_FORMATS)
 
 
 class DiskSource(msgspec.Struct, tag=True, kw_only=True):
@@ -99,7 +106,7 @@ class TensorSource(msgspec.Struct, tag=True, kw_only=True):
     @property
     def has_custom_loader(self) -> bool:
         """True if ``load_format`` names a function (``--custom-weight-loader``)."""
-        return self.load_format not in (None, FLATTENED_BUCKET, DIRECT, SPARSE)
+        return self.load_format not in (*OF_CHECKPOINT, DIRECT)
 
 
 class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
@@ -110,7 +117,7 @@ class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
     shapes: list[list[int]]
     group_name: str
     load_format: str | None = None
-    # size limit of a flattened_bucket: the tensor that exceeds it is the bucket's last one.
+    # size limit of a bucket: the tensor that exceeds it is the bucket's last one.
     # None: one bucket for all tensors
     bucket_bytes: int | None = None
     # shapes of the whole tensors, by name, if the trainer of sparse ones gives them
@@ -147,7 +154,7 @@ Source = (
 def is_sparse(source: Source) -> bool:
     """Return whether the tensors of ``source`` are positions and values of other tensors."""
     if isinstance(source, TensorSource | DistributedSource):
-        return source.load_format == SPARSE
+        return source.load_format in SPARSE_FORMATS
     return isinstance(source, SparseFolderSource)
 
 

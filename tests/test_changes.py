@@ -38,7 +38,9 @@ from tests.support.updates import (
     LIVE,
     Sender,
     Weights,
+    by_reference,
     expect_served,
+    flatten,
     refuse,
     serving,
     succeed,
@@ -126,6 +128,14 @@ def test_positions_come_in_any_order(normal_loop_server: Server) -> None:
     sparse = {name: tensor.flip(0) for name, tensor in changes_between(0, 1).items()}
     succeed(normal_loop_server.post(PATH, tensor_body(sparse, **SPARSE)))
     expect_served(normal_loop_server, 1)
+
+
+def test_bucket_of_sparse_tensors_is_unpacked(any_server: Server) -> None:
+    halves = changes_between(0, 1)
+    payload = by_reference(flatten(halves))
+    fields: dict[str, Any] = {**LIVE, "load_format": "sparse_bucket", "weight_version": "v1"}
+    succeed(any_server.post(PATH, {"serialized_named_tensors": [payload], **fields}))
+    expect_served(any_server, 1)
 
 
 def test_rollback_undoes_a_sparse_update(any_server: Server) -> None:

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.messages import IPCSource
+from sglang_inflight.messages import DistributedSource, IPCSource, TensorSource, is_sparse
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -224,6 +224,20 @@ def test_part_ends_at_a_module_boundary() -> None:
     found = [names_of(part) for part in in_parts(pairs("a.x.w", "a.y.w", "b.x.w", "b.y.w"), most=4)]
     assert found == [["a.x.w", "a.y.w"], ["b.x.w", "b.y.w"]]
     assert [names_of(part) for part in in_parts(pairs())] == [[]]
+
+
+@pytest.mark.parametrize(
+    ("load_format", "holds_halves"),
+    [(None, False), ("flattened_bucket", False), ("sparse", True), ("sparse_bucket", True)],
+)
+def test_load_format_tells_whether_tensors_are_halves(
+    load_format: str | None, holds_halves: bool
+) -> None:
+    of_tensors = TensorSource(serialized_named_tensors=[], load_format=load_format)
+    broadcast = DistributedSource(
+        names=[], dtypes=[], shapes=[], group_name="trainer", load_format=load_format
+    )
+    assert [is_sparse(of_tensors), is_sparse(broadcast)] == [holds_halves] * 2
 
 
 def test_closing_a_batch_closes_its_source() -> None:

@@ -6,8 +6,9 @@ import pytest
 import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+from sglang_inflight.messages import DistributedSource
 from sglang_inflight.scheduler.update.sources.batches import Layout
-from sglang_inflight.scheduler.update.sources.broadcast import _empty_bucket
+from sglang_inflight.scheduler.update.sources.broadcast import _empty_bucket, expect
 
 CPU = torch.device("cpu")
 
@@ -32,3 +33,26 @@ def test_misaligned_tensor_in_bucket_is_refused() -> None:
     layout = [Layout("a", torch.uint8, [3]), Layout("b", torch.float32, [1])]
     with pytest.raises(ValueError, match="b would begin at byte 3"):
         _empty_bucket(layout, CPU)
+
+
+@pytest.mark.parametrize(
+    ("load_format", "broadcasts"),
+    [
+        (None, [["w.indices"], ["w.values"]]),
+        ("sparse", [["w.indices"], ["w.values"]]),
+        ("flattened_bucket", [["w.indices", "w.values"]]),
+        ("sparse_bucket", [["w.indices", "w.values"]]),
+    ],
+)
+def test_load_format_tells_the_tensors_of_each_broadcast(
+    load_format: str | None, broadcasts: list[list[str]]
+) -> None:
+    source = DistributedSource(
+        names=["w.indices", "w.values"],
+        dtypes=["int32", "bfloat16"],
+        shapes=[[3], [3]],
+        group_name="trainer",
+        load_format=load_format,
+    )
+    received = [tensors for _, tensors in expect(source, CPU)]
+    assert [[name for name, _ in tensors] for tensors in received] == broadcasts

@@ -24,7 +24,7 @@ from sglang.srt.utils import MultiprocessingSerializer, normalize_serialized_nam
 
 from sglang_inflight.frontend.as_sglang import as_sglang_answers, convert, our_fields
 from sglang_inflight.frontend.engine.shared_loop import is_nested, refuse_where_a_loop_runs
-from sglang_inflight.messages import FLATTENED_BUCKET
+from sglang_inflight.messages import BUCKETS
 from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.vocabulary.answers import Answer, describe_inactive
 from sglang_inflight.vocabulary.bodies import Body, LoadAdapterBody, UnloadAdapterBody
@@ -261,7 +261,7 @@ def _say_where(engine: PatchedEngine, given: Given) -> Given:
 def _serialize(engine: PatchedEngine, given: Given) -> Given:
     """Make one payload per rank: a payload may be readable only once."""
     tensors = given.pop("named_tensors")
-    if given.get("load_format") == FLATTENED_BUCKET:
+    if given.get("load_format") in BUCKETS:
         payloads = normalize_serialized_named_tensor_payloads(tensors)
     else:
         ranks = manager_of(engine).inflight.ranks.all

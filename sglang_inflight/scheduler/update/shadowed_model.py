@@ -15,8 +15,7 @@ from torch import nn
 
 from sglang_inflight.messages import (
     DIRECT,
-    FLATTENED_BUCKET,
-    SPARSE,
+    OF_CHECKPOINT,
     DiskSource,
     DistributedSource,
     Source,
@@ -227,7 +226,7 @@ class ShadowedModel:
         biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
         load_format = source.load_format if isinstance(source, TensorSource) else None
-        is_checkpoint = load_format in (None, FLATTENED_BUCKET, SPARSE)
+        is_checkpoint = load_format in OF_CHECKPOINT
         if load_format == DIRECT:
             self._refuse_if_laid_out_anew()
         if is_sparse(source):
@@ -299,7 +298,7 @@ class ShadowedModel:
         model: Any = self.shadow.model
         if isinstance(source, DiskSource) and isinstance(self.shadow, InPlaceModel):
             return self.shadow.load(weights)
-        if load_format in (None, FLATTENED_BUCKET, SPARSE):
+        if load_format in OF_CHECKPOINT:
             return model.load_weights(weights)
         if load_format == DIRECT:
             return self._load_direct(weights)

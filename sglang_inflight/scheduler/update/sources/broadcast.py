@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
-from sglang_inflight.messages import FLATTENED_BUCKET, SPARSE, DistributedSource
+from sglang_inflight.messages import BUCKETS, OF_CHECKPOINT, DistributedSource
 from sglang_inflight.scheduler.update.sources.batches import Layout, Weights, read_layouts
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.vocabulary.errors import Refused
@@ -45,7 +45,7 @@ def expect(source: DistributedSource, device: torch.device) -> Iterator[Received
     Raise ``Refused`` if ``source`` describes no tensors.
     """
     layouts = read_layouts(source.names, source.dtypes, source.shapes)
-    if source.load_format not in (None, FLATTENED_BUCKET, SPARSE):
+    if source.load_format not in OF_CHECKPOINT:
         raise Refused(f"load_format {source.load_format!r} is not known for distributed updates")
     return _broadcasts(source, layouts, device)
 
@@ -68,7 +68,7 @@ def post_ahead(
 def _broadcasts(
     source: DistributedSource, layouts: list[Layout], device: torch.device
 ) -> Iterator[Received]:
-    if source.load_format != FLATTENED_BUCKET:
+    if source.load_format not in BUCKETS:
         for layout in layouts:
             tensor = torch.empty(layout.shape, dtype=layout.dtype, device=device)
             yield tensor, [(layout.name, tensor)]
@@ -77,7 +77,7 @@ def _broadcasts(
         try:
             received = _empty_bucket(part, device)
         except ValueError as error:
-            raise Refused(f"not a {FLATTENED_BUCKET}: {error}") from error
+            raise Refused(f"not a {source.load_format}: {error}") from error
         yield received
 
 

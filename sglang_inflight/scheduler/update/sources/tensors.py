@@ -17,7 +17,7 @@ from sglang.srt.utils.common import normalize_serialized_named_tensor_payload
 from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket, FlattenedTensorMetadata
 
-from sglang_inflight.messages import FLATTENED_BUCKET, Payload, TensorSource
+from sglang_inflight.messages import BUCKETS, Payload, TensorSource
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.batches import Weights
@@ -60,8 +60,8 @@ def _deserialize(
     rest = partial(rate_limit.for_another_thread().spend, 0)
     with AbandonableThread(check, device) as thread:
         named = thread.do(lambda: _unpickle(payload, rest))
-        if source.load_format == FLATTENED_BUCKET:
-            yield from _unflatten(named)
+        if source.load_format in BUCKETS:
+            yield from _unflatten(named, source.load_format)
             return
         if not isinstance(named, list):
             raise Refused(
@@ -138,7 +138,7 @@ def _own_payload(payloads: list[Payload]) -> Payload:
     )
 
 
-def _unflatten(bucket: Any) -> Weights:
+def _unflatten(bucket: Any, load_format: str | None) -> Weights:
     try:
         metadata = [
             FlattenedTensorMetadata(
@@ -155,7 +155,7 @@ def _unflatten(bucket: Any) -> Weights:
             flattened_tensor=bucket["flattened_tensor"], metadata=metadata
         ).reconstruct_tensors()
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise Refused(f"not a {FLATTENED_BUCKET}: {error!r}") from error
+        raise Refused(f"not a {load_format}: {error!r}") from error
     yield from tensors
 
 
