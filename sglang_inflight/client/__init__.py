@@ -3,14 +3,17 @@
 one server   ``Client``   ``AsyncClient``
 many         ``Fleet``    ``AsyncFleet``
 
-``Sender`` broadcasts a trainer's weights to one server or many, and alone needs torch. ``spans``
-reads each token's version from an answer.
+``Sender`` broadcasts a trainer's weights to one server or many. ``changes_since``, ``Snapshot`` and
+``write_changes`` find and write what a version changes. These need torch. ``spans`` reads each
+token's version from an answer.
 """
 
 from sglang_inflight.client.answers import NoAnswer, Session, WrongAnswer
 from sglang_inflight.client.async_client import AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.blocking import Client, Fleet
+from sglang_inflight.client.changes import Snapshot, changes_since
+from sglang_inflight.client.changes_folder import write_changes
 from sglang_inflight.client.fields import Progress
 from sglang_inflight.client.report import FleetRefused, FleetSplit, PauseLost, Report
 from sglang_inflight.client.sender import GroupFailed, Sender
@@ -50,12 +53,15 @@ __all__ = [
     "Report",
     "Sender",
     "Session",
+    "Snapshot",
     "Span",
     "StagedSoFar",
     "Status",
     "WrongAnswer",
+    "changes_since",
     "cover_exactly",
     "in_order",
     "read_spans",
     "version_per_token",
+    "write_changes",
 ]
