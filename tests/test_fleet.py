@@ -136,6 +136,24 @@ def test_sender_updates_all_servers_or_none(
         expect_to_run_on(server, generations, [0, 1])
 
 
+def test_sender_of_changes_sends_a_whole_version_if_one_server_needs_it(
+    servers: list[Server], fleet: Fleet
+) -> None:
+    """One broadcast reaches all servers, so all of them get the whole version."""
+    whole = len(marker.tensors(0))
+    with Sender(fleet, sparse=True) as sender:
+        for version, tensors in (1, whole), (2, 1):
+            report = sender.send(marker.tensors(version).items(), weight_version=f"v{version}")
+            assert [receipt.tensors for receipt in report.answers.values()] == [tensors] * 2
+        body = tensor_body(marker.tensors(5), non_blocking=True, weight_version="v2")
+        assert servers[1].post("/update_weights_from_tensor", body)["success"]
+        for version, tensors in (3, whole), (4, 1):
+            report = sender.send(marker.tensors(version).items(), weight_version=f"v{version}")
+            assert [receipt.tensors for receipt in report.answers.values()] == [tensors] * 2
+    for server in servers:
+        expect_served(server, 4)
+
+
 def test_fleet_example_updates_and_rolls_back(
     servers: list[Server], checkpoints: Path, dead_url: str, tmp_path: Path
 ) -> None:

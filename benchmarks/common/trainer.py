@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.common.peers import Kind, Peer
 from examples.stories.weights import changes_between
-from sglang_inflight.client.buckets import Bucket, fill_buckets
+from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
 from sglang_inflight.client.trainer_group import POLL_S, TrainerGroup
 
 Transport = Literal["disk", "tensor", "distributed"]
@@ -209,7 +209,8 @@ class _Sender:
             return []
         weights = self._load()
         if not self._buckets:
-            self._buckets = list(fill_buckets(weights, BUCKET_BYTES, "cpu"))
+            pieces = (Piece.whole(name, tensor) for name, tensor in weights)
+            self._buckets = list(fill_buckets(pieces, BUCKET_BYTES, "cpu"))
         if transport == "tensor":
             return [_serialize(weights)]
         if self._group is None:

@@ -4,18 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang_inflight.client.changes import Change, require_whole
 
 if TYPE_CHECKING:
     import torch
 
-    NamedTensor = tuple[str, torch.Tensor]
+    from sglang_inflight.client.changes import NamedTensor
+
+
+class Piece(NamedTuple):
+    """Tensors that must come in one call, and the ``load_format`` of that call."""
+
+    load_format: str
+    tensors: list[NamedTensor]
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+        """Raises ``TypeError`` for a non-tensor, and for a shard of a tensor."""
+        require_whole(name, tensor)
+        return cls("flattened_bucket", [(name, tensor)])
+
+    @classmethod
+    def sparse(cls, name: str, change: Change) -> Piece:
+        return cls("sparse_bucket", change.named(name))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Named tensors, concatenated as bytes in ``flat``."""
 
+    load_format: str
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -27,50 +51,49 @@ class Bucket:
             "names": self.names,
             "dtypes": self.dtypes,
             "shapes": self.shapes,
-            "load_format": "flattened_bucket",
+            "load_format": self.load_format,
         }
 
 
 def fill_buckets(
-    tensors: Iterable[NamedTensor], most_bytes: int, device: torch.device | str
+    pieces: Iterable[Piece], most_bytes: int, device: torch.device | str
 ) -> Iterator[Bucket]:
-    """Yield buckets on ``device`` of at most ``most_bytes``, or of one larger tensor.
+    """Yield buckets on ``device`` of at most ``most_bytes``, or of one larger piece.
 
-    ``tensors`` may be a generator: a tensor is held only until its bucket is filled. Raises
-    ``TypeError`` for a non-tensor, and for a shard of a tensor.
+    ``pieces`` may be a generator: a piece is held only until its bucket is filled. A bucket has
+    one ``load_format``, and buckets of all formats together hold at most ``most_bytes``.
     """
-    bucket: list[NamedTensor] = []
+    held: dict[str, list[NamedTensor]] = {}
     size = 0
-    for name, tensor in tensors:
-        _require_whole(name, tensor)
-        # the receiver cannot view a tensor at an offset within an element
-        if bucket and (size + tensor.nbytes > most_bytes or size % tensor.itemsize):
-            yield _flatten(bucket, device)
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    if bucket:
-        yield _flatten(bucket, device)
+    for piece in pieces:
+        if held and size + piece.nbytes > most_bytes:
+            yield from _flatten_all(held, device)
+            size = 0
+        held.setdefault(piece.load_format, []).extend(piece.tensors)
+        size += piece.nbytes
+    yield from _flatten_all(held, device)
 
 
-def _require_whole(name: str, tensor: object) -> None:
+def _flatten_all(
+    held: dict[str, list[NamedTensor]], device: torch.device | str
+) -> Iterator[Bucket]:
+    while held:
+        load_format, tensors = held.popitem()
+        yield _flatten(load_format, tensors, device)
+
+
+def _flatten(load_format: str, tensors: list[NamedTensor], device: torch.device | str) -> Bucket:
     import torch
 
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor")
-    if hasattr(tensor, "full_tensor"):
-        raise TypeError(f"{name!r} is a shard of a tensor: send its full_tensor()")
-
-
-def _flatten(bucket: list[NamedTensor], device: torch.device | str) -> Bucket:
-    import torch
-
+    # the receiver cannot view a tensor at an offset within an element: larger elements come first
+    tensors.sort(key=lambda pair: -pair[1].itemsize)
     parts = [
-        tensor.detach().contiguous().flatten().view(torch.uint8).to(device) for _, tensor in bucket
+        tensor.detach().contiguous().flatten().view(torch.uint8).to(device) for _, tensor in tensors
     ]
     return Bucket(
-        [name for name, _ in bucket],
-        [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-        [list(tensor.shape) for _, tensor in bucket],
+        load_format,
+        [name for name, _ in tensors],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+        [list(tensor.shape) for _, tensor in tensors],
         parts[0] if len(parts) == 1 else torch.cat(parts),
     )

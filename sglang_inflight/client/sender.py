@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
@@ -13,13 +14,20 @@ from anyio.from_thread import BlockingPortal
 
 from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
-from sglang_inflight.client.buckets import Bucket, fill_buckets
+from sglang_inflight.client.base import Base, NotFromBase, Version, digests_of
+from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
+from sglang_inflight.client.changes import Snapshot
 from sglang_inflight.client.fields import SessionFields
+from sglang_inflight.client.report import FleetRefused, Report
+from sglang_inflight.client.session import Session
 from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.answers import Receipt
+from sglang_inflight.vocabulary.errors import RankFailed, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.client.buckets import NamedTensor
+    from sglang_inflight.client.changes import NamedTensor
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Receipt_co = TypeVar("Receipt_co", covariant=True)
@@ -67,6 +75,15 @@ class Sender(Generic[Receipt_co]):
     leave it, and the next ``send`` joins anew. A failure elsewhere (in the trainer's own
     generator, at the begin or the end of the session) leaves the group intact.
 
+    With ``sparse`` the sender keeps a copy of the last version in this machine's memory, and sends
+    the elements that have changed. It sends a tensor whole where that is smaller, and for values
+    that servers take only so (NaN, infinity, dtypes other than floats of 2 bytes or more).
+
+    It sends a whole version if a server does not serve the last one sent: at first, and after a
+    failure, a rollback, a restart or another trainer's update. If the ranks refuse changes, the
+    same ``send`` sends the version whole. If they take that, the sender sends whole versions until
+    it joins again. In every case ``named_tensors`` is read once, in its order.
+
     The sender does not gather shards: one process sends whole tensors, under the names of the
     checkpoint. The sender does not convert tensors. The sender does not run beside the trainer's
     own code: it belongs to one thread, and holds its client's one session during ``send``.
@@ -81,6 +98,7 @@ class Sender(Generic[Receipt_co]):
         master_address: str | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         timeout_s: float = TIMEOUT_S,
+        sparse: bool = False,
     ) -> None:
         """Create a sender. Trainers of one server need different ``group_name``.
 
@@ -88,6 +106,7 @@ class Sender(Generic[Receipt_co]):
         each rank, ours included, and uses the current one. ``master_address`` is this machine's
         address for the servers, by default the local address of its route to them. A bucket takes
         at most ``bucket_bytes`` here and on each rank. ``timeout_s`` is the time limit for joining.
+        ``sparse`` sends changed elements: it takes memory for a copy of the weights.
         """
         import torch
 
@@ -106,6 +125,11 @@ class Sender(Generic[Receipt_co]):
         self._joined: list[AsyncClient] = []
         # whether the ranks have received every broadcast
         self._is_in_step = True
+        # the last version, or None without ``sparse``
+        self._snapshot = Snapshot() if sparse else None
+        # None: the servers serve something else, as far as we know
+        self._base: Base | None = None
+        self._takes_changes = True
 
     def __enter__(self) -> Self:
         self.join()
@@ -133,6 +157,7 @@ class Sender(Generic[Receipt_co]):
             self.leave()
             raise
         self._is_in_step = True
+        self._takes_changes = True
 
     def send(
         self,
@@ -148,18 +173,33 @@ class Sender(Generic[Receipt_co]):
         missing tensors keep their values; without, the servers refuse and name a missing tensor.
         ``fields`` are the fields of ``Client.session``.
         """
-        self.join()
-        try:
-            with self._client.session(
-                weight_version=weight_version, partial=partial, **fields
-            ) as receipt:
-                for bucket in fill_buckets(named_tensors, self._bucket_bytes, self._device):
-                    self._send(bucket)
-        except BaseException:
-            # the session is dropped by now, and no rank waits for a broadcast
-            if not self._is_in_step:
-                self.leave()
-            raise
+        commit = functools.partial(self._commit, weight_version=weight_version, **fields)
+        if self._snapshot is None:
+            pieces = (Piece.whole(name, tensor) for name, tensor in named_tensors)
+            return commit(pieces, partial=partial)
+        version = Version(named_tensors, self._snapshot)
+        selector = fields.get("selector")
+        # nothing is known of the servers until a receipt comes
+        base, self._base = self._base, None
+        why_refused: str | None = None
+        if base is not None and base.fits(partial, selector) and self._takes_changes:
+            try:
+                receipt = commit(version.changes(partial=partial), partial=True, base=base)
+            except NotFromBase as error:
+                logger.info("A whole version is sent: %s", error)
+            except Refused as error:
+                if not version.can_be_sent_again or not _is_of_the_ranks(error):
+                    raise
+                why_refused = str(error)
+            else:
+                digests = digests_of(self._receipts(receipt))
+                self._base = base._replace(digests=digests)
+                return receipt
+        receipt = commit(version.whole(), partial=partial)
+        self._base = Base(digests_of(self._receipts(receipt)), not partial, selector)
+        if why_refused is not None:
+            logger.warning("Whole versions are sent, because changes were refused: %s", why_refused)
+            self._takes_changes = False
         return receipt
 
     def leave(self) -> None:
@@ -179,6 +219,38 @@ class Sender(Generic[Receipt_co]):
             group.leave()
 
     # ---- how -------------------------------------------------------------------------
+
+    def _commit(
+        self,
+        pieces: Iterable[Piece],
+        *,
+        base: Base | None = None,
+        **fields: Any,
+    ) -> Receipt_co:
+        """Send ``pieces`` in a session. Raises ``NotFromBase`` unless ``base`` is served."""
+        self.join()
+        try:
+            with self._client.session(**fields) as receipt:
+                if base is not None:
+                    calls = {server.url: self._start(server.status) for server in self._servers}
+                    served = {url: call.result() for url, call in calls.items()}
+                    base.require_served(digests_of(served))
+                for bucket in fill_buckets(pieces, self._bucket_bytes, self._device):
+                    self._send(bucket)
+        except BaseException:
+            # the session is dropped by now, and no rank waits for a broadcast
+            if not self._is_in_step:
+                self.leave()
+            raise
+        return receipt
+
+    def _receipts(self, outcome: object) -> Mapping[str, Receipt]:
+        """Return the receipts of a ``Client`` or of a ``Fleet``, by URL."""
+        if isinstance(outcome, Report):
+            return outcome.answers
+        assert isinstance(outcome, Session)
+        assert outcome.receipt is not None
+        return {self._servers[0].url: outcome.receipt}
 
     def _meet(self, group: TrainerGroup, ranks: Sequence[int]) -> None:
         formed = group.form()
@@ -244,6 +316,12 @@ class Sender(Generic[Receipt_co]):
     ) -> Future[T]:
         """Start ``call`` on the client's event loop, while this thread broadcasts."""
         return self._client.portal.start_task_soon(functools.partial(call, *args, **fields))
+
+
+def _is_of_the_ranks(error: Refused) -> bool:
+    """Return whether ranks refused the content, and nothing else failed on any server."""
+    causes = error.report.failures.values() if isinstance(error, FleetRefused) else [error]
+    return all(type(cause) in (Refused, RankFailed) for cause in causes)
 
 
 def _await_calls(calls: Sequence[Future[Any]], patience_s: float) -> None:

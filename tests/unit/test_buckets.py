@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
-from sglang_inflight.client.buckets import Bucket, fill_buckets
+from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
+from sglang_inflight.client.changes import Change
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -19,29 +22,47 @@ def unpack(bucket: Bucket) -> Named:
     return tensors
 
 
+def whole(tensors: Named) -> Iterator[Piece]:
+    return (Piece.whole(name, tensor) for name, tensor in tensors)
+
+
 def test_bucket_keeps_names_dtypes_and_values() -> None:
     torch.manual_seed(0)
     sent: Named = [
         ("bytes", torch.randint(0, 255, (3,), dtype=torch.uint8)),
-        # an element of "floats" must not begin within an element of the bucket's dtype
+        # an element of "floats" must not begin after these three bytes
         ("floats", torch.randn(2, 5)),
         ("transposed", torch.randn(4, 3, dtype=torch.bfloat16).t()),
         ("scalar", torch.tensor(2.5)),
         ("parameter", torch.nn.Parameter(torch.randn(7))),
         ("large", torch.randn(100)),
     ]
-    buckets = list(fill_buckets(iter(sent), 64, "cpu"))
+    buckets = list(fill_buckets(whole(sent), 64, "cpu"))
     assert [bucket.names for bucket in buckets] == [
-        ["bytes"],
-        ["floats", "transposed"],
-        ["scalar", "parameter"],
+        ["floats", "bytes"],
+        ["scalar", "parameter", "transposed"],
         ["large"],
     ]
-    received = [pair for bucket in buckets for pair in unpack(bucket)]
-    for (name, tensor), (sent_name, sent_tensor) in zip(received, sent, strict=True):
-        assert name == sent_name
-        assert tensor.dtype == sent_tensor.dtype
-        assert torch.equal(tensor, sent_tensor)
+    received = dict(pair for bucket in buckets for pair in unpack(bucket))
+    for name, tensor in sent:
+        assert received[name].dtype == tensor.dtype
+        assert torch.equal(received[name], tensor)
+
+
+def test_halves_of_a_change_share_a_bucket_of_their_format() -> None:
+    ones = torch.ones(3, dtype=torch.bfloat16)
+    change = Change(torch.tensor([1, 3, 8], dtype=torch.int32), ones)
+    pieces = [Piece.sparse("a", change), Piece.whole("b", ones), Piece.sparse("c", change)]
+    buckets = list(fill_buckets(pieces, 2 * change.nbytes, "cpu"))
+    assert sorted((bucket.load_format, bucket.names) for bucket in buckets) == [
+        ("flattened_bucket", ["b"]),
+        ("sparse_bucket", ["a.indices", "a.values"]),
+        ("sparse_bucket", ["c.indices", "c.values"]),
+    ]
+    (together,) = fill_buckets([pieces[0], pieces[2]], 64, "cpu")
+    assert together.names == ["a.indices", "c.indices", "a.values", "c.values"]
+    for name, tensor in unpack(together):
+        assert torch.equal(tensor, change.indices if name.endswith("indices") else ones)
 
 
 def test_no_tensors_make_no_bucket() -> None:
@@ -58,4 +79,4 @@ class Shard(torch.Tensor):
 def test_sharded_tensor_is_refused() -> None:
     part = torch.ones(2).as_subclass(Shard)
     with pytest.raises(TypeError, match="'w' is a shard of a tensor"):
-        next(fill_buckets([("w", part)], 64, "cpu"))
+        list(fill_buckets(whole([("w", part)]), 64, "cpu"))

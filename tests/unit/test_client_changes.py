@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from sglang_inflight.client import Snapshot, changes_since, write_changes
 from sglang_inflight.client import changes as changes_module
+from sglang_inflight.client.base import Base, NotFromBase, Version
 from sglang_inflight.client.changes import find_change, in_halves, index_dtype
 
 Weights = dict[str, torch.Tensor]
@@ -169,6 +170,102 @@ def test_changes_of_a_gpus_tensor_are_found_on_the_gpu() -> None:
     assert {tensor.device.type for tensor in sent.values()} == {"cuda"}
     assert sent["w.indices"].tolist() == list(range(21, 35))
     assert are_same(snapshot["w"], new.cpu())
+
+
+# ---- a sender's version --------------------------------------------------------------------
+
+
+def test_tensor_goes_whole_if_a_change_is_larger_or_not_taken() -> None:
+    old = {
+        "few": torch.zeros(100, dtype=torch.bfloat16),
+        "many": torch.zeros(100, dtype=torch.bfloat16),
+        "infinite": torch.zeros(100, dtype=torch.bfloat16),
+        "eight bits": torch.zeros(100).to(torch.float8_e4m3fn),
+        "counts": torch.zeros(100, dtype=torch.int64),
+        "same": torch.zeros(100),
+    }
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    new["few"][:33] = 1
+    new["many"][:34] = 1
+    new["infinite"][0] = torch.inf
+    new["eight bits"][0] = 1
+    new["counts"][0] = 1
+    snapshot = Snapshot(old)
+    pieces = list(Version([*new.items(), ("new", torch.ones(1))], snapshot).changes(partial=False))
+    assert [name for piece in pieces for name, _ in piece.tensors] == [
+        "few.indices", "few.values", "many", "infinite", "eight bits", "counts", "new",
+    ]  # fmt: skip
+    assert all(are_same(snapshot[name], tensor) for name, tensor in new.items())
+
+
+def test_unchanged_version_sends_its_smallest_tensor() -> None:
+    weights = {"large": torch.zeros(100), "small": torch.zeros(10)}
+    (piece,) = Version(weights.items(), Snapshot(weights)).changes(partial=False)
+    assert [name for name, _ in piece.tensors] == ["small"]
+
+
+def test_missing_tensor_ends_the_changes_of_a_whole_version() -> None:
+    weights = {"a": torch.zeros(100), "b": torch.zeros(10)}
+    a = [("a", torch.ones(100))]
+    with pytest.raises(NotFromBase, match="'b' was there before"):
+        list(Version(a, Snapshot(weights)).changes(partial=False))
+    assert len(list(Version(a, Snapshot(weights)).changes(partial=True))) == 1
+
+
+def test_second_try_sends_tensors_already_taken() -> None:
+    """The trainer's generator runs once, and goes on where the first try gave up."""
+    old = {f"w{at}": torch.zeros(100) for at in range(4)}
+    new = {name: tensor + at for at, (name, tensor) in enumerate(old.items())}
+    del new["w3"]
+    made: list[str] = []
+
+    def trainer() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in new.items():
+            made.append(name)
+            yield name, tensor
+
+    snapshot = Snapshot(old)
+    version = Version(trainer(), snapshot)
+    assert not version.can_be_sent_again
+    changes = version.changes(partial=False)
+    next(changes)
+    del changes
+    assert version.can_be_sent_again
+    assert made == ["w0", "w1"]
+    sent = {name: tensor for piece in version.whole() for name, tensor in piece.tensors}
+    assert made == list(new) == list(sent) == list(snapshot)
+    assert all(are_same(sent[name], tensor) for name, tensor in new.items())
+
+
+def test_version_of_a_failed_generator_is_not_sent_again() -> None:
+    def trainer() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "w", torch.zeros(1)
+        raise ZeroDivisionError
+
+    version = Version(trainer(), Snapshot())
+    with pytest.raises(ZeroDivisionError):
+        list(version.changes(partial=False))
+    assert not version.can_be_sent_again
+
+
+def test_base_is_served_only_with_equal_digests_on_every_rank() -> None:
+    base = Base({"a": [(0, 0, 0, "1"), (0, 1, 0, "2")]}, is_whole=True, selector=None)
+    base.require_served(dict(base.digests))
+    others: list[list[tuple[int, int, int, str | None]]] = [
+        [(0, 0, 0, "1"), (0, 1, 0, "3")],
+        [(0, 0, 0, "1"), (0, 1, 0, None)],
+        [(0, 0, 0, "1")],
+    ]
+    for other in others:
+        with pytest.raises(NotFromBase, match="a serves other weights"):
+            base.require_served({"a": other})
+
+
+def test_base_of_a_part_fits_no_whole_version() -> None:
+    base = Base({}, is_whole=False, selector=None)
+    assert base.fits(True, None)
+    assert not base.fits(False, None)
+    assert not base.fits(True, "draft")
 
 
 # ---- a folder -------------------------------------------------------------------------------
