@@ -165,7 +165,8 @@ def test_bad_sparse_tensor_changes_nothing(
     assert serving(any_server) == before
 
 
-@pytest.mark.parametrize("source", SPARSE_SOURCES)
+# a broadcast that is refused before it is received would hold its trainer
+@pytest.mark.parametrize("source", ["tensor", "disk"])
 def test_sparse_update_of_another_base_changes_nothing(
     any_server: Server, sparse_sender: SparseSender, source: str
 ) -> None:

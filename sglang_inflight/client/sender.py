@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar, Unpack
 
 from anyio.from_thread import BlockingPortal
 
+from sglang_inflight.client.answers import Session
 from sglang_inflight.client.async_client import TIMEOUT_S, AsyncClient
 from sglang_inflight.client.async_fleet import AsyncFleet
 from sglang_inflight.client.base import Base, NotFromBase, Version, digests_of
@@ -19,7 +20,6 @@ from sglang_inflight.client.buckets import Bucket, Piece, fill_buckets
 from sglang_inflight.client.changes import Snapshot
 from sglang_inflight.client.fields import SessionFields
 from sglang_inflight.client.report import FleetRefused, Report
-from sglang_inflight.client.session import Session
 from sglang_inflight.client.trainer_group import POLL_S, Backend, TrainerGroup
 from sglang_inflight.vocabulary.answers import Receipt
 from sglang_inflight.vocabulary.errors import RankFailed, Refused
