@@ -13,6 +13,7 @@ import torch
 from harness import marker
 from harness.server import Server
 from sglang_inflight import doctor
+from sglang_inflight.client import changes_since, write_changes
 from tests.support.load import (
     ENDLESS,
     expect_all_go_on,
@@ -135,6 +136,16 @@ def test_bucket_of_sparse_tensors_is_unpacked(any_server: Server) -> None:
     payload = by_reference(flatten(halves))
     fields: dict[str, Any] = {**LIVE, "load_format": "sparse_bucket", "weight_version": "v1"}
     succeed(any_server.post(PATH, {"serialized_named_tensors": [payload], **fields}))
+    expect_served(any_server, 1)
+
+
+def test_folder_written_by_the_client_is_served(any_server: Server, tmp_path: Path) -> None:
+    changes = changes_since(marker.tensors(0), marker.tensors(1))
+    folder = tmp_path / "changes"
+    write_changes(folder, changes, base_version="v0", file_bytes=64)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    body = {"model_path": str(folder), **SPARSE, "weight_version": "v1"}
+    succeed(any_server.post("/update_weights_from_disk", body))
     expect_served(any_server, 1)
 
 

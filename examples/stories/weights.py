@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from sglang_inflight.client import changes_since
+
 NamedTensor = tuple[str, torch.Tensor]
 
 
@@ -20,19 +22,8 @@ def read_tensors(checkpoint: Path) -> Iterator[NamedTensor]:
 
 
 def changes_between(old: Path, new: Path) -> Iterator[NamedTensor]:
-    """Yield where checkpoint ``new`` differs from ``old``, both in bfloat16, as sparse tensors.
-
-    ``NAME.indices`` has flat positions in the tensor ``NAME`` (int32), and ``NAME.values`` the new
-    values there. A tensor without a change is left out.
-    """
-    before = dict(read_tensors(old))
-    for name, tensor in read_tensors(new):
-        # as bits, because 0.0 equals -0.0
-        differs = tensor.view(torch.int16) != before[name].view(torch.int16)
-        at = differs.view(-1).nonzero().view(-1)
-        if len(at):
-            yield f"{name}.indices", at.to(torch.int32)
-            yield f"{name}.values", tensor.view(-1)[at]
+    """Yield where checkpoint ``new`` differs from ``old``, as sparse tensors."""
+    return changes_since(read_tensors(old), read_tensors(new))
 
 
 def count_changes(patch: Iterable[NamedTensor]) -> int:
