@@ -142,8 +142,7 @@ def test_bucket_of_sparse_tensors_is_unpacked(any_server: Server) -> None:
 def test_folder_written_by_the_client_is_served(any_server: Server, tmp_path: Path) -> None:
     changes = changes_since(marker.tensors(0), marker.tensors(1))
     folder = tmp_path / "changes"
-    write_changes(folder, changes, base_version="v0", file_bytes=64)
-    assert len(list(folder.glob("*.safetensors"))) > 1
+    write_changes(folder, changes, base_version="v0")
     body = {"model_path": str(folder), **SPARSE, "weight_version": "v1"}
     succeed(any_server.post("/update_weights_from_disk", body))
     expect_served(any_server, 1)
