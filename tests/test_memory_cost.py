@@ -26,7 +26,7 @@ def memory_of(model: Path, log: Path, env: dict[str, str]) -> dict[str, Any]:
 def test_package_without_updates_takes_memory_from_the_kv_cache(
     checkpoints: Path, tmp_path: Path
 ) -> None:
-    """With ``changes``, the form of a server with a GPU."""
+    """The form is ``changes``, as on a server with a GPU."""
     ours = memory_of(checkpoints / "v0", tmp_path / "ours", {"SGLANG_INFLIGHT_STAGING": "changes"})
     theirs = memory_of(checkpoints / "v0", tmp_path / "theirs", {"SGLANG_PLUGINS": WITHOUT_US})
     # the cache takes a share of the device, so it shows that the size of the device was taken

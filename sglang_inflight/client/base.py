@@ -1,4 +1,4 @@
-"""What a sender's servers serve, so that it sends only what the next version changes.
+"""The weights that a sender's servers serve: the base of the next version's changes.
 
 The sender keeps a snapshot of the last version, and the digests of the ranks after its commit.
 Equal digests prove that the ranks still serve the snapshot, whatever happened meanwhile: another
@@ -30,7 +30,7 @@ class NotFromBase(Exception):
 
 
 class Base(NamedTuple):
-    """What a commit of the sender left on the servers."""
+    """The servers' weights after a commit of the sender."""
 
     digests: Digests
     # whether the servers took the snapshot for a whole version
