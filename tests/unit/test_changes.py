@@ -271,6 +271,26 @@ def test_weight_written_through_numpy_is_refused() -> None:
     rank.recording.close()
 
 
+@pytest.mark.parametrize("sent", [3000, 2500])
+def test_dense_sparse_tensor_takes_no_positions(sent: int) -> None:
+    """NaN stands for an element that was not sent, and is not counted."""
+    live = torch.linspace(0, 1, 3000).to(torch.bfloat16)
+    new = live + 1
+    new[::10] = live[::10]
+    new[sent:] = torch.nan
+    rank = Rank([live], True, Budget())
+    with rank.recording.leaving_out_nan():
+        rank.record([lambda weights: weights[0].copy_(new)])
+    expected = torch.where(new.isnan(), live, new)
+    rank.recording.close()
+    [(_, [part])] = rank.recording.changes()
+    assert part.offsets is None
+    changed = int((expected != live).sum())
+    assert rank.recording.describe().changed_elements == changed < 3000
+    rank.commit()
+    assert are_same(live, expected)
+
+
 def test_empty_weight_is_recorded() -> None:
     rank = Rank([torch.zeros(0, 4)], True, Budget())
     rank.record([lambda weights: weights[0].copy_(torch.zeros(0, 4))])

@@ -121,6 +121,14 @@ def _positions_in(mask: torch.Tensor) -> torch.Tensor:
     return mask.nonzero().view(-1)
 
 
+def count_changes(part: Part, live: torch.Tensor) -> int:
+    """Return how many elements of ``live``, which is as served, an exchange would change."""
+    if part.offsets is not None:
+        return len(part.values)
+    served = bits_of(live)[part.start : part.start + part.length]
+    return int(part.values.to(served.device).ne(served).count_nonzero())
+
+
 def without_range(part: Part, start: int, end: int) -> list[Part]:
     """Return ``part`` without its values in the range from ``start`` to ``end``."""
     first, last = start - part.start, end - part.start

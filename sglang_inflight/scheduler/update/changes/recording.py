@@ -35,6 +35,7 @@ from sglang_inflight.scheduler.update.changes.encoding import (
     PIECE,
     Part,
     bits_of,
+    count_changes,
     find_changes,
     has_bits,
     put_into,
@@ -232,7 +233,9 @@ class Recording:
 
     def describe(self) -> StagedChanges:
         """Return this rank's part of the receipt."""
-        changed = sum(len(part.values) for w in self._weights.values() for part in w.parts)
+        changed = sum(
+            count_changes(part, w.live) for w in self._weights.values() for part in w.parts
+        )
         elements = sum(weight.live.numel() for weight in self._weights.values())
         return StagedChanges(
             form="changes on host" if self.host_bytes else "changes",
@@ -276,7 +279,13 @@ class Recording:
             ) -> tuple[torch.Tensor | None, Part | None]:
                 new = of.to(device, weight.live.dtype).contiguous().view(-1)
                 served = bits_of(weight.live)[start : start + len(new)].to(device)
-                written = ~new.isnan() if self._leaves_out_nan else None
+                if not self._leaves_out_nan:
+                    return None, find_changes(start, served, bits_of(new))
+                written = ~new.isnan()
+                if weight.keeps:
+                    # the served elements may be exchanged, too, and a whole range costs less
+                    new = torch.where(written, new, served.view(new.dtype))
+                    return written, find_changes(start, served, bits_of(new))
                 return written, find_changes(start, served, bits_of(new), written)
 
             written, part = self._look(weight, look)
