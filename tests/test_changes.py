@@ -71,6 +71,8 @@ def test_receipt_counts_the_changed_elements(normal_loop_server: Server) -> None
     assert staged_as["changed_fraction"] == pytest.approx(changed / elements, rel=0.2)
     # a value of two bytes and an offset of two, or a whole range of values
     assert 0 < staged_as["staging_bytes_peak"] <= 4 * changed
+    (rank,) = status(normal_loop_server)["ranks"]
+    assert rank["staging"]["staged_as"] == staged_as
 
 
 def test_status_and_doctor_agree_on_the_cost_of_each_form(any_server: Server) -> None:

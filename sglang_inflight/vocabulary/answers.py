@@ -90,6 +90,23 @@ class WeightsStatus(Answer, frozen=True, kw_only=True):
 CONTROL_SYNC = "in step"
 
 
+class StagedChanges(Answer, frozen=True, kw_only=True):
+    """The form of a staged update, and its size.
+
+    ``form``: "changes", "changes on host" (they outgrew their budget on the device), "device",
+    "host" or "off" (written in place). The counts are 0 unless the form is one of changes.
+    """
+
+    form: str
+    # elements of this server's weights that differ, and their share of all of the update's models
+    changed_elements: int = 0
+    changed_fraction: float = 0.0
+    # most memory that the staging took on a rank: changes and open windows
+    staging_bytes_peak: int = 0
+    # why it is not the form of ``staging.mode``; else None
+    why: str | None = None
+
+
 class StagingStatus(Answer, frozen=True, kw_only=True):
     """The open update, and whether the next one can be taken."""
 
@@ -109,6 +126,8 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     groups: dict[str, str]
     # by form: tokens of KV that have the size of the memory that the form keeps between updates
     kv_tokens: dict[str, int] = {}
+    # how this rank staged the last committed update
+    staged_as: StagedChanges | None = None
 
 
 # states of released memory in ``MemoryStatus``
@@ -207,23 +226,6 @@ class RankReceipt(Answer, frozen=True, kw_only=True):
     success: bool = True
     message: str = ""
     digest: str
-
-
-class StagedChanges(Answer, frozen=True, kw_only=True):
-    """The form of a staged update, and its size.
-
-    ``form``: "changes", "changes on host" (they outgrew their budget on the device), "device",
-    "host" or "off" (written in place). The counts are 0 unless the form is one of changes.
-    """
-
-    form: str
-    # elements of this server's weights that differ, and their share of all of the update's models
-    changed_elements: int = 0
-    changed_fraction: float = 0.0
-    # most memory that the staging took on a rank: changes and open windows
-    staging_bytes_peak: int = 0
-    # why it is not the form of ``staging.mode``; else None
-    why: str | None = None
 
 
 class Receipt(Answer, frozen=True, kw_only=True):

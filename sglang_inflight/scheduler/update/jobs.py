@@ -224,8 +224,8 @@ class Jobs:
         update.check()
         swap = self._prepare_swap(update) if was_loaded else PreparedSwap()
         checkpoints = self._checkpoints(update)
-        update.sealed = Sealed(digest, swap, checkpoints, missing)
         staged_as = self._shadows.form.describe()
+        update.sealed = Sealed(digest, swap, checkpoints, missing, staged_as)
         self._metrics.observe_changes(staged_as)
         return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
 

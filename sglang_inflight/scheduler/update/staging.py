@@ -50,7 +50,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.sources.groups import Groups
 from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job, Worker
-from sglang_inflight.vocabulary.answers import Capabilities, StagingStatus
+from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges, StagingStatus
 from sglang_inflight.vocabulary.errors import Conflict, Refused
 
 
@@ -135,6 +135,8 @@ class Staging:
         # why every update is refused, or None
         self.refusal = can.in_place if mode is StagingMode.OFF else can.stage
         self._update: Update | None = None
+        # the last committed update's
+        self._staged_as: StagedChanges | None = None
 
     @property
     def state(self) -> StagingState:
@@ -232,6 +234,7 @@ class Staging:
         self._update = None
         # the seal computes the live digest if it is unknown; a dropped update's is not kept
         self._live.digest = update.base_digest or self._live.digest
+        self._staged_as = update.sealed.staged_as
         return update.sealed
 
     def join_group(self, call: JoinGroupCall) -> None:
@@ -289,6 +292,7 @@ class Staging:
             refusal=self.refusal,
             groups=self._groups.describe(),
             kv_tokens=self.kv_tokens,
+            staged_as=self._staged_as,
         )
 
     def _expect(self, update_id: str, step: Step) -> Update:

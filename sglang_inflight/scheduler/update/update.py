@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sglang_inflight.messages import DiskSource, OpenCall
 from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Dropped
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ class Sealed:
     checkpoints: tuple[tuple[ModelRunner, DiskSource], ...]
     # elements of hollow weights not sent by this update or an earlier one
     missing: int = 0
+    staged_as: StagedChanges | None = None
 
 
 class Update:
