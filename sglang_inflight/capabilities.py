@@ -132,17 +132,21 @@ def _why_no_update(args: ServerArgs, *, in_place: bool) -> str | None:
         return why
     if in_place:
         return None
+    if (flag := flag_that_moves_experts(args)) is not None:
+        return (
+            f"an update cannot be staged with {flag}: experts may move between staging and "
+            "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
+        )
+    return None
+
+
+def flag_that_moves_experts(args: ServerArgs) -> str | None:
+    """Return the flag with which SGLang moves experts between ranks, or None without one."""
     moves = {
         "--enable-eplb": args.enable_eplb,
         "--elastic-ep-backend": args.elastic_ep_backend is not None,
     }
-    for flag, is_set in moves.items():
-        if is_set:
-            return (
-                f"an update cannot be staged with {flag}: experts may move between staging and "
-                "commit. SGLANG_INFLIGHT_STAGING=auto or off writes them between two steps"
-            )
-    return None
+    return next((flag for flag, is_set in moves.items() if is_set), None)
 
 
 def _why_offloaded(args: ServerArgs, *, in_place: bool) -> str | None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
+from sglang_inflight.capabilities import flag_that_moves_experts
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     from sglang_inflight.scheduler.update.reservation import ReservingScheduler
+    from sglang_inflight.sglang_types import ServerArgs
 
 
 def make_staging(
@@ -57,7 +59,10 @@ def make_staging(
     reservation: Reservation | None = scheduler.inflight_reservation
     parameters = ShadowParameters(reservation.storage if reservation is not None else {})
     runners: list[tuple[str, ModelRunner]] = scheduler.weight_updater._select_runners("all")
-    models = [ShadowedModel(role, runner, parameters) for role, runner in runners]
+    moves = flag_that_moves_experts(cast("ServerArgs", scheduler.server_args)) is not None
+    models = [
+        ShadowedModel(role, runner, parameters, experts_move=moves) for role, runner in runners
+    ]
     parameters.keep_reserved_for(tensors_copied_by_shadow(runner.model for _, runner in runners))
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on

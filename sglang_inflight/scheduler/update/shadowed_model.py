@@ -60,8 +60,17 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 class ShadowedModel:
     """Loads tensors into the shadow of one model, or in place. Used on the staging thread."""
 
-    def __init__(self, role: str, runner: ModelRunner, parameters: ShadowParameters) -> None:
+    def __init__(
+        self,
+        role: str,
+        runner: ModelRunner,
+        parameters: ShadowParameters,
+        *,
+        experts_move: bool = False,
+    ) -> None:
+        """``experts_move``: SGLang moves experts between ranks while it serves."""
         self.role = role
+        self._experts_move = experts_move
         self.runner = runner
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
@@ -128,6 +137,9 @@ class ShadowedModel:
         self._held.clear()
         self._written.clear()
         self._tied = TiedHead()
+        if self._experts_move:
+            # experts may have moved since the last update, and the loader uses others here
+            self.__dict__.pop("_put_to_use", None)
         self.shadow.begin()
 
     def finish(self, *, was_loaded: bool = True) -> None:
