@@ -96,6 +96,7 @@ class _Flags(NamedTuple):
     why_inactive: str | None = None
     can: Capabilities | None = None
     kv_tokens: dict[str, int] | None = None
+    notes: Sequence[str] = ()
 
 
 def report(server_flags: Sequence[str] = ()) -> Report:
@@ -139,7 +140,7 @@ def report(server_flags: Sequence[str] = ()) -> Report:
         kv_tokens=flags.kv_tokens or {},
         inactive=inactive,
         problems=problems,
-        notes=others.notes,
+        notes=[*others.notes, *flags.notes],
     )
     problems += flags.refusals
     if (why := flags.why_inactive) is not None:
@@ -271,7 +272,6 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         from sglang.srt.server_args import prepare_server_args
 
         from sglang_inflight import capabilities
-        from sglang_inflight.scheduler.update import cost
         from sglang_inflight.unsupported import why_not
 
         with redirect_stderr(said):
@@ -281,7 +281,6 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         can = capabilities.with_store(
             capabilities.of(server_args), cast("ServerArgs", resolved_view(server_args))
         )
-        return _Flags(can=can, kv_tokens=cost.estimate(server_args))
     except SystemExit as refusal:
         code = refusal.code
         if not code:
@@ -294,3 +293,14 @@ def _look_at_flags(server_flags: Sequence[str]) -> _Flags:
         return _Flags(lines[-1:])
     except Exception as error:
         return _Flags([f"SGLang refuses these flags: {error}"])
+    return _with_cost(_Flags(can=can), server_args)
+
+
+def _with_cost(flags: _Flags, server_args: ServerArgs) -> _Flags:
+    """Return ``flags`` with what staging costs, or with a note of why that is not known."""
+    from sglang_inflight.scheduler.update import cost
+
+    try:
+        return flags._replace(kv_tokens=cost.estimate(server_args))
+    except Exception as error:
+        return flags._replace(notes=[f"the cost of staging could not be estimated: {error!r}"])

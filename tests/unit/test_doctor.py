@@ -21,6 +21,7 @@ from sglang_inflight.frontend import tokenizer_hooks
 from sglang_inflight.frontend.engine import hooks as engine_hooks
 from sglang_inflight.plugin import every_hook
 from sglang_inflight.scheduler import hooks as scheduler_hooks
+from sglang_inflight.scheduler.update import cost
 
 SERIES = sorted((Path(__file__).parents[2] / "patches").glob("sglang-*"))
 
@@ -85,7 +86,7 @@ def test_doctor_refuses_unsupported_flags(model: Path) -> None:
     flags = ["--model-path", str(model)]
     assert doctor._look_at_flags([*flags, *RAY]) == doctor._Flags(why_inactive=unsupported.NO_RAY)
     (refusal,), *others = doctor._look_at_flags([*flags, "--no-such-flag"])
-    assert ("--no-such-flag" in refusal, others) == (True, [None, None, None])
+    assert ("--no-such-flag" in refusal, others) == (True, [None, None, None, ()])
 
 
 def test_doctor_accepts_help_flag(model: Path) -> None:
@@ -175,6 +176,20 @@ def test_doctor_says_what_a_server_with_these_flags_cannot_do(model: Path) -> No
     assert said["pause"] is None
     assert "--disaggregation-mode" in (said["recompute"] or "")
     assert doctor.report().capabilities is None
+
+
+def test_failed_estimate_is_no_problem_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    def fail(server_args: object) -> dict[str, int]:
+        raise ValueError("no heads")
+
+    monkeypatch.setattr(cost, "estimate", fail)
+    found = doctor._look_at_flags(["--model-path", str(model)])
+    assert found.can is not None
+    assert list(found.refusals) == []
+    (note,) = found.notes
+    assert "no heads" in note
 
 
 def test_doctor_lists_supported_versions(monkeypatch: pytest.MonkeyPatch) -> None:
