@@ -103,11 +103,6 @@ class TensorSource(msgspec.Struct, tag=True, kw_only=True):
     serialized_named_tensors: list[Payload]
     load_format: str | None = None
 
-    @property
-    def has_custom_loader(self) -> bool:
-        """True if ``load_format`` names a function (``--custom-weight-loader``)."""
-        return self.load_format not in (*OF_CHECKPOINT, DIRECT)
-
 
 class DistributedSource(msgspec.Struct, tag=True, kw_only=True):
     """Tensors in the order in which rank 0 of ``group_name`` broadcasts them."""
@@ -149,6 +144,11 @@ class GPUMemorySource(msgspec.Struct, tag=True, kw_only=True):
 Source = (
     DiskSource | SparseFolderSource | TensorSource | DistributedSource | IPCSource | GPUMemorySource
 )
+
+
+def has_custom_loader(source: Source) -> bool:
+    """Return whether ``load_format`` names a function (``--custom-weight-loader``)."""
+    return isinstance(source, TensorSource) and source.load_format not in (*OF_CHECKPOINT, DIRECT)
 
 
 def is_sparse(source: Source) -> bool:

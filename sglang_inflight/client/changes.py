@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_inflight.vocabulary.sparse import INDICES, VALUES
+
 if TYPE_CHECKING:
     import torch
 
     NamedTensor = tuple[str, torch.Tensor]
     NamedTensors = Mapping[str, torch.Tensor] | Iterable[NamedTensor]
-
-INDICES = ".indices"
-VALUES = ".values"
 
 # elements compared at a time
 _PIECE = 16 << 20

@@ -1,32 +1,27 @@
 """Write what a version changes into a folder, for an update from disk.
 
-    sparse.json                 {"format": "sglang-inflight-sparse", "format_version": 1,
-                                 "base_version": "41",
-                                 "files": {"changes-00001.safetensors": {"sha256": …, "bytes": …}}}
-    changes-00001.safetensors   NAME.indices and NAME.values of one tensor or more
-
-The manifest comes last: a folder without one is not whole.
+``vocabulary/sparse.py`` has its form. The manifest comes last: a folder without one is not whole.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from sglang_inflight.client.changes import in_halves
+from sglang_inflight.vocabulary.sparse import MANIFEST, Manifest, ManifestFile
 
 if TYPE_CHECKING:
     import torch
 
     from sglang_inflight.client.changes import NamedTensor
 
-MANIFEST = "sparse.json"
-FORMAT, FORMAT_VERSION = "sglang-inflight-sparse", 1
 FILE_BYTES = 1 << 30
 _NAME = "changes-{}.safetensors"
 
@@ -56,20 +51,20 @@ def write_changes(
         raise FileExistsError(f"{folder / MANIFEST} exists: write each version to its own folder")
     for left in folder.glob(_NAME.format("*")):
         left.unlink()
-    files: dict[str, dict[str, str | int]] = {}
+    files: dict[str, ManifestFile] = {}
     for number, part in enumerate(_parts(changes, file_bytes), 1):
         path = folder / _NAME.format(f"{number:05d}")
         with _appearing_whole(path) as unfinished:
             save_file(part, unfinished)
             files[path.name] = _describe(unfinished)
-    manifest = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "base_version": base_version,
-        "files": files,
-    }
+    manifest = Manifest(
+        format="sglang-inflight-sparse",
+        format_version=1,
+        base_version=base_version,
+        files=files,
+    )
     with _appearing_whole(folder / MANIFEST) as unfinished:
-        unfinished.write_text(json.dumps(manifest, indent=1))
+        unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
     return folder / MANIFEST
 
 
@@ -105,7 +100,7 @@ def _appearing_whole(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
-def _describe(path: Path) -> dict[str, str | int]:
+def _describe(path: Path) -> ManifestFile:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"sha256": sha256, "bytes": path.stat().st_size}
+    return ManifestFile(sha256=sha256, bytes=path.stat().st_size)

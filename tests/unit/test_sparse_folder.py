@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +37,18 @@ def folder(tmp_path: Path) -> Path:
     return write_folder(tmp_path / "changes", FIRST, SECOND, base_version="v1")
 
 
-def read(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    source = SparseFolderSource(model_path=str(folder))
-    reading = read_sparse_folder(
-        source,
+def begin(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    return read_sparse_folder(
+        SparseFolderSource(model_path=str(folder)),
         torch.device("cpu"),
         base_version="v1",
         check=lambda: None,
         rate_limit=RateLimit(0, lambda: False),
     )
-    return [(name, tensor.clone()) for name, tensor in reading]
+
+
+def read(folder: Path) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor.clone()) for name, tensor in begin(folder)]
 
 
 def test_pairs_of_every_file_come_together(folder: Path) -> None:
@@ -123,14 +125,7 @@ def test_damaged_file_is_refused_before_the_first_tensor(
     folder: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
     damage(folder)
-    source = SparseFolderSource(model_path=str(folder))
-    reading = read_sparse_folder(
-        source,
-        torch.device("cpu"),
-        base_version="v1",
-        check=lambda: None,
-        rate_limit=RateLimit(0, lambda: False),
-    )
+    reading = begin(folder)
     with pytest.raises(Refused, match=reason):
         next(reading)
 

@@ -32,7 +32,7 @@ from sglang_inflight.messages import (
     MayRecomputeCall,
     RenameCall,
     RollbackCall,
-    TensorSource,
+    has_custom_loader,
 )
 from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.vocabulary.answers import Capabilities, Receipt
@@ -140,10 +140,7 @@ class TwoPhase:
         deadline = wanted.deadline
         update.move(Event.SEAL)
         opening = asyncio.ensure_future(self._call(update.open_call(deadline), deadline))
-        has_custom_loader = (
-            isinstance(wanted.source, TensorSource) and wanted.source.has_custom_loader
-        )
-        if has_custom_loader or update.opening.why_in_place is not None:
+        if has_custom_loader(wanted.source) or update.opening.why_in_place is not None:
             await opening
         _, staged, votes = await _all_of(
             opening,

@@ -36,11 +36,6 @@ def kv_tokens_by_form(nbytes: int, device: str, token_bytes: float) -> dict[str,
     return {"changes": 0, "host": copy if device == "cpu" else 0, "device": copy, "off": 0}
 
 
-def describe(tokens: dict[str, int]) -> str:
-    """Return ``tokens`` as words, the cheapest form first."""
-    return ", ".join(f"{form} {tokens[form]}" for form in sorted(tokens, key=tokens.__getitem__))
-
-
 def log_cost(mode: StagingMode, tokens: dict[str, int], scheduler: Scheduler) -> None:
     """Log each form's ``tokens``; warn if ``mode`` took some of them from the KV cache."""
     if not tokens or get_parallel().tp_rank:
@@ -50,7 +45,7 @@ def log_cost(mode: StagingMode, tokens: dict[str, int], scheduler: Scheduler) ->
         logging.WARNING if took else logging.INFO,
         "Memory of each form of staging, in tokens of KV (the cache holds %d): %s.%s",
         scheduler.max_total_num_tokens,
-        describe(tokens),
+        ", ".join(f"{form} {tokens[form]}" for form in sorted(tokens, key=tokens.__getitem__)),
         " The cache would hold those of a second copy, too: SGLANG_INFLIGHT_STAGING=changes takes "
         "none, host takes the host's memory instead."
         if took

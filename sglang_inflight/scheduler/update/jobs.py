@@ -22,6 +22,7 @@ from sglang_inflight.messages import (
     Staged,
     TensorSource,
     Voted,
+    has_custom_loader,
     is_sparse,
 )
 from sglang_inflight.metrics import Metrics
@@ -304,7 +305,7 @@ class Jobs:
                     continue
                 # a custom loader may need all tensors of a call at once, and a sparse tensor
                 # needs both its halves
-                is_one = _has_custom_loader(source) or is_sparse(source)
+                is_one = has_custom_loader(source) or is_sparse(source)
                 most = math.inf if is_one else MOST_BYTES
                 for part in in_parts(batch, most):
                     for model in models:
@@ -413,7 +414,3 @@ def _refuse_partially_written(update: Update, brought: set[str]) -> None:
             f"the weights of the {' and '.join(sorted(torn))} model are partially written, and the "
             "update has none of them: send the whole version (partial=false)"
         )
-
-
-def _has_custom_loader(source: Source) -> bool:
-    return isinstance(source, TensorSource) and source.has_custom_loader

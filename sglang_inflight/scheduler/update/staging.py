@@ -38,9 +38,9 @@ from sglang_inflight.messages import (
     SealCall,
     StageCall,
     Staged,
-    TensorSource,
     TimedCall,
     TransferGivenUp,
+    has_custom_loader,
 )
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
@@ -185,7 +185,7 @@ class Staging:
 
             if isinstance(call.source, DistributedSource):
                 self._submit_receiving(update, call, call.source, job)
-            elif isinstance(call.source, TensorSource) and call.source.has_custom_loader:
+            elif has_custom_loader(call.source):
                 self._submit_and_wait(update, call, job)
             else:
                 self._submit(update, call, job)

@@ -14,10 +14,9 @@ import torch
 
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
 from sglang_inflight.vocabulary.errors import Refused, shorten
+from sglang_inflight.vocabulary.sparse import INDICES, VALUES
 
-_INDICES = ".indices"
-_VALUES = ".values"
-_OTHER = {_INDICES: _VALUES, _VALUES: _INDICES}
+_OTHER = {INDICES: VALUES, VALUES: INDICES}
 
 
 def fill_in(
@@ -53,7 +52,7 @@ def fill_in(
         both[kind] = tensor.clone() if len(both) == 0 else tensor
         if len(both) == 2:
             del halves[base]
-            yield base, _filled_in(base, both[_INDICES], both[_VALUES], shapes[base])
+            yield base, _filled_in(base, both[INDICES], both[VALUES], shapes[base])
     for base, both in halves.items():
         raise _lacks(base, _OTHER[next(iter(both))], "the same call")
 
@@ -71,7 +70,7 @@ def refuse_halves(names: Set[str], where: str) -> None:
 
 def _split(name: object) -> tuple[str, str]:
     if isinstance(name, str):
-        for kind in _INDICES, _VALUES:
+        for kind in INDICES, VALUES:
             if name.endswith(kind):
                 return name.removesuffix(kind), kind
     raise _not_sparse(name)
@@ -79,7 +78,7 @@ def _split(name: object) -> tuple[str, str]:
 
 def _not_sparse(name: object) -> Refused:
     return Refused(
-        f"load_format 'sparse' takes tensors named NAME{_INDICES} and NAME{_VALUES}, "
+        f"load_format 'sparse' takes tensors named NAME{INDICES} and NAME{VALUES}, "
         f"got {shorten(str(name))!r}"
     )
 

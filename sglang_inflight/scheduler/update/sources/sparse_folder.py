@@ -1,10 +1,6 @@
-"""Reads the sparse tensors of a folder, by its manifest of a base version and of files.
+"""Reads the sparse tensors of a folder, by its manifest (``vocabulary/sparse.py``).
 
-    sparse.json  {"format": "sglang-inflight-sparse", "format_version": 1,
-                  "base_version": "<version>",
-                  "files": {"<name>.safetensors": {"sha256": "<hex>", "bytes": N}, ...}}
-
-Each file holds pairs ``NAME.indices`` and ``NAME.values`` (``sparse.py``). All files are read and
+All files are read and
 compared with the manifest before a loader gets the first tensor. So a damaged folder changes no
 weight, not even one that is written in place.
 """
@@ -14,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
 
 import msgspec
 import torch
@@ -26,25 +21,12 @@ from sglang_inflight.scheduler.update.sources.batches import Weights
 from sglang_inflight.scheduler.update.sources.checkpoint_files import Expected, read_verified
 from sglang_inflight.scheduler.update.sources.disk import Folder, naming
 from sglang_inflight.scheduler.update.sources.sparse import refuse_halves
-from sglang_inflight.vocabulary.bodies import Name
 from sglang_inflight.vocabulary.errors import Conflict, Refused, list_names, shorten
+from sglang_inflight.vocabulary.sparse import MANIFEST, Manifest
 
-MANIFEST = "sparse.json"
 _SUFFIX = ".safetensors"
 # decoding holds the interpreter
 _MOST_MANIFEST_BYTES = 4 << 20
-
-
-class _File(msgspec.Struct):
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
-    bytes: Annotated[int, msgspec.Meta(ge=0)]
-
-
-class _Manifest(msgspec.Struct):
-    format: Literal["sglang-inflight-sparse"]
-    format_version: Literal[1]
-    base_version: Name
-    files: dict[str, _File]
 
 
 def read_sparse_folder(
@@ -78,16 +60,16 @@ def read_sparse_folder(
             folder.close()
 
 
-def _read_manifest(folder: Folder) -> _Manifest:
+def _read_manifest(folder: Folder) -> Manifest:
     if not folder.check_size(MANIFEST, _MOST_MANIFEST_BYTES):
         raise Refused(f"it has no {MANIFEST}")
     try:
-        return msgspec.json.decode(Path(folder.path, MANIFEST).read_bytes(), type=_Manifest)
+        return msgspec.json.decode(Path(folder.path, MANIFEST).read_bytes(), type=Manifest)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Refused(f"{MANIFEST} cannot be read: {shorten(str(error))}") from error
 
 
-def _find_files(folder: Folder, manifest: _Manifest) -> list[Expected]:
+def _find_files(folder: Folder, manifest: Manifest) -> list[Expected]:
     """Return the manifest's files. Raise ``Refused`` if the folder has others."""
     for name in manifest.files:
         if os.path.basename(name) != name or not name.endswith(_SUFFIX):

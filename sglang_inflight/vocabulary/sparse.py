@@ -1,0 +1,35 @@
+"""Sparse tensors, and folders of them: the names that a trainer writes and a server reads.
+
+``NAME.indices`` has flat positions in the tensor NAME, and ``NAME.values`` the elements there. A
+folder has safetensors files of such pairs, and a manifest:
+
+    sparse.json  {"format": "sglang-inflight-sparse", "format_version": 1,
+                  "base_version": "<version>",
+                  "files": {"<name>.safetensors": {"sha256": "<hex>", "bytes": N}, ...}}
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from sglang_inflight.vocabulary.bodies import Name
+
+INDICES = ".indices"
+VALUES = ".values"
+MANIFEST = "sparse.json"
+
+
+class ManifestFile(msgspec.Struct):
+    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Manifest(msgspec.Struct):
+    """``base_version`` is the label of the version that the folder changes."""
+
+    format: Literal["sglang-inflight-sparse"]
+    format_version: Literal[1]
+    base_version: Name
+    files: dict[str, ManifestFile]
