@@ -114,6 +114,10 @@ class Outgrown(Refused):
     """The update changes more elements than there is memory to stage."""
 
 
+class Unproven(Refused):
+    """SGLang finishes the model after loading in a way that cannot be repeated beside it."""
+
+
 class Dropped(Refused):
     """The update was dropped before its commit."""
 

@@ -16,12 +16,12 @@ from torch import nn
 
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.checks.coverage import mark
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, without_threads
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.reservation import reserve_storage, tensors_copied_by_shadow
 from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
-from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel, _one_at_a_time
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
 from sglang_inflight.scheduler.update.shadows import Shadows
 from sglang_inflight.scheduler.update.swap import ContentSwap, swap_for
 from sglang_inflight.vocabulary.errors import Refused
@@ -427,5 +427,5 @@ def test_partial_reservation_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loader_uses_no_threads_while_staging() -> None:
     """SGLang's own check, on the tensors passed to its loaders."""
     assert should_async_load(torch.ones(1))
-    for _, tensor in _one_at_a_time(iter([("a", torch.ones(1))])):
-        assert not should_async_load(tensor)
+    _, tensor = without_threads("a", torch.ones(1))
+    assert not should_async_load(tensor)

@@ -14,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from sglang_inflight.capabilities import require_supported
@@ -30,6 +31,7 @@ from sglang_inflight.messages import (
     Failed,
     InflightCall,
     MayRecomputeCall,
+    Opened,
     RenameCall,
     RollbackCall,
     has_custom_loader,
@@ -37,7 +39,14 @@ from sglang_inflight.messages import (
 from sglang_inflight.metrics import FrontEndMetrics
 from sglang_inflight.vocabulary.answers import Capabilities, Receipt
 from sglang_inflight.vocabulary.bodies import OnBusy
-from sglang_inflight.vocabulary.errors import ERRORS, Conflict, HalfDone, RankSilent, Refused
+from sglang_inflight.vocabulary.errors import (
+    ERRORS,
+    Conflict,
+    HalfDone,
+    RankSilent,
+    Refused,
+    Unproven,
+)
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import TokenizerManager
@@ -81,6 +90,8 @@ class TwoPhase:
         self._metrics = metrics
         self._turn = asyncio.Lock()
         self.current: OpenUpdate | None = None
+        # whether the last update's opening has shown that the models can be staged
+        self._is_staged = False
 
     # ---- turn ----------------------------------------------------------------------
 
@@ -134,13 +145,15 @@ class TwoPhase:
 
         The three calls are sent at once to save round trips: ranks keep their order. A custom
         weight loader runs only after the open call's answer: ranks make no step while the loader
-        runs, nor while jobs queued before it run. The same holds for tensors written in place.
+        runs, nor while jobs queued before it run. The same holds for tensors written in place. The
+        first update shows whether the model can be staged.
         """
         self._add(update, wanted)
         deadline = wanted.deadline
         update.move(Event.SEAL)
-        opening = asyncio.ensure_future(self._call(update.open_call(deadline), deadline))
-        if has_custom_loader(wanted.source) or update.opening.why_in_place is not None:
+        opening = asyncio.ensure_future(self._open(update, deadline))
+        is_in_place = update.opening.why_in_place is not None
+        if has_custom_loader(wanted.source) or is_in_place or not self._is_staged:
             await opening
         _, staged, votes = await _all_of(
             opening,
@@ -155,9 +168,27 @@ class TwoPhase:
         async with self.dropped_on_failure(session):
             # a session dropped by now must not be opened on any rank
             session.require_alive()
-            opened = await self._call(session.open_call(deadline), deadline)
+            opened = await self._open(session, deadline)
             session.in_place = any(answer.in_place for answer in opened)
             session.require_alive()
+
+    async def _open(self, update: OpenUpdate, deadline: Deadline) -> list[Opened]:
+        """Open the update on all ranks, in place if one of them cannot stage its model."""
+        try:
+            opened = await self._call(update.open_call(deadline), deadline)
+            self._is_staged = True
+            return opened
+        except Unproven as unproven:
+            self._is_staged = False
+            if self._can.in_place is not None:
+                raise
+            why = f"{unproven}"
+        logger.warning("Requests wait, and the update is written in place: %s", why)
+        # the other ranks have opened it
+        await self._ranks.ask(DropCall(update_id=update.id, reason=why), DROP_TIMEOUT_S)
+        update.require_alive()
+        update.opening = replace(update.opening, why_in_place=why)
+        return await self._call(update.open_call(deadline), deadline)
 
     async def stage(self, session: OpenUpdate, wanted: Wanted) -> None:
         """Stage a piece of the session."""

@@ -12,6 +12,7 @@ from sglang_inflight.capabilities import flag_that_moves_experts
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.collectives import is_true_on_any_rank
 from sglang_inflight.scheduler.update import cost
 from sglang_inflight.scheduler.update.changes.recording import Budget
 from sglang_inflight.scheduler.update.jobs import Jobs
@@ -31,6 +32,7 @@ from sglang_inflight.scheduler.update.worker import (
     streams_of,
 )
 from sglang_inflight.settings import Settings
+from sglang_inflight.sglang_types import get_model
 from sglang_inflight.vocabulary.answers import Capabilities
 
 if TYPE_CHECKING:
@@ -67,6 +69,8 @@ def make_staging(
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on
         fuse_scales(model.runner.model)
+        if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
+            model.prepare_to_finish()
     device = next(models[0].runner.model.parameters()).device
     nbytes = sum(model.nbytes for model in models)
     can = msgspec.structs.replace(
@@ -74,7 +78,8 @@ def make_staging(
         stage=can.stage or why_not_updated(models, in_place=False),
         in_place=can.in_place or why_not_updated(models, in_place=True),
     )
-    if reservation is not None:
+    # the models' finishing was not looked at before
+    if reservation is not None and not is_true_on_any_rank(can.stage is not None):
         mode = reservation.mode
     else:
         mode = choose_mode(
@@ -123,3 +128,12 @@ def make_staging(
         post_ahead=lambda source: post_ahead(source, groups, device, worker.stream),
         can=can,
     )
+
+
+def _is_written_over_rdma() -> bool:
+    """Return whether trainers may write the served weights themselves, in a session's course.
+
+    A finished model must be restored before that, and finished after it.
+    """
+    written: bool = get_model().remote_instance_weight_loader_start_seed_via_transfer_engine
+    return written

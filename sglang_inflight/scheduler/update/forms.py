@@ -15,7 +15,7 @@ from sglang_inflight.scheduler.update.checks.dataflow import Recorder
 from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.swap import PreparedSwap, Swap
+from sglang_inflight.scheduler.update.swap import NumberSwap, PreparedSwap, Swap
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import StagedChanges
 from sglang_inflight.vocabulary.errors import Refused
@@ -50,6 +50,9 @@ class Form(Protocol):
         could not write the weight. ``check`` raises to give up.
         """
 
+    def put(self, weight: Weight, new: torch.Tensor) -> None:
+        """Stage ``new`` for all of ``weight``. Both have the same shape, dtype and strides."""
+
     def leaving_out_nan(self) -> AbstractContextManager[None]:
         """Return a context in which the loader's tensors have NaN where nothing was sent."""
 
@@ -69,9 +72,12 @@ class Form(Protocol):
         """
 
     def prepare(
-        self, weights: Sequence[Weight], derived: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        weights: Sequence[Weight],
+        derived: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        numbers: Sequence[NumberSwap] = (),
     ) -> PreparedSwap:
-        """Return the exchange for the commit of ``weights`` and ``derived`` pairs."""
+        """Return the exchange for the commit of ``weights``, ``derived`` pairs and ``numbers``."""
 
     def describe(self) -> StagedChanges:
         """Return this rank's part of the receipt."""
@@ -124,6 +130,10 @@ class WholeCopies:
             for (piece,) in self._rate_limit.cut(weight.shadow):
                 mark(piece)
 
+    def put(self, weight: Weight, new: torch.Tensor) -> None:
+        for to, of in self._rate_limit.cut(weight.shadow, new):
+            to.copy_(of)
+
     def show_as_served(self) -> None:
         pass
 
@@ -142,10 +152,13 @@ class WholeCopies:
             yield count_marked(piece) if is_marked else 0
 
     def prepare(
-        self, weights: Sequence[Weight], derived: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        weights: Sequence[Weight],
+        derived: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        numbers: Sequence[NumberSwap] = (),
     ) -> PreparedSwap:
         pairs = [(weight.live, weight.shadow) for weight in weights]
-        return PreparedSwap(self._swap, (*pairs, *derived))
+        return PreparedSwap(self._swap, (*pairs, *derived), numbers=tuple(numbers))
 
     def describe(self) -> StagedChanges:
         return StagedChanges(form=self._mode.name.lower())
@@ -188,6 +201,12 @@ class Changes:
     def add(self, weight: Weight, *, keeps: bool, check: Callable[[], None]) -> None:
         self.recorder.add(weight.name, memory_key(weight.shadow), keeps=keeps)
 
+    def put(self, weight: Weight, new: torch.Tensor) -> None:
+        # no holes: ``add`` has refused them
+        to, of = (t.detach().as_strided((t.numel(),), (1,)) for t in (weight.shadow, new))
+        recorded = self.recorder.copy(to, of)
+        assert recorded
+
     def show_as_served(self) -> None:
         self.recorder.read_as_served()
 
@@ -205,9 +224,13 @@ class Changes:
             yield self.recorder.unwritten(weight.live)
 
     def prepare(
-        self, weights: Sequence[Weight], derived: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        self,
+        weights: Sequence[Weight],
+        derived: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        numbers: Sequence[NumberSwap] = (),
     ) -> PreparedSwap:
-        return PreparedSwap(self._swap, tuple(derived), Exchange(self.recorder.changes()))
+        changes = Exchange(self.recorder.changes())
+        return PreparedSwap(self._swap, tuple(derived), changes, tuple(numbers))
 
     def describe(self) -> StagedChanges:
         return self.recorder.describe()

@@ -97,10 +97,6 @@ class InPlaceModel:
             self.open()
             DefaultModelLoader.restore_weights_before_loading(self.model, self._device)
 
-    def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load like SGLang's updates from disk: they rename tensors for some formats."""
-        DefaultModelLoader.load_weights_only(self.model, weights, self._device)
-
     def write_directly(self) -> None:
         """Note that tensors are copied to parameters past the model's loader."""
         self._is_direct = True

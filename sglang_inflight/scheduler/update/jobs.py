@@ -28,6 +28,7 @@ from sglang_inflight.messages import (
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark
 from sglang_inflight.scheduler.update.checks.digest import Digest, digest_of
+from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
 from sglang_inflight.scheduler.update.forms import Weight, read_live
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -119,17 +120,20 @@ class Jobs:
         _refuse_partially_written(update, update.roles)
         for model in self._models:
             model.read_served(update.check)
+        if not in_place and not update.fills_hollow:
+            for model in self._models:
+                model.prove(self._device, update.check, self._rate_limit)
         self._shadows.build(self._mode_of(update), self._device)
         if after is not None:
             after.synchronize()
         for model in self._models:
-            model.begin()
+            model.begin(is_partial=self._is_partial(update, model))
         if update.marks:
             for live in self._markable_weights():
                 update.check()
                 for (piece,) in self._rate_limit.cut(live.data):
                     mark(piece)
-        if update.may_be_empty:
+        if update.may_be_empty and self._mode is StagingMode.OFF:
             for model in self._models:
                 if model.role in update.roles:
                     model.restore()
@@ -138,7 +142,8 @@ class Jobs:
         form = self._shadows.form
         form.begin()
         for model, weight in self._weights(update.roles):
-            form.add(weight, keeps=self._is_partial(update, model), check=update.check)
+            keeps = self._is_partial(update, model) or model.finishes
+            form.add(weight, keeps=keeps, check=update.check)
         return Opened(in_place=False)
 
     def fill(self, update: Update, source: Source, selector: Selector | None) -> Staged:
@@ -271,7 +276,13 @@ class Jobs:
             for _, live, shadow in model.shadow.derived_pairs
         ]
         weights = [weight for _, weight in self._weights(update.roles)]
-        return self._shadows.form.prepare(weights, derived)
+        numbers = [
+            number
+            for model in self._models
+            if isinstance(model.shadow, FinishedModel) and model.role in update.roles
+            for number in model.shadow.numbers
+        ]
+        return self._shadows.form.prepare(weights, derived, numbers)
 
     def _checkpoints(self, update: Update) -> tuple[tuple[ModelRunner, DiskSource], ...]:
         return tuple(

@@ -14,7 +14,7 @@ from sglang_inflight.scheduler.collectives import (
     is_true_on_any_rank,
 )
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
-from sglang_inflight.scheduler.update.checks.stageable import why_not_shadowed
+from sglang_inflight.scheduler.update.checks.stageable import why_stale
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
 from sglang_inflight.storages import memory_key
@@ -59,7 +59,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     weights = tensors_copied_by_shadow(models)
     nbytes = sum(weight.nbytes for weight in weights)
     why_not = capabilities.of(scheduler.server_args).stage or next(
-        filter(None, map(why_not_shadowed, models)), None
+        filter(None, map(why_stale, models)), None
     )
     mode = choose_mode(wanted, nbytes, device, why_not=why_not)
     # a rank unable to stage votes against every update, so no rank needs a shadow

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sglang.srt.model_loader.loader import DefaultModelLoader
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.utils import dynamic_import
 from torch import nn
@@ -22,19 +24,26 @@ from sglang_inflight.messages import (
     TensorSource,
     is_sparse,
 )
+from sglang_inflight.scheduler.memory.host import available_to_this_rank
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
     Kind,
     Recorder,
     Write,
+    without_threads,
 )
 from sglang_inflight.scheduler.update.checks.put_to_use import PutToUse, find_put_to_use
 from sglang_inflight.scheduler.update.checks.stageable import (
     why_laid_out_anew,
     why_not_loaded,
     why_not_shadowed,
+    why_stale,
 )
 from sglang_inflight.scheduler.update.checks.tensors import TensorChecks, TiedHead
+from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
+from sglang_inflight.scheduler.update.finished.pristine import construct
+from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.forms import Form, Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -47,12 +56,15 @@ from sglang_inflight.scheduler.update.shadow import (
 )
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
 from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes, read_shapes
+from sglang_inflight.scheduler.update.sources.disk import read_disk
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.storages import memory_key
-from sglang_inflight.vocabulary.errors import Refused, list_names
+from sglang_inflight.vocabulary.errors import Refused, Unproven, describe, list_names
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 Weights = Iterator[tuple[str, torch.Tensor]]
 
@@ -77,7 +89,12 @@ class ShadowedModel:
         self._parameters = parameters
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
-        self._shadow: Shadow | InPlaceModel | None = None
+        self._shadow: Shadow | FinishedModel | InPlaceModel | None = None
+        # the model before loading, if SGLang finishes it after loading; None if it does not
+        self._pristine: nn.Module | None = None
+        self._recipe: Recipe | None = None
+        # why the model's finishing cannot be repeated beside it, once that is known
+        self.unproven: str | None = None
         self._form: Form | None = None
         self._served: Shapes | None = None
         # tensors of this update, held by the model's loader until others come
@@ -88,12 +105,70 @@ class ShadowedModel:
         # the name of a derived tensor out of a commit's reach, once an update was refused for it
         self.derived: str | None = None
 
+    def prepare_to_finish(self) -> None:
+        """Construct the model a second time if SGLang finishes it after loading.
+
+        Call on the scheduler's thread, before the first step.
+        """
+        model = self.runner.model
+        if why_not_shadowed(model) is None or why_stale(model) is not None:
+            return
+        try:
+            self._pristine = construct(self.runner)
+        except Exception as error:
+            logger.warning(
+                "The %s model is updated in place: its class cannot be constructed again: %s",
+                self.role,
+                describe(error),
+            )
+
+    @property
+    def finishes(self) -> bool:
+        """Whether SGLang finishes the model after loading, and updates repeat that beside it."""
+        return self._pristine is not None
+
+    def prove(self, device: torch.device, check: Callable[[], None], rate_limit: RateLimit) -> None:
+        """Find out once how finishing makes the served model. Raise ``Unproven`` if it does not.
+
+        ``check`` raises to give up.
+        """
+        if self._pristine is None or self._recipe is not None:
+            return
+        if self.unproven is None:
+            try:
+                with closing(self._read_served(check, rate_limit)) as weights:
+                    self._recipe = find_recipe(
+                        self._pristine,
+                        self.runner.model,
+                        device,
+                        weights,
+                        rate_limit,
+                        available_to_this_rank(),
+                    )
+            except Unproven as error:
+                self.unproven = str(error)
+                logger.warning("The %s model is updated in place: %s", self.role, error)
+        if self.unproven is not None:
+            raise Unproven(f"weights of the {self.role} model cannot be staged: {self.unproven}")
+
+    def _read_served(
+        self, check: Callable[[], None], rate_limit: RateLimit
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        yield from read_disk(
+            DiskSource(model_path=self.runner.model_config.model_path),
+            self.runner,
+            of_draft=self.role != "target",
+            check=check,
+            rate_limit=rate_limit,
+        )
+
     def build_shadow(
         self,
         mode: StagingMode,
         device: torch.device,
         owners: Sequence[nn.Module],
         form: Form,
+        rate_limit: RateLimit,
     ) -> None:
         """Build the shadow at the first update: a server without updates pays nothing.
 
@@ -111,12 +186,27 @@ class ShadowedModel:
                 holds_graphs=_holds_graphs(self.runner),
                 owners=owners,
             )
+            return
+        storage = torch.device("cpu") if mode is StagingMode.HOST else device
+        if self._pristine is not None:
+            assert self._recipe is not None
+            self._shadow = FinishedModel(
+                self._pristine,
+                model,
+                self._recipe,
+                self._parameters,
+                form,
+                device=device,
+                storage=storage,
+                rate_limit=rate_limit,
+                holds_graphs=_holds_graphs(self.runner),
+                owners=owners,
+            )
         else:
-            storage = torch.device("cpu") if mode is StagingMode.HOST else device
             self._shadow = Shadow(model, self._parameters, storage, form.handle_for)
 
     @property
-    def shadow(self) -> Shadow | InPlaceModel:
+    def shadow(self) -> Shadow | FinishedModel | InPlaceModel:
         assert self._shadow is not None
         return self._shadow
 
@@ -126,21 +216,30 @@ class ShadowedModel:
 
     @property
     def _recorder(self) -> Recorder | None:
+        if isinstance(self._shadow, FinishedModel):
+            # the loader writes raw weights
+            return None
         return self._form.recorder if self._form is not None else None
 
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self.runner.model.parameters())
 
-    def begin(self) -> None:
-        """Begin an update: forget the tensors of the last one."""
+    def begin(self, *, is_partial: bool) -> None:
+        """Begin an update: forget the tensors of the last one.
+
+        ``is_partial``: elements that are not sent keep their values.
+        """
         self._held.clear()
         self._written.clear()
         self._tied = TiedHead()
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
             self.__dict__.pop("_put_to_use", None)
-        self.shadow.begin()
+        if isinstance(self.shadow, FinishedModel):
+            self.shadow.begin(is_partial=is_partial)
+        else:
+            self.shadow.begin()
 
     def finish(self, *, was_loaded: bool = True) -> None:
         """Finish a model written in place. ``was_loaded``: the model's own loader wrote it."""
@@ -166,6 +265,11 @@ class ShadowedModel:
 
     def refuse_if_derived(self) -> None:
         """Raise ``Refused`` if a loader wrote something out of a commit's reach."""
+        if isinstance(self.shadow, FinishedModel):
+            if self._written:
+                with torch.no_grad():
+                    self.shadow.finish()
+            return
         if isinstance(self.shadow, Shadow) and self._written:
             with torch.no_grad():
                 self._refresh(self.shadow)
@@ -185,6 +289,9 @@ class ShadowedModel:
         weight at its construction.
         """
         assert self._form is not None
+        if self.finishes:
+            # finishing has made them
+            return
         for name, live, shadow in self.shadow.pairs:
             check()
             if memory_key(shadow) not in self._written:
@@ -208,6 +315,10 @@ class ShadowedModel:
             revision=self.runner.model_config.revision,
             cache=self.runner.load_config.download_dir,
         )
+
+    @property
+    def _live_device(self) -> torch.device:
+        return next(self.runner.model.parameters()).device
 
     @property
     def _ties_head(self) -> bool:
@@ -242,6 +353,11 @@ class ShadowedModel:
         if load_format == DIRECT:
             self._refuse_if_laid_out_anew()
         if is_sparse(source):
+            if self.finishes:
+                raise Refused(
+                    f"load_format 'sparse': SGLang finishes the {self.role} model after loading, "
+                    "and the loaded form of its weights is gone: send whole tensors"
+                )
             said = source.full_shapes if isinstance(source, DistributedSource) else {}
             weights = fill_in(weights, self.served, said)
             # NaN is what was not sent
@@ -251,7 +367,7 @@ class ShadowedModel:
             served=self.served if is_checkpoint else {},
             dataflow=dataflow,
             takes_all=takes_all and (is_checkpoint or load_format == DIRECT),
-            takes_floats_only=isinstance(self.shadow, Shadow) or not self.shadow.finishes,
+            takes_floats_only=why_not_shadowed(self.runner.model) is None,
             is_needed=self._is_needed if is_checkpoint else _needs_nothing,
             tied=self._tied if self._ties_head and is_checkpoint else None,
             check_finite=check_finite,
@@ -269,7 +385,8 @@ class ShadowedModel:
                 dataflow.aim_at(self.shadow.targets(), self._recorder)
                 with dataflow:
                     chained = itertools.chain(first, watched)
-                    self._load(source, load_format, _one_at_a_time(chained))
+                    self._load(source, load_format, self._one_at_a_time(chained))
+                    self._finish_complete()
             # a loader may stop before the end: check the rest, which is not loaded
             for _ in watched:
                 pass
@@ -290,6 +407,15 @@ class ShadowedModel:
             del self._checks, self._is_sparse
         return checks
 
+    def _one_at_a_time(self, weights: Weights) -> Weights:
+        for name, tensor in weights:
+            yield without_threads(name, tensor)
+            self._finish_complete()
+
+    def _finish_complete(self) -> None:
+        if isinstance(self.shadow, FinishedModel):
+            self.shadow.finish_complete()
+
     def _before_write(self, write: Write) -> None:
         if write.target.kind is Kind.DERIVED and self._is_sparse:
             raise Refused(
@@ -308,8 +434,10 @@ class ShadowedModel:
 
     def _load(self, source: Source, load_format: str | None, weights: Weights) -> Any:
         model: Any = self.shadow.model
-        if isinstance(source, DiskSource) and isinstance(self.shadow, InPlaceModel):
-            return self.shadow.load(weights)
+        if isinstance(source, DiskSource) and not isinstance(self.shadow, Shadow):
+            # SGLang renames the tensors of some formats when it reads them from disk
+            device = self._live_device
+            return DefaultModelLoader.load_weights_only(model, weights, device)
         if load_format in OF_CHECKPOINT:
             return model.load_weights(weights)
         if load_format == DIRECT:
@@ -327,7 +455,7 @@ class ShadowedModel:
             default_weight_loader(parameters[name], tensor)
 
     def _refuse_if_laid_out_anew(self) -> None:
-        if isinstance(self.shadow, InPlaceModel) and self.shadow.finishes:
+        if not isinstance(self.shadow, Shadow):
             reason = why_laid_out_anew(self.runner.model)
             if reason is not None:
                 raise Refused(
@@ -351,7 +479,7 @@ class ShadowedModel:
 
     @functools.cached_property
     def _put_to_use(self) -> PutToUse:
-        model = self.runner.model
+        model = self._pristine if self._pristine is not None else self.runner.model
         return find_put_to_use(model, self.served, next(model.parameters()).dtype)
 
 
@@ -361,7 +489,8 @@ def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str |
     for model in models:
         if not in_place and model.derived is not None:
             return why_not_staged(model.role, model.derived)
-        if (reason := why_not(model.runner.model)) is not None:
+        of_model = why_stale if not in_place and model.finishes else why_not
+        if (reason := of_model(model.runner.model)) is not None:
             return f"weights of the {model.role} model cannot be {what}: {reason}"
     return None
 
@@ -395,14 +524,3 @@ def _needs_nothing(name: str) -> bool:
 
 def _do_nothing() -> None:
     pass
-
-
-def _one_at_a_time(weights: Weights) -> Weights:
-    """Mark each tensor so that SGLang's loaders use no threads.
-
-    A thread's copy could come after the vote, on a stream that nothing waits for. By then its
-    source could be the memory of the next tensor. SGLang's loaders look for this mark.
-    """
-    for name, tensor in weights:
-        tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
-        yield name, tensor

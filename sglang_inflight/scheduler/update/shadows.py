@@ -75,7 +75,7 @@ class Shadows:
                 form = WholeCopies(mode, self._swap, self._rate_limit)
             owners: list[nn.Module] = []
             for model in self._models:
-                model.build_shadow(mode, device, tuple(owners), form)
+                model.build_shadow(mode, device, tuple(owners), form, self._rate_limit)
                 owners.append(model.runner.model)
             self._form = form
         except Exception as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -86,11 +86,26 @@ class ContentSwap:
             increment_version(live)
 
 
+@dataclass
+class NumberSwap:
+    """A number of the served model that an update changes: ``other`` is the one not served."""
+
+    owner: Any
+    attribute: str
+    other: bool | int | float
+
+    def make(self) -> None:
+        served = getattr(self.owner, self.attribute)
+        setattr(self.owner, self.attribute, self.other)
+        self.other = served
+
+
 @dataclass(frozen=True)
 class PreparedSwap:
     """The exchange of a commit; empty in the mode ``off``.
 
     ``pairs``: live weight and shadow of each whole copy. ``changes``: elements that differ.
+    ``numbers``: Python's numbers, which forwards read when they are launched.
 
     The staging thread makes this object, and the scheduler's thread makes the swap. The commit's
     message orders the two.
@@ -99,6 +114,7 @@ class PreparedSwap:
     how: Swap | None = None
     pairs: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     changes: Exchange | None = None
+    numbers: tuple[NumberSwap, ...] = ()
 
     @property
     def is_possible(self) -> bool:
@@ -114,6 +130,8 @@ class PreparedSwap:
             swapped += live.nbytes
         if self.changes is not None:
             swapped += self.changes.make()
+        for number in self.numbers:
+            number.make()
         return swapped
 
 

@@ -50,6 +50,8 @@ class Write(NamedTuple):
     target: Target
     # identifies the written memory, see ``memory_key``
     memory: int
+    # the received tensors that it is written from
+    names: frozenset[str] = frozenset()
 
 
 Targets = Mapping[int, Target]
@@ -141,6 +143,19 @@ class Dataflow(TorchDispatchMode):
         """Note the end of the tensors: the loader has taken the last one."""
         self._current = None
 
+    def receive_each(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Follow each tensor of ``weights``, with memory of its own, on its way to a loader."""
+        pairs = iter(weights)
+        while True:
+            with self.untraced():
+                if (pair := next(pairs, None)) is None:
+                    break
+            self.receive(*pair, is_alone=True)
+            yield without_threads(*pair)
+        self.receive_no_more()
+
     @staticmethod
     def untraced() -> AbstractContextManager[None]:
         """Return a context for our own operations on the loader's thread: none is watched."""
@@ -225,11 +240,11 @@ class Dataflow(TorchDispatchMode):
                 f"the model's loader writes {target.name!r} where it is being served, and not only "
                 "its staged copy: SGLANG_INFLIGHT_STAGING=off writes updates in place instead"
             )
-        if target.kind is not Kind.FOREIGN:
-            self._before_write(Write(target, memory_key(tensor)))
-        self.reached |= names
         if target.kind is Kind.WEIGHT and not names and not is_known:
-            self.reached |= self._names if self._current is None else {self._current}
+            names = frozenset(self._names if self._current is None else {self._current})
+        if target.kind is not Kind.FOREIGN:
+            self._before_write(Write(target, memory_key(tensor), names))
+        self.reached |= names
 
     def _follow(
         self,
@@ -253,6 +268,16 @@ class Dataflow(TorchDispatchMode):
             if key not in inputs:
                 self._received.pop(key, None)
                 self._computed[key] = names
+
+
+def without_threads(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    """Mark a tensor so that SGLang's loaders use no threads.
+
+    A thread's copy could come after the vote, on a stream that nothing waits for. By then its
+    source could be the memory of the next tensor. SGLang's loaders look for this mark.
+    """
+    tensor._sglang_runai_streamer_tensor = True  # type: ignore[attr-defined]
+    return name, tensor
 
 
 @functools.cache

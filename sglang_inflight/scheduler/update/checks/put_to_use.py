@@ -47,7 +47,7 @@ def find_put_to_use(
     left_out: frozenset[str] | None = None
     try:
         with torch.no_grad(), dataflow:
-            loader.load_weights(_without_memory(shapes, dtype, dataflow))
+            loader.load_weights(dataflow.receive_each(_without_memory(shapes, dtype)))
         left_out = frozenset(name for name, _, _ in twin.pairs) - written
     except Exception as error:
         logger.debug("The loader's run on tensors without memory ended early: %s", error)
@@ -55,13 +55,7 @@ def find_put_to_use(
 
 
 def _without_memory(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, dataflow: Dataflow
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, shape in shapes.items():
-        with dataflow.untraced():
-            tensor: Any = torch.empty(shape, dtype=dtype, device=_NOWHERE)
-        # SGLang's loaders use no threads for a tensor with this mark
-        tensor._sglang_runai_streamer_tensor = True
-        dataflow.receive(name, tensor, is_alone=True)
-        yield name, tensor
-    dataflow.receive_no_more()
+        yield name, torch.empty(shape, dtype=dtype, device=_NOWHERE)

@@ -70,18 +70,24 @@ _QUANTIZED_WEIGHTS = frozenset(
 def why_not_loaded(model: nn.Module) -> str | None:
     """Return why ``model`` cannot be loaded again at all, or None if it can."""
     for name, module in model.named_modules():
-        own = module.__dict__
-        if own.get("use_intel_amx_backend", False):
+        if module.__dict__.get("use_intel_amx_backend", False):
             return f"{_called(name, module)} is packed for AMX after loading"
-        for attribute in _COPIES & own.keys():
-            if own[attribute] is not None:
-                return f"{_called(name, module)} keeps a copy of a weight ({attribute})"
         if (weight := _lost_its_loader(module)) is not None:
             return (
                 f"{_called(name, module)} is quantized by {type(module.quant_method).__name__}, "
                 f"which loads {weight!r} once: it then replaces the parameter by one without a "
                 "weight_loader"
             )
+    return why_stale(model)
+
+
+def why_stale(model: nn.Module) -> str | None:
+    """Return which copy of a weight, made while serving, would stay as it is, or None."""
+    for name, module in model.named_modules():
+        own = module.__dict__
+        for attribute in _COPIES & own.keys():
+            if own[attribute] is not None:
+                return f"{_called(name, module)} keeps a copy of a weight ({attribute})"
     cached: str | None = _unsupported_derived_weight_cache_error(model)
     return cached
 

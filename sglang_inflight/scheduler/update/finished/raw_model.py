@@ -1,0 +1,441 @@
+"""Loads tensors into a model in the layout of its checkpoint, and finishes it module by module.
+
+    tensor    is written into a raw weight by the model's own loader
+    module    is finished by SGLang's own steps once all of its tensors came
+    result    every tensor and number of the module that loading or finishing made; handed on, and
+              the module is raw again
+
+So an update takes the memory of the modules that are not complete yet. ``post_load_weights`` reads
+modules of the whole model: these wait for the seal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from sglang.srt.model_loader.loader import device_loading_context
+from torch import nn
+
+from sglang_inflight.scheduler.update.attributes import tensors_in
+from sglang_inflight.scheduler.update.changes.handles import Handle
+from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Target, Write
+from sglang_inflight.scheduler.update.finished.places import (
+    METHODS,
+    Number,
+    Place,
+    modules_of,
+    numbers_of,
+    owners_of,
+    split_name,
+    tensors_of,
+    values_of,
+)
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.shadow import Shadow, ShadowParameters
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Refused, list_names
+
+_HOST = torch.device("cpu")
+_NUMBERS = (bool, int, float)
+
+
+@dataclass
+class Made:
+    """What loading and finishing made of a module: tensors and numbers, by their places."""
+
+    tensors: dict[Place, torch.Tensor] = field(default_factory=dict)
+    numbers: dict[Place, Number] = field(default_factory=dict)
+
+
+class Taker(Protocol):
+    def take(self, made: Made) -> None:
+        """Use the tensors of ``made``; they are valid during this call only."""
+
+
+@dataclass
+class _RawWeight:
+    name: str
+    module: str
+    attribute: str
+    tensor: torch.Tensor
+    handle: Handle
+    # its value without a checkpoint
+    default: torch.Tensor
+    names: set[str] = field(default_factory=set)
+    is_written: bool = False
+
+    def reset(self) -> None:
+        if self.is_written:
+            self.handle.release()
+        self.names.clear()
+        self.is_written = False
+
+
+class RawModel:
+    """The raw weights of one model, of one update after the other. Used on the staging thread."""
+
+    def __init__(
+        self,
+        pristine: nn.Module,
+        live: nn.Module,
+        device: torch.device,
+        taker: Taker,
+        rate_limit: RateLimit,
+        recipe: Recipe | None,
+    ) -> None:
+        """``pristine`` is the model as constructed, ``live`` the one served.
+
+        ``recipe`` is None while the served checkpoint is loaded to find it.
+        """
+        self._live = live
+        self._device = device
+        self._taker = taker
+        self._rate_limit = rate_limit
+        self._recipe = recipe
+        self._handles: dict[int, Handle] = {}
+        self._shadow = Shadow(pristine, ShadowParameters(), device, self._handle_for)
+        self.model = self._shadow.model
+        self._modules = dict(modules_of(self.model))
+        self._served = dict(modules_of(live))
+        self._weights = {
+            memory_key(shadow): _RawWeight(
+                name, *split_name(name), shadow, self._handles[memory_key(shadow)], default
+            )
+            for name, default, shadow in self._shadow.pairs
+        }
+        self._of_module: dict[str, list[_RawWeight]] = {}
+        for weight in self._weights.values():
+            self._of_module.setdefault(weight.module, []).append(weight)
+        self._post_loaders = _outermost_with_post_load(self.model)
+        self._raw = {path: _State(module) for path, module in self._modules.items()}
+        self._raw_tensors = tensors_of(self.model)
+        self._raw_numbers = {at: value for at, (_, _, value) in numbers_of(self.model).items()}
+        self._targets: dict[int, Target] = {}
+        self._complete: list[str] = []
+        self._done: set[str] = set()
+        # memory written by finishing, and modules read by ``post_load_weights``
+        self._finishing = self._post_loading = False
+        self._rewritten: set[int] = set()
+        self.read: set[str] = set()
+        self.is_partial = False
+
+    def _handle_for(self, weight: torch.Tensor) -> torch.Tensor:
+        handle = Handle(weight)
+        self._handles[memory_key(handle.tensor)] = handle
+        return handle.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all raw weights."""
+        return sum(weight.tensor.nbytes for weight in self._weights.values())
+
+    # ---- loading ----------------------------------------------------------------------
+
+    def begin(self, *, is_partial: bool) -> None:
+        """Begin an update. ``is_partial``: tensors that are not sent keep their values."""
+        self.is_partial = is_partial
+        self._forget()
+        self._shadow.begin()
+        self._targets = {
+            memory_key(tensor): Target(Kind.SERVED, str(place))
+            for place, tensor in tensors_of(self._live).items()
+        } | self._shadow.targets()
+        for module in self._post_loaders:
+            # the loader calls it after each piece of an update, where weights may be missing
+            module.post_load_weights = _wait_for_the_seal
+
+    def _forget(self) -> None:
+        for path, state in self._raw.items():
+            state.restore(self._modules[path])
+        for weight in self._weights.values():
+            weight.reset()
+        self._complete.clear()
+        self._done.clear()
+        self._rewritten.clear()
+
+    def targets(self) -> dict[int, Target]:
+        """Return all memory in reach of the model's loader, by ``memory_key``."""
+        return self._targets
+
+    def note_write(self, write: Write) -> None:
+        """Prepare a raw weight for a write, before the write."""
+        self._shadow.note_write(write)
+        weight = self._weights.get(write.memory)
+        if self._finishing or weight is None:
+            self._rewritten.add(write.memory)
+            return
+        if not weight.is_written:
+            self._prepare(weight)
+        weight.names |= write.names
+        if weight.module not in self._done and self._has_all_names(weight.module):
+            self._complete.append(weight.module)
+
+    def _prepare(self, weight: _RawWeight) -> None:
+        weight.is_written = True
+        self._done.discard(weight.module)
+        if can_mark(weight.tensor):
+            for (piece,) in self._rate_limit.cut(weight.tensor):
+                mark(piece)
+        elif self._is_kept(weight):
+            for to, of in self._rate_limit.cut(weight.tensor, self._served_as(weight)):
+                to.copy_(of)
+
+    def _has_all_names(self, module: str) -> bool:
+        if self._recipe is None or module in self._recipe.awaited:
+            return False
+        weights = self._of_module[module]
+        return all(self._recipe.names.get(w.name, frozenset()) <= w.names for w in weights)
+
+    def finish_complete(self) -> None:
+        """Finish the modules whose tensors have all come. Call between two of the loader's."""
+        complete, self._complete = self._complete, []
+        for path in dict.fromkeys(complete):
+            if path not in self._done:
+                self._finish_modules([path])
+
+    # ---- finishing --------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Finish the rest, at the seal. Raise ``Refused`` if tensors are missing for it."""
+        paths = [path for path in self._modules if path not in self._done]
+        if self.is_partial:
+            touched = {w.module for w in self._weights.values() if w.is_written}
+            self._show_as_served([path for path in paths if path not in touched])
+            paths = [path for path in paths if path in touched]
+        with Dataflow(self._targets, before_write=self.note_write, recorder=_Reads(self)):
+            self._finish_modules(paths, at_seal=True)
+
+    def _show_as_served(self, paths: list[str]) -> None:
+        """Show ``post_load_weights`` the served weights of modules that the update leaves alone.
+
+        They are the served tensors themselves. A write to them raises ``Refused``.
+        """
+        for path in paths:
+            for weight in self._of_module.get(path, ()):
+                if self._is_kept(weight):
+                    shown = self._served[path]._parameters[weight.attribute]
+                    self._modules[path]._parameters[weight.attribute] = shown
+
+    def _finish_modules(self, paths: list[str], *, at_seal: bool = False) -> None:
+        for path in paths:
+            for weight in self._of_module.get(path, ()):
+                self._fill(weight)
+                self._rate_limit.spend(3 * weight.tensor.nbytes)
+        self._finishing = True
+        try:
+            if at_seal:
+                self._post_load()
+            for path in paths:
+                self._process(self._modules[path])
+        finally:
+            self._finishing = False
+        self._taker.take(self._made_in(list(self._modules) if at_seal else paths))
+        for path in paths:
+            self._raw[path].restore(self._modules[path])
+            for weight in self._of_module.get(path, ()):
+                weight.reset()
+            self._done.add(path)
+
+    def _post_load(self) -> None:
+        if self._device.type != "cpu" and self._post_loaders:
+            for module in self._modules.values():
+                module._parameters = _OnDevice(module._parameters, self._device)
+        self._post_loading = True
+        try:
+            for module in self._post_loaders:
+                del module.post_load_weights
+                module.post_load_weights()
+        finally:
+            self._post_loading = False
+
+    def _process(self, module: Any) -> None:
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            with device_loading_context(module, self._device):
+                method.process_weights_after_loading(module)
+
+    def _fill(self, weight: _RawWeight) -> None:
+        """Complete a raw weight that the update wrote in part or not at all.
+
+        Elements that no tensor of the checkpoint reaches have the constructor's values. Raise
+        ``Refused`` if others did not come, and their loaded form is gone.
+        """
+        needed = self._names_of(weight)
+        is_whole = self._recipe is None or needed <= weight.names
+        keeps = self.is_partial and self._is_kept(weight)
+        if not weight.is_written:
+            if needed and not keeps:
+                self._refuse(weight, needed)
+            self._prepare(weight)
+            weight.tensor.copy_(self._served_as(weight) if keeps else weight.default)
+        elif not can_mark(weight.tensor):
+            if not is_whole and not keeps:
+                self._refuse(weight, needed - weight.names)
+        elif missing := count_marked(weight.tensor):
+            if not is_whole and not keeps:
+                self._refuse(weight, needed - weight.names, missing)
+            other = self._served_as(weight).to(_HOST) if keeps else weight.default
+            weight.tensor.copy_(torch.where(marks_in(weight.tensor), other, weight.tensor))
+
+    def _refuse(self, weight: _RawWeight, names: Iterable[str], missing: int = 0) -> None:
+        count = f"{missing} of {weight.tensor.numel()} elements of {weight.name!r} were not sent"
+        which = f"; not sent: {list_names(sorted(names))}" if names else ""
+        together = sorted({n for w in self._of_module[weight.module] for n in self._names_of(w)})
+        raise Refused(
+            f"the update is not complete: {count if missing else f'{weight.name!r} was not sent'}"
+            f"{which}. SGLang finishes {weight.module!r} after loading, and its loaded form is "
+            f"gone: send together {list_names(together)}"
+        )
+
+    def _names_of(self, weight: _RawWeight) -> frozenset[str]:
+        return (
+            frozenset()
+            if self._recipe is None
+            else self._recipe.names.get(weight.name, frozenset())
+        )
+
+    def _is_kept(self, weight: _RawWeight) -> bool:
+        return self._recipe is not None and weight.name in self._recipe.kept
+
+    def _served_as(self, weight: _RawWeight) -> torch.Tensor:
+        served: torch.Tensor = getattr(self._served[weight.module], weight.attribute)
+        return served.data
+
+    def _made_in(self, paths: list[str]) -> Made:
+        """Return what differs from the raw model in the modules at ``paths``."""
+        made = Made()
+        wanted = set(paths)
+        for owner in owners_of(self.model):
+            if owner.module not in wanted:
+                continue
+            for name, value in values_of(owner):
+                at_name = Place(owner.module, owner.prefix + name)
+                for at, tensor in enumerate(tensors_in(value)):
+                    place = at_name._replace(at=at)
+                    if self._is_made(place, tensor):
+                        made.tensors[place] = tensor
+                is_new = isinstance(value, _NUMBERS) and self._raw_numbers.get(at_name) != value
+                if is_new or (self._recipe is not None and at_name in self._recipe.numbers):
+                    made.numbers[at_name] = value
+        return made
+
+    def _is_made(self, place: Place, tensor: torch.Tensor) -> bool:
+        key = memory_key(tensor)
+        weight = self._weights.get(key)
+        if weight is not None:
+            return bool(weight.names) or key in self._rewritten
+        return self._raw_tensors.get(place) is not tensor or key in self._rewritten
+
+    # ---- for the proof ----------------------------------------------------------------
+
+    @property
+    def finished(self) -> set[str]:
+        """The modules finished in this update."""
+        return self._done
+
+    def has_weights(self, module: str) -> bool:
+        return module in self._of_module
+
+    def names(self) -> dict[str, frozenset[str]]:
+        """Return the tensors that each raw weight was written from in this update."""
+        return {w.name: frozenset(w.names) for w in self._weights.values() if w.names}
+
+    def kept(self) -> frozenset[str]:
+        """Return the raw weights that finishing has neither written nor replaced.
+
+        Call within ``Taker.take``.
+        """
+        return frozenset(
+            weight.name
+            for key, weight in self._weights.items()
+            if key not in self._rewritten and _is_where_it_was(weight, self._modules[weight.module])
+        )
+
+    def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note what ``post_load_weights`` reads. Raise ``Refused`` if that is not there."""
+        if not self._post_loading:
+            return
+        for tensor in tensors:
+            weight = self._weights.get(memory_key(tensor))
+            if weight is None:
+                continue
+            if not weight.is_written:
+                self._refuse(weight, self._names_of(weight))
+            self.read.add(weight.module)
+
+
+class _Reads:
+    """Notes the raw weights that operations read."""
+
+    def __init__(self, raw: RawModel) -> None:
+        self._raw = raw
+
+    def copy(self, to: torch.Tensor, of: torch.Tensor) -> bool:
+        return False
+
+    def touch(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._raw.note_read(tensors)
+
+
+class _OnDevice(dict[str, Any]):
+    """Parameters that move to a device when somebody looks for them."""
+
+    def __init__(self, parameters: dict[str, Any], device: torch.device) -> None:
+        super().__init__(parameters)
+        self._device = device
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        if parameter is not None and parameter.device.type != self._device.type:
+            parameter.data = parameter.data.to(self._device)
+        return parameter
+
+
+class _State:
+    """The attributes of a raw module, to which an update returns it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes = dict(module.__dict__)
+
+    def restore(self, module: nn.Module) -> None:
+        module.__dict__.clear()
+        module.__dict__.update(
+            (name, copy.copy(value) if name in METHODS or type(value) in _COPIED else value)
+            for name, value in self._attributes.items()
+        )
+
+
+# finishing may change these in place; the tensors in them stay the same objects
+_COPIED = (dict, list, set, OrderedDict)
+
+
+def _outermost_with_post_load(model: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if hasattr(module, "post_load_weights"):
+            found.append(module)
+        else:
+            waiting += [child for child in module._modules.values() if child is not None]
+    return found
+
+
+def _wait_for_the_seal(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def _is_where_it_was(weight: _RawWeight, module: nn.Module) -> bool:
+    tensor = getattr(module, weight.attribute, None)
+    return (
+        isinstance(tensor, torch.Tensor)
+        and memory_key(tensor) == memory_key(weight.tensor)
+        and (tensor.shape, tensor.stride()) == (weight.tensor.shape, weight.tensor.stride())
+    )

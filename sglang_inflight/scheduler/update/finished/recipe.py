@@ -1,0 +1,89 @@
+"""How loading and finishing make what is served: found once, by the served checkpoint itself.
+
+The served checkpoint is loaded into the raw model and finished by SGLang's own steps. The outcome
+must be the served model, byte for byte. Then any other checkpoint of this model may take the same
+way. The outcome differs if a step depends on something else: another order of steps, an update in
+between, or a tensor that serving has made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from sglang_inflight.scheduler.update.finished.places import Number, Place, numbers_of, tensors_of
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.errors import Unproven
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the served checkpoint's own load has shown.
+
+    ``names``: the checkpoint's tensors that each raw weight is made of. ``kept``: raw weights that
+    finishing leaves as they were loaded, and that are served. ``tensors``, ``numbers``: the places
+    of all that was made. ``awaited``: modules that ``post_load_weights`` reads.
+    """
+
+    names: dict[str, frozenset[str]]
+    kept: frozenset[str]
+    tensors: frozenset[Place]
+    numbers: frozenset[Place]
+    awaited: frozenset[str]
+
+
+def compare(
+    made: dict[Place, torch.Tensor],
+    numbers: dict[Place, Number],
+    model: nn.Module,
+    live: nn.Module,
+    foreign: Iterable[int],
+    rate_limit: RateLimit,
+) -> None:
+    """Raise ``Unproven`` with the first place where the finished ``model`` is not the ``live`` one.
+
+    ``made``, ``numbers``: what loading and finishing made in ``model``. ``foreign``: memory of
+    ``live`` that other models own.
+    """
+    served, others = tensors_of(live), set(foreign)
+    for place, tensor in made.items():
+        if (expected := served.get(place)) is None:
+            raise Unproven(
+                f"finishing makes {str(place)!r}, and the served model has none"
+            )
+        if memory_key(expected) not in others:
+            _require_equal(place, tensor, expected, rate_limit)
+    live_numbers = numbers_of(live)
+    for place, number in numbers.items():
+        found = live_numbers[place][2] if place in live_numbers else None
+        if found != number:
+            raise Unproven(f"finishing sets {str(place)!r} to {number}, and {found} is served")
+    known = {memory_key(served[place]) for place in made} | others
+    has = tensors_of(model).keys()
+    for place, tensor in served.items():
+        if place in has or not tensor.is_floating_point() or memory_key(tensor) in known:
+            continue
+        raise Unproven(f"the served model has {str(place)!r}, and loading does not make it")
+
+
+def _require_equal(
+    place: Place, made: torch.Tensor, served: torch.Tensor, rate_limit: RateLimit
+) -> None:
+    if describe_layout(made) != describe_layout(served):
+        raise Unproven(
+            f"finishing makes {str(place)!r} as {describe_layout(made)}, and it is served as "
+            f"{describe_layout(served)}"
+        )
+    for one, other in rate_limit.cut(made, served):
+        same = one.contiguous().view(-1).view(torch.uint8)
+        if not torch.equal(same, other.contiguous().view(-1).view(torch.uint8).to(same.device)):
+            raise Unproven(f"finishing makes {str(place)!r} with other values than are served")
+
+
+def describe_layout(tensor: torch.Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} of shape {list(tensor.shape)} and strides {list(tensor.stride())}"

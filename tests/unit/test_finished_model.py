@@ -1,0 +1,348 @@
+"""Updates of a model that is finished after loading, beside the served one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from torch import nn
+
+from sglang_inflight.scheduler.update.changes.recording import Budget, Recording
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
+from sglang_inflight.scheduler.update.finished.finished_model import FinishedModel
+from sglang_inflight.scheduler.update.finished.places import tensors_of
+from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.forms import Changes, Form, Weight, WholeCopies
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
+from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
+from sglang_inflight.vocabulary.errors import Refused, Unproven
+
+CPU = torch.device("cpu")
+NO_LIMIT = RateLimit(0, lambda: False)
+Finish = Callable[[Any], None]
+
+
+def quantize(layer: Any) -> None:
+    """Transpose, replace the parameter, derive a scale, a list and a number, as kernels ask."""
+    scale = layer.weight.data.abs().amax(dim=1)
+    layer.weight = nn.Parameter((layer.weight.data / scale[:, None]).t().contiguous(), False)
+    layer.scale = scale
+    layer.per_kernel = [scale * 2, "fp8"]
+    layer.factor = float(scale[0])
+
+
+class Method(QuantizeMethodBase):
+    def __init__(self, finish: Finish) -> None:
+        self._finish = finish
+
+    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        self._finish(layer)
+
+
+class Linear(nn.Module):
+    def __init__(self, finish: Finish | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 3), requires_grad=False)
+        if finish is not None:
+            self.quant_method = Method(finish)
+
+
+class Model(nn.Module):
+    """``plain`` is not finished, ``a`` and ``b`` are; ``a`` is fused from two tensors.
+
+    ``product`` is made of ``plain`` after loading, as MLA's are.
+    """
+
+    def __init__(self, finish: Finish = quantize) -> None:
+        super().__init__()
+        self.plain, self.a, self.b = Linear(None), Linear(finish), Linear(finish)
+        self.product: torch.Tensor | None = None
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters: dict[str, Any] = dict(self.named_parameters())
+        for name, tensor in weights:
+            if name in ("a.upper", "a.lower"):
+                half = slice(0, 2) if name == "a.upper" else slice(2, 4)
+                parameters["a.weight"].data[half].copy_(tensor)
+            else:
+                default_weight_loader(parameters[name], tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        self.product = (self.plain.weight.data * 3).t()
+
+
+def checkpoint(version: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(version)
+    return {
+        "plain.weight": torch.randn(4, 3),
+        "a.upper": torch.randn(2, 3),
+        "a.lower": torch.randn(2, 3),
+        "b.weight": torch.randn(4, 3),
+    }
+
+
+def served(version: int, finish: Finish = quantize, **changed: torch.Tensor) -> Model:
+    """Return the model as SGLang serves it: loaded and finished."""
+    model = Model(finish)
+    model.load_weights((checkpoint(version) | changed).items())
+    for layer in (model.a, model.b):
+        layer.quant_method.process_weights_after_loading(layer)
+    return model
+
+
+class Rank:
+    """A served model with its staging, without a scheduler."""
+
+    def __init__(
+        self, form: str = "changes", *, finish: Finish = quantize, holds_graphs: bool = False
+    ) -> None:
+        self.live = served(0, finish)
+        self.pristine = Model(finish)
+        swap = swap_for(CPU)
+        self.form: Form
+        if form == "changes":
+            self.form = Changes(Recording(Budget(), NO_LIMIT), swap, NO_LIMIT)
+        else:
+            self.form = WholeCopies(StagingMode.DEVICE, swap, NO_LIMIT)
+        self.shadow = FinishedModel(
+            self.pristine,
+            self.live,
+            self.recipe(),
+            ShadowParameters(),
+            self.form,
+            device=CPU,
+            storage=CPU,
+            rate_limit=NO_LIMIT,
+            holds_graphs=holds_graphs,
+            owners=(),
+        )
+
+    def recipe(self) -> Recipe:
+        return find_recipe(self.pristine, self.live, CPU, checkpoint(0).items(), NO_LIMIT, 1 << 30)
+
+    def begin(self, *, is_partial: bool = False) -> None:
+        self.form.begin()
+        self.shadow.begin(is_partial=is_partial)
+        for name, live, staged in self.shadow.pairs:
+            self.form.add(Weight(name, live, staged), keeps=True, check=lambda: None)
+
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        dataflow = Dataflow(self.shadow.targets(), before_write=self.shadow.note_write)
+        model: Any = self.shadow.model
+        with torch.no_grad(), dataflow:
+            model.load_weights(self._followed(dataflow, weights))
+            self.shadow.finish_complete()
+
+    def _followed(
+        self, dataflow: Dataflow, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        for pair in dataflow.receive_each(weights):
+            yield pair
+            self.shadow.finish_complete()
+
+    def seal(self) -> PreparedSwap:
+        self.form.show_as_served()
+        with torch.no_grad():
+            self.shadow.finish()
+        self.form.close()
+        weights = [Weight(*pair) for pair in self.shadow.pairs]
+        return self.form.prepare(weights, (), self.shadow.numbers)
+
+    def update(self, version: int) -> PreparedSwap:
+        self.begin()
+        self.load(checkpoint(version).items())
+        return self.seal()
+
+    def is_as(self, expected: Model) -> bool:
+        mine, other = tensors_of(self.live), tensors_of(expected)
+        return (
+            mine.keys() == other.keys()
+            and all(torch.equal(mine[place], other[place]) for place in mine)
+            and getattr(self.live.a, "factor", None) == getattr(expected.a, "factor", None)
+        )
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_commit_brings_everything_that_finishing_makes(form: str) -> None:
+    rank = Rank(form)
+    addresses = {place: id(tensor) for place, tensor in tensors_of(rank.live).items()}
+    swap = rank.update(1)
+    assert rank.is_as(served(0))
+    swap.make()
+    assert rank.is_as(served(1))
+    assert {place: id(tensor) for place, tensor in tensors_of(rank.live).items()} == addresses
+    rank.update(2).make()
+    assert rank.is_as(served(2))
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_rollback_brings_back_everything(form: str) -> None:
+    rank = Rank(form)
+    swap = rank.update(1)
+    swap.make()
+    swap.make()
+    assert rank.is_as(served(0))
+
+
+def test_dropped_update_leaves_nothing_behind() -> None:
+    rank = Rank()
+    rank.begin()
+    weights = checkpoint(1)
+    del weights["a.lower"]
+    rank.load(weights.items())
+    rank.update(2).make()
+    assert rank.is_as(served(2))
+
+
+def test_module_is_finished_and_its_memory_given_back_when_its_tensors_have_come() -> None:
+    rank = Rank()
+    rank.begin()
+    weights = checkpoint(1)
+    rank.load([("b.weight", weights["b.weight"])])
+    assert "b" in rank.shadow._raw.finished
+    assert not any(w.handle.is_touched() for w in rank.shadow._raw._of_module["b"])
+
+
+def test_halves_of_a_fused_tensor_come_in_two_calls() -> None:
+    rank = Rank()
+    rank.begin()
+    for name, tensor in checkpoint(1).items():
+        rank.load([(name, tensor)])
+    rank.seal().make()
+    assert rank.is_as(served(1))
+
+
+def test_half_of_a_module_is_refused_with_the_names_that_belong_together() -> None:
+    rank = Rank()
+    rank.begin(is_partial=True)
+    rank.load([("a.upper", checkpoint(1)["a.upper"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
+    assert rank.is_as(served(0))
+
+
+def test_whole_update_without_a_tensor_is_refused() -> None:
+    rank = Rank()
+    rank.begin()
+    weights = checkpoint(1)
+    del weights["plain.weight"]
+    rank.load(weights.items())
+    with pytest.raises(Refused, match=r"not sent: plain\.weight"):
+        rank.seal()
+
+
+def test_partial_update_brings_whole_modules_and_leaves_the_others() -> None:
+    rank = Rank()
+    rank.begin(is_partial=True)
+    one = checkpoint(1)
+    rank.load([("b.weight", one["b.weight"])])
+    rank.seal().make()
+    assert rank.is_as(served(0, **{"b.weight": one["b.weight"]}))
+    rank.begin(is_partial=True)
+    rank.load([("plain.weight", one["plain.weight"])])
+    rank.seal().make()
+    sent = {name: one[name] for name in ("plain.weight", "b.weight")}
+    assert rank.is_as(served(0, **sent))
+
+
+def test_tensor_sent_twice_counts_as_sent_last() -> None:
+    rank = Rank()
+    rank.begin()
+    rank.load(checkpoint(1).items())
+    rank.load([("b.weight", checkpoint(2)["b.weight"])])
+    rank.seal().make()
+    assert rank.is_as(served(1, **{"b.weight": checkpoint(2)["b.weight"]}))
+
+
+def test_number_in_captured_graphs_is_refused() -> None:
+    rank = Rank(holds_graphs=True)
+    with pytest.raises(Refused, match=r"'a\.factor'.*captured CUDA graphs"):
+        rank.update(1)
+
+
+def cuts(layer: Any) -> None:
+    """Keep as many rows as the weights say."""
+    layer.rows = layer.weight.data[: 1 + int(layer.weight.data[0, 0] > 1.5)].clone()
+
+
+def test_another_shape_is_refused() -> None:
+    rank = Rank(finish=cuts)
+    rank.begin()
+    larger = checkpoint(1) | {"b.weight": torch.full((4, 3), 2.0)}
+    with pytest.raises(Refused, match=r"'b\.rows' as float32 of shape \[2, 3\]"):
+        rank.load(larger.items())
+
+
+def test_write_into_a_served_tensor_is_refused() -> None:
+    """Finishing that finds the served model by other means would change what is served."""
+    rank = Rank()
+
+    def writes(layer: Any) -> None:
+        quantize(layer)
+        rank.live.b.scale.zero_()
+
+    rank.begin()
+    rank.shadow.model.b.quant_method._finish = writes
+    with pytest.raises(Refused, match=r"'b\.scale' where it is being served"):
+        rank.load(checkpoint(1).items())
+    assert rank.is_as(served(0))
+
+
+def test_served_tensor_that_was_replaced_is_refused() -> None:
+    rank = Rank()
+    rank.live.b.scale = rank.live.b.scale.clone()
+    with pytest.raises(Refused, match=r"'b\.scale' was replaced"):
+        rank.begin()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda live: live.a.scale.add_(1), r"'a\.scale' with other values"),
+        (lambda live: setattr(live.a, "factor", 2.0), r"sets 'a\.factor'"),
+        (lambda live: setattr(live.plain, "cache", torch.ones(2)), r"has 'plain\.cache'"),
+        (lambda live: delattr(live.b, "scale"), r"makes 'b\.scale', and the served model has none"),
+        (lambda live: setattr(live.b, "scale", torch.ones(9)), r"'b\.scale' as float32 of shape"),
+    ],
+)
+def test_model_that_finishing_does_not_make_is_unproven(
+    change: Callable[[Any], object], reason: str
+) -> None:
+    live = served(0)
+    change(live)
+    with pytest.raises(Unproven, match=reason):
+        find_recipe(Model(), live, CPU, checkpoint(0).items(), NO_LIMIT, 1 << 30)
+
+
+def test_finishing_that_runs_only_once_is_unproven() -> None:
+    def breaks(layer: Any) -> None:
+        raise RuntimeError("no kernel for this device")
+
+    with pytest.raises(Unproven, match="no kernel for this device"):
+        find_recipe(Model(breaks), served(0), CPU, checkpoint(0).items(), NO_LIMIT, 1 << 30)
+
+
+def test_view_of_another_weight_goes_with_it() -> None:
+    def views(layer: Any) -> None:
+        layer.upper = layer.weight.data[:2]
+
+    rank = Rank(finish=views)
+    swap = rank.update(1)
+    swap.make()
+    assert torch.equal(rank.live.a.upper, served(1, views).a.upper)
+    swap.make()
+    assert torch.equal(rank.live.a.upper, served(0, views).a.upper)
