@@ -88,6 +88,8 @@ def make_staging(
             device,
             why_not=can.stage,
         )
+    if mode is StagingMode.OFF:
+        parameters.keep_reserved_for(())
     kv_tokens = cost.kv_tokens_by_form(nbytes, device.type, cost.kv_token_bytes(scheduler))
     cost.log_cost(mode, kv_tokens, scheduler)
     worker: InlineWorker | StagingWorker

@@ -52,9 +52,7 @@ def compare(
     served, others = tensors_of(live), set(foreign)
     for place, tensor in made.items():
         if (expected := served.get(place)) is None:
-            raise Unproven(
-                f"finishing makes {str(place)!r}, and the served model has none"
-            )
+            raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
         if memory_key(expected) not in others:
             _require_equal(place, tensor, expected, rate_limit)
     live_numbers = numbers_of(live)
