@@ -121,7 +121,7 @@ def test_session_in_pieces_goes_live_whole(server: Server, kind: Kind) -> None:
         body = tensor_body({name: weights[name]}, ranks=kind.ranks, session_id=session)
         succeed(server.post(TENSOR, body))
     more_tokens(running)
-    end = {"session_id": session, "weight_version": "v5", "kv_cache": "keep"}
+    end = {"session_id": session, "weight_version": "v5", **KEEP}
     succeed(server.post("/end_weight_update", end))
     more_tokens(running)
     (output,) = expect_all_go_on(running)
@@ -143,7 +143,7 @@ def test_bad_updates_change_nothing(server: Server, kind: Kind, sender: Sender) 
         "has shape": {**weights, name: weights[name][:-1].clone()},
     }
     for words, bad in broken.items():
-        body = tensor_body(bad, ranks=kind.ranks, weight_version="bad", **LIVE)
+        body = tensor_body(bad, ranks=kind.ranks, weight_version="bad", partial=False, **LIVE)
         answer = refuse(server.post(TENSOR, body))
         assert any(word in str(answer) for word in words.split("|")), answer
         assert serving(server) == before

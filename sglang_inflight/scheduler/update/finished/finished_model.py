@@ -117,8 +117,7 @@ class FinishedModel:
         """Finish and stage the rest. Raise ``Refused`` if something is missing, or new."""
         self._raw.finish()
         for place in sorted(self._weights.keys() - self._taken):
-            is_due = not self._raw.has_weights(place.module) or place.module in self._raw.finished
-            if is_due:
+            if self._raw.has_finished(place.module):
                 raise Refused(f"finishing the update did not make {str(place)!r}")
 
     def find_derived(self) -> str | None:

@@ -124,7 +124,7 @@ class RawModel:
         self._finishing = self._post_loading = False
         self._rewritten: set[int] = set()
         self.read: set[str] = set()
-        self.is_partial = False
+        self.is_partial = self.is_post_loaded = False
 
     def _handle_for(self, weight: torch.Tensor) -> torch.Tensor:
         handle = Handle(weight)
@@ -140,7 +140,7 @@ class RawModel:
 
     def begin(self, *, is_partial: bool) -> None:
         """Begin an update. ``is_partial``: tensors that are not sent keep their values."""
-        self.is_partial = is_partial
+        self.is_partial, self.is_post_loaded = is_partial, False
         self._forget()
         self._shadow.begin()
         self._targets = {
@@ -230,7 +230,7 @@ class RawModel:
                 self._rate_limit.spend(3 * weight.tensor.nbytes)
         self._finishing = True
         try:
-            if at_seal:
+            if at_seal and self._is_awaited(paths):
                 self._post_load()
             for path in paths:
                 self._process(self._modules[path])
@@ -243,7 +243,14 @@ class RawModel:
                 weight.reset()
             self._done.add(path)
 
+    def _is_awaited(self, paths: list[str]) -> bool:
+        """Return whether ``post_load_weights`` makes something new."""
+        if self.is_partial and self._recipe is not None:
+            return not self._recipe.awaited.isdisjoint(paths)
+        return True
+
     def _post_load(self) -> None:
+        self.is_post_loaded = True
         if self._device.type != "cpu" and self._post_loaders:
             for module in self._modules.values():
                 module._parameters = _OnDevice(module._parameters, self._device)
@@ -335,13 +342,9 @@ class RawModel:
 
     # ---- for the proof ----------------------------------------------------------------
 
-    @property
-    def finished(self) -> set[str]:
-        """The modules finished in this update."""
-        return self._done
-
-    def has_weights(self, module: str) -> bool:
-        return module in self._of_module
+    def has_finished(self, module: str) -> bool:
+        """Return whether this update has finished ``module``, by its path, or its children."""
+        return module in self._done or (self.is_post_loaded and module not in self._of_module)
 
     def names(self) -> dict[str, frozenset[str]]:
         """Return the tensors that each raw weight was written from in this update."""
