@@ -23,9 +23,14 @@ ONLINE = ("--quantization", NAME)
 def tensors(version: int) -> dict[str, torch.Tensor]:
     """Return the whole checkpoint of ``version``, under Hugging Face's names."""
     weights = chain.tensors(version)
+    quantize_layers(weights)
+    return weights
+
+
+def quantize_layers(weights: dict[str, torch.Tensor]) -> None:
+    """Replace the weights of linear layers and experts by int8, and add a scale [out, 1] each."""
     for name in [name for name in weights if "_proj." in name]:
         weights[name], weights[f"{name}_scale"] = quantize(weights[name])
-    return weights
 
 
 def build(folder: Path, version: int) -> Path:

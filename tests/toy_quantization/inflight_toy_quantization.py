@@ -1,14 +1,13 @@
 """A test plugin for SGLang: a quantization that leaves nothing of a checkpoint's layout.
 
-Linear layers hold int8 with a scale for each output. Finishing turns the weight, puts it into a new
-parameter without a loader, and splits the scales into a tensor of ratios and a Python float, their
-largest. It keeps no scale. A checkpoint has int8 and scales, or, with ``--quantization toy`` alone,
-unquantized weights.
+Linear layers and experts hold int8 with a scale for each output. Finishing turns the weight, puts
+it into a new parameter without a loader, and splits the scales into a tensor of ratios and a Python
+float, their largest. It keeps no scale. A checkpoint has int8 and scales, or, with
+``--quantization toy`` alone, unquantized weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +15,68 @@ from torch.nn import Parameter
 
 NAME = "toy"
 LARGEST = 127
+EXPERTS = ("w13_weight", "w2_weight")
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``weight`` [out, in] as int8 of the same shape, and a float32 scale [out]."""
-    scale = weight.float().abs().amax(dim=1).clamp(min=1e-6) / LARGEST
-    return (weight.float() / scale.unsqueeze(1)).round().to(torch.int8), scale
+    """Return ``weight`` [..., out, in] as int8 of its shape, and a float32 scale [..., out, 1]."""
+    scale = weight.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-6) / LARGEST
+    return (weight.float() / scale).round().to(torch.int8), scale
+
+
+def finish(layer: torch.nn.Module, weight_name: str) -> None:
+    """Replace a parameter [..., out, in], quantized or not, by its final form [..., in, out]."""
+    weight = layer.get_parameter(weight_name).data
+    if weight.dtype == torch.int8:
+        scale = layer.get_parameter(f"{weight_name}_scale").data
+        delattr(layer, f"{weight_name}_scale")
+    else:
+        weight, scale = quantize(weight)
+    turned = weight.transpose(-1, -2).contiguous()
+    setattr(layer, weight_name, Parameter(turned, requires_grad=False))
+    largest = scale.max().item()
+    setattr(layer, f"{weight_name}_largest_scale", largest)
+    setattr(layer, f"{weight_name}_scale_ratios", scale.transpose(-1, -2) / largest)
+
+
+def dequantize(layer: Any, weight_name: str) -> torch.Tensor:
+    """Return a finished weight [..., in, out] in float32."""
+    weight: torch.Tensor = getattr(layer, weight_name).float()
+    ratios: torch.Tensor = getattr(layer, f"{weight_name}_scale_ratios")
+    largest: float = getattr(layer, f"{weight_name}_largest_scale")
+    return weight * ratios * largest
 
 
 def install() -> None:
     from sglang.srt.arg_groups.choices import add_quantization_method_choices
     from sglang.srt.layers import quantization
     from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
     from sglang.srt.layers.quantization.base_config import (
+        FusedMoEMethodBase,
         LinearMethodBase,
         QuantizationConfig,
         QuantizeMethodBase,
     )
     from sglang.srt.utils import set_weight_attrs
+
+    def create(
+        layer: torch.nn.Module,
+        name: str,
+        shape: tuple[int, ...],
+        attributes: dict[str, Any],
+        unquantized: torch.dtype | None,
+    ) -> None:
+        weight = Parameter(torch.empty(shape, dtype=unquantized or torch.int8), requires_grad=False)
+        set_weight_attrs(weight, attributes)
+        layer.register_parameter(name, weight)
+        if unquantized is None:
+            scale = Parameter(torch.empty(*shape[:-1], 1, dtype=torch.float32), requires_grad=False)
+            # a scale has no inputs to be shared out among ranks
+            shared = {name: value for name, value in attributes.items() if name != "input_dim"}
+            set_weight_attrs(scale, {**shared, "quant_method": "channel"})
+            layer.register_parameter(f"{name}_scale", scale)
 
     class ToyLinearMethod(LinearMethodBase):
         def __init__(self, serialized: bool) -> None:
@@ -47,35 +90,61 @@ def install() -> None:
             input_size: int,
             output_size: int,
             params_dtype: torch.dtype,
-            weight_loader: Callable[..., None] | None = None,
-            **_: Any,
+            **attributes: Any,
         ) -> None:
-            def create(name: str, dtype: torch.dtype, **dims: int) -> None:
-                shape = (sum(output_partition_sizes), input_size_per_partition)[: len(dims)]
-                parameter = Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-                set_weight_attrs(parameter, {**dims, "weight_loader": weight_loader})
-                layer.register_parameter(name, parameter)
+            shape = (sum(output_partition_sizes), input_size_per_partition)
+            attributes = {
+                "output_dim": 0,
+                "input_dim": 1,
+                "weight_loader": attributes["weight_loader"],
+            }
+            create(layer, "weight", shape, attributes, None if self.serialized else params_dtype)
 
-            dtype = torch.int8 if self.serialized else params_dtype
-            create("weight", dtype, output_dim=0, input_dim=1)
-            if self.serialized:
-                create("weight_scale", torch.float32, output_dim=0)
-
-        def process_weights_after_loading(self, layer: Any) -> None:
-            if self.serialized:
-                weight, scale = layer.weight.data, layer.weight_scale.data
-                del layer.weight_scale
-            else:
-                weight, scale = quantize(layer.weight.data)
-            layer.weight = Parameter(weight.t().contiguous(), requires_grad=False)
-            layer.largest_scale = scale.max().item()
-            layer.scale_ratios = scale / layer.largest_scale
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            finish(layer, "weight")
 
         def apply(
-            self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
+            self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
         ) -> torch.Tensor:
-            y = (x.float() @ layer.weight.float()) * layer.scale_ratios * layer.largest_scale
+            y = x.float() @ dequantize(layer, "weight")
             return (y if bias is None else y + bias).to(x.dtype)
+
+    class ToyMoEMethod(FusedMoEMethodBase):
+        def __init__(self, serialized: bool) -> None:
+            self.serialized = serialized
+
+        def create_weights(
+            self,
+            layer: torch.nn.Module,
+            num_experts: int,
+            hidden_size: int,
+            intermediate_size_per_partition: int,
+            params_dtype: torch.dtype,
+            **attributes: Any,
+        ) -> None:
+            inner = intermediate_size_per_partition
+            dtype = None if self.serialized else params_dtype
+            create(layer, "w13_weight", (num_experts, 2 * inner, hidden_size), attributes, dtype)
+            create(layer, "w2_weight", (num_experts, hidden_size, inner), attributes, dtype)
+
+        def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
+            """Create nothing: ``apply`` needs no runner."""
+
+        def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+            for name in EXPERTS:
+                finish(layer, name)
+
+        def apply(  # type: ignore[override]
+            self, layer: torch.nn.Module, dispatch_output: Any
+        ) -> StandardCombineInput:
+            x = dispatch_output.hidden_states
+            weights, chosen, _ = dispatch_output.topk_output
+            w13, w2 = (dequantize(layer, name) for name in EXPERTS)
+            gate, up = torch.einsum("ti,eio->teo", x.float(), w13).chunk(2, dim=-1)
+            y = torch.einsum("tei,eio->teo", torch.nn.functional.silu(gate) * up, w2)
+            shares = x.new_zeros(len(x), len(w2), dtype=torch.float32)
+            shares.scatter_(1, chosen.long(), weights.float())
+            return StandardCombineInput(torch.einsum("teo,te->to", y, shares).to(x.dtype))
 
     class ToyConfig(QuantizationConfig):
         def __init__(self, serialized: bool = False) -> None:
@@ -103,6 +172,8 @@ def install() -> None:
         def get_quant_method(
             self, layer: torch.nn.Module, prefix: str
         ) -> QuantizeMethodBase | None:
+            if isinstance(layer, FusedMoE):
+                return ToyMoEMethod(self.serialized)
             return ToyLinearMethod(self.serialized) if isinstance(layer, LinearBase) else None
 
         def get_scaled_act_names(self) -> list[str]:
