@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -70,6 +71,7 @@ class Model(nn.Module):
         super().__init__()
         self.plain, self.a, self.b = Linear(None), Linear(finish), Linear(finish)
         self.product: torch.Tensor | None = None
+        self.largest = -1.0
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters: dict[str, Any] = dict(self.named_parameters())
@@ -83,6 +85,7 @@ class Model(nn.Module):
 
     def post_load_weights(self) -> None:
         self.product = (self.plain.weight.data * 3).t()
+        self.largest = float(self.plain.weight.data.max())
 
 
 def checkpoint(version: int) -> dict[str, torch.Tensor]:
@@ -95,10 +98,14 @@ def checkpoint(version: int) -> dict[str, torch.Tensor]:
     }
 
 
-def served(version: int, finish: Finish = quantize, **changed: torch.Tensor) -> Model:
+def served(
+    version: int,
+    finish: Finish = quantize,
+    changed: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Any:
     """Return the model as SGLang serves it: loaded and finished."""
     model = Model(finish)
-    model.load_weights((checkpoint(version) | changed).items())
+    model.load_weights({**checkpoint(version), **changed}.items())
     for layer in (model.a, model.b):
         layer.quant_method.process_weights_after_loading(layer)
     return model
@@ -110,7 +117,7 @@ class Rank:
     def __init__(
         self, form: str = "changes", *, finish: Finish = quantize, holds_graphs: bool = False
     ) -> None:
-        self.live = served(0, finish)
+        self.live: Any = served(0, finish)
         self.pristine = Model(finish)
         swap = swap_for(CPU)
         self.form: Form
@@ -167,11 +174,12 @@ class Rank:
         self.load(checkpoint(version).items())
         return self.seal()
 
-    def is_as(self, expected: Model) -> bool:
+    def is_as(self, expected: Any) -> bool:
         mine, other = tensors_of(self.live), tensors_of(expected)
         return (
             mine.keys() == other.keys()
             and all(torch.equal(mine[place], other[place]) for place in mine)
+            and self.live.largest == expected.largest
             and getattr(self.live.a, "factor", None) == getattr(expected.a, "factor", None)
         )
 
@@ -251,12 +259,12 @@ def test_partial_update_brings_whole_modules_and_leaves_the_others() -> None:
     one = checkpoint(1)
     rank.load([("b.weight", one["b.weight"])])
     rank.seal().make()
-    assert rank.is_as(served(0, **{"b.weight": one["b.weight"]}))
+    assert rank.is_as(served(0, changed={"b.weight": one["b.weight"]}))
     rank.begin(is_partial=True)
     rank.load([("plain.weight", one["plain.weight"])])
     rank.seal().make()
     sent = {name: one[name] for name in ("plain.weight", "b.weight")}
-    assert rank.is_as(served(0, **sent))
+    assert rank.is_as(served(0, changed=sent))
 
 
 def test_tensor_sent_twice_counts_as_sent_last() -> None:
@@ -265,7 +273,7 @@ def test_tensor_sent_twice_counts_as_sent_last() -> None:
     rank.load(checkpoint(1).items())
     rank.load([("b.weight", checkpoint(2)["b.weight"])])
     rank.seal().make()
-    assert rank.is_as(served(1, **{"b.weight": checkpoint(2)["b.weight"]}))
+    assert rank.is_as(served(1, changed={"b.weight": checkpoint(2)["b.weight"]}))
 
 
 def test_number_in_captured_graphs_is_refused() -> None:
@@ -296,7 +304,8 @@ def test_write_into_a_served_tensor_is_refused() -> None:
         rank.live.b.scale.zero_()
 
     rank.begin()
-    rank.shadow.model.b.quant_method._finish = writes
+    raw: Any = rank.shadow.model
+    raw.b.quant_method._finish = writes
     with pytest.raises(Refused, match=r"'b\.scale' where it is being served"):
         rank.load(checkpoint(1).items())
     assert rank.is_as(served(0))

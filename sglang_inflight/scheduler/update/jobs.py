@@ -376,6 +376,9 @@ class Jobs:
                     + (f"; not sent: {list_names(unsent)}" if unsent else "")
                     + ". Send them, or set partial=true"
                 )
+        for model in self._models:
+            if isinstance(model.shadow, FinishedModel):
+                digest.add(model.shadow.describe_numbers(as_staged=model.role in shadowed))
         return digest.hexdigest()
 
     def _check_all_sent(self, update: Update, whole: set[str]) -> None:

@@ -88,8 +88,12 @@ class ContentSwap:
 
 @dataclass
 class NumberSwap:
-    """A number of the served model that an update changes: ``other`` is the one not served."""
+    """A number of the served model that an update changes: ``other`` is the one not served.
 
+    ``place``: where the model has it (``finished/places.py``).
+    """
+
+    place: Any
     owner: Any
     attribute: str
     other: bool | int | float

@@ -120,6 +120,13 @@ class FinishedModel:
             if self._raw.has_finished(place.module):
                 raise Refused(f"finishing the update did not make {str(place)!r}")
 
+    def describe_numbers(self, *, as_staged: bool) -> str:
+        """Return the numbers that finishing makes, for a digest: as served, or as staged."""
+        served = {place: found[2] for place, found in numbers_of(self._live).items()}
+        staged = {swap.place: swap.other for swap in self.numbers} if as_staged else {}
+        places = sorted(self._recipe.numbers)
+        return "".join(f"{place} {staged.get(place, served.get(place))!r}\n" for place in places)
+
     def find_derived(self) -> str | None:
         return None
 
@@ -158,7 +165,7 @@ class FinishedModel:
                     "captured CUDA graphs hold the old number: restart the server, or serve this "
                     "model with --disable-cuda-graph"
                 )
-            self.numbers.append(NumberSwap(owner, attribute, number))
+            self.numbers.append(NumberSwap(place, owner, attribute, number))
 
 
 def memory_of(models: Sequence[nn.Module]) -> set[int]:

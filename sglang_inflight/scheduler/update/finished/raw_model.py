@@ -236,7 +236,8 @@ class RawModel:
                 self._process(self._modules[path])
         finally:
             self._finishing = False
-        self._taker.take(self._made_in(list(self._modules) if at_seal else paths))
+        looked_at = list(self._modules) if at_seal else paths
+        self._taker.take(self._made_in(looked_at, finished=set(paths)))
         for path in paths:
             self._raw[path].restore(self._modules[path])
             for weight in self._of_module.get(path, ()):
@@ -315,10 +316,15 @@ class RawModel:
         served: torch.Tensor = getattr(self._served[weight.module], weight.attribute)
         return served.data
 
-    def _made_in(self, paths: list[str]) -> Made:
-        """Return what differs from the raw model in the modules at ``paths``."""
+    def _made_in(self, paths: list[str], *, finished: set[str]) -> Made:
+        """Return what differs from the raw model in the modules at ``paths``.
+
+        A number of a module just ``finished`` counts as made in any case: finishing may have left
+        the constructor's.
+        """
         made = Made()
         wanted = set(paths)
+        recipe = self._recipe.numbers if self._recipe is not None else frozenset()
         for owner in owners_of(self.model):
             if owner.module not in wanted:
                 continue
@@ -329,7 +335,8 @@ class RawModel:
                     if self._is_made(place, tensor):
                         made.tensors[place] = tensor
                 is_new = isinstance(value, _NUMBERS) and self._raw_numbers.get(at_name) != value
-                if is_new or (self._recipe is not None and at_name in self._recipe.numbers):
+                is_finished = owner.module in finished or self._has_post_loaded(owner.module)
+                if is_new or (is_finished and at_name in recipe):
                     made.numbers[at_name] = value
         return made
 
@@ -344,7 +351,10 @@ class RawModel:
 
     def has_finished(self, module: str) -> bool:
         """Return whether this update has finished ``module``, by its path, or its children."""
-        return module in self._done or (self.is_post_loaded and module not in self._of_module)
+        return module in self._done or self._has_post_loaded(module)
+
+    def _has_post_loaded(self, module: str) -> bool:
+        return self.is_post_loaded and module not in self._of_module
 
     def names(self) -> dict[str, frozenset[str]]:
         """Return the tensors that each raw weight was written from in this update."""
