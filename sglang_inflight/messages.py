@@ -206,6 +206,8 @@ class Staged(RankAnswer, kw_only=True):
     staged_s: float
     tensors: int
     bytes: int
+    # how many of the tensors were quantized, by what came and what it became
+    quantized: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class Voted(RankAnswer, kw_only=True):

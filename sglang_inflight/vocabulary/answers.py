@@ -247,6 +247,8 @@ class Receipt(Answer, frozen=True, kw_only=True):
     retracted: int
     # None for a rollback
     staged_as: StagedChanges | None = None
+    # how many tensors were quantized on arrival, by what came and what is served
+    quantized: dict[str, int] = {}
     ranks: tuple[RankReceipt, ...]
 
 

@@ -7,7 +7,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from sglang_inflight.scheduler.update.sources.checkpoint_files import read_shapes
+from sglang_inflight.scheduler.update.sources.checkpoint_files import (
+    Shapes,
+    find_checkpoint,
+    read_stored,
+)
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHAPES = {"a.weight": (2, 3), "b.weight": (4,)}
@@ -18,6 +22,11 @@ def write(folder: Path) -> Path:
     for name, shape in SHAPES.items():
         save_file({name: torch.zeros(shape)}, folder / f"{name}.safetensors")
     return folder
+
+
+def read_shapes(path: str, *, revision: str | None = None, cache: str | None = None) -> Shapes:
+    stored = read_stored(find_checkpoint(path, revision, cache))
+    return {name: tensor.shape for name, tensor in stored.items()}
 
 
 def test_shapes_are_read_from_a_directory(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -92,6 +93,8 @@ class OpenUpdate:
     staged_as: StagedChanges | None = None
     tensors: int = 0
     bytes: int = 0
+    # how many tensors were quantized on arrival, by what came and what is served
+    quantized: Counter[str] = field(default_factory=Counter)
     # checkpoint of an update from disk
     checkpoint: DiskSource | None = None
     is_of_checkpoint_engine: bool = False
@@ -196,6 +199,7 @@ class OpenUpdate:
         self.staged_s += max(rank.staged_s for rank in staged)
         self.tensors += staged[0].tensors
         self.bytes += max(rank.bytes for rank in staged)
+        self.quantized.update(staged[0].quantized)
 
     def count_votes(self, votes: list[Voted]) -> None:
         self.staged_s += max(rank.staged_s for rank in votes)
@@ -273,6 +277,7 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
         tensors=update.tensors if update is not None else 0,
         retracted=sum(rank.retracted for rank in committed),
         staged_as=update.staged_as if update is not None else None,
+        quantized=dict(update.quantized) if update is not None else {},
         ranks=tuple(
             RankReceipt(
                 dp_rank=rank.dp_rank, tp_rank=rank.tp_rank, pp_rank=rank.pp_rank, digest=rank.digest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -155,6 +156,7 @@ class Jobs:
         if not models:
             raise Refused(f"selector {selector!r} selects no model of this update")
         tensors = nbytes = 0
+        quantized: Counter[str] = Counter()
         # close at once: the sender waits for the outcome
         with closing(self._read_for_each(models, update, source)) as loads:
             for model, weights in loads:
@@ -172,12 +174,13 @@ class Jobs:
                 if model is models[0]:
                     tensors += checks.tensors
                     nbytes += checks.bytes
+                    quantized += checks.quantized
                 if isinstance(source, DiskSource):
                     update.checkpoints[model.role] = source
         staged_s = time.perf_counter() - started
         self._metrics.observe_load(source, staged_s)
         self._metrics.staged_bytes.inc(nbytes)
-        return Staged(staged_s=staged_s, tensors=tensors, bytes=nbytes)
+        return Staged(staged_s=staged_s, tensors=tensors, bytes=nbytes, quantized=dict(quantized))
 
     def take_in(self, update: Update, weights: Weights) -> Weights:
         """Count and hand on each tensor of an update, on its way to a model's loader."""

@@ -55,8 +55,15 @@ from sglang_inflight.scheduler.update.shadow import (
     weights_of,
 )
 from sglang_inflight.scheduler.update.sources.abandonable import AbandonableThread
-from sglang_inflight.scheduler.update.sources.checkpoint_files import Shapes, read_shapes
+from sglang_inflight.scheduler.update.sources.checkpoint_files import (
+    Shapes,
+    Stored,
+    find_checkpoint,
+    read_quantization_config,
+    read_stored,
+)
 from sglang_inflight.scheduler.update.sources.disk import read_disk
+from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven, describe, list_names
@@ -97,6 +104,7 @@ class ShadowedModel:
         self.unproven: str | None = None
         self._form: Form | None = None
         self._served: Shapes | None = None
+        self._quantizer = Quantizer({})
         # tensors of this update, held by the model's loader until others come
         self._held: dict[str, torch.Tensor] = {}
         self._tied = TiedHead()
@@ -233,6 +241,7 @@ class ShadowedModel:
         self._held.clear()
         self._written.clear()
         self._tied = TiedHead()
+        self._quantizer.begin()
         if self._experts_move:
             # experts may have moved since the last update, and the loader uses others here
             self.__dict__.pop("_put_to_use", None)
@@ -256,6 +265,7 @@ class ShadowedModel:
 
     def refuse_if_unfinished(self) -> None:
         """Raise ``Refused`` if the next forward would not use a received tensor."""
+        self._quantizer.refuse_parts()
         if self._held:
             raise Refused(
                 f"the {self.role} model's loader takes {list_names(sorted(self._held))} only "
@@ -301,7 +311,9 @@ class ShadowedModel:
         """Read ``served`` once; ``check`` raises when it is time to give up."""
         if self._served is None:
             with AbandonableThread(check) as thread:
-                self._served = thread.do(self._read_shapes)
+                stored, config = thread.do(self._read_checkpoint)
+            self._served = {name: tensor.shape for name, tensor in stored.items()}
+            self._quantizer = Quantizer(find_quantized(stored, config))
 
     @property
     def served(self) -> Shapes:
@@ -309,12 +321,13 @@ class ShadowedModel:
         assert self._served is not None
         return self._served
 
-    def _read_shapes(self) -> Shapes:
-        return read_shapes(
+    def _read_checkpoint(self) -> tuple[dict[str, Stored], dict[str, Any]]:
+        folder = find_checkpoint(
             self.checkpoint,
             revision=self.runner.model_config.revision,
             cache=self.runner.load_config.download_dir,
         )
+        return read_stored(folder), read_quantization_config(folder)
 
     @property
     def _live_device(self) -> torch.device:
@@ -374,6 +387,15 @@ class ShadowedModel:
             rate_limit=rate_limit,
         )
         self._checks, self._is_sparse = checks, is_sparse(source)
+        weights = checks.count(weights)
+        if is_checkpoint:
+            weights = self._quantizer.quantize(
+                weights,
+                is_sparse=self._is_sparse,
+                check_finite=check_finite,
+                rate_limit=rate_limit,
+                counts=checks.quantized,
+            )
         watched = checks.watch(weights, again=self._held)
         try:
             # Restoring may replace parameters, so restore before the loader looks them up. But
@@ -423,7 +445,7 @@ class ShadowedModel:
                 "what is sent: send whole tensors"
             )
         if write.target.kind is Kind.WEIGHT:
-            self._checks.refuse_if_no_float(write.target.name)
+            self._checks.refuse_wrong_dtype(write)
             self._written.add(write.memory)
         self.shadow.note_write(write)
         self.on_write()

@@ -50,6 +50,9 @@ class Write(NamedTuple):
     target: Target
     # identifies the written memory, see ``memory_key``
     memory: int
+    # of the written tensor, and of the received tensor that is copied to it, None without one
+    dtype: torch.dtype
+    copied: torch.dtype | None
     # the received tensors that it is written from
     names: frozenset[str] = frozenset()
 
@@ -178,7 +181,8 @@ class Dataflow(TorchDispatchMode):
             target = self._targets.get(memory_key(tensor))
             if target is None:
                 continue
-            self._reach(target, tensor, names, is_known)
+            copied = read[0].dtype if self._is_copy_of_received(func, read) else None
+            self._reach(target, tensor, names, is_known, copied)
             if target.kind is Kind.FOREIGN:
                 # an in-place operation returns its first argument
                 return args[0]
@@ -213,6 +217,9 @@ class Dataflow(TorchDispatchMode):
         self._recorder.touch([*written, *read])
         return False
 
+    def _is_copy_of_received(self, func: Any, read: list[torch.Tensor]) -> bool:
+        return func is _COPY and len(read) > 0 and memory_key(read[0]) in self._received
+
     def _is_weight(self, tensor: torch.Tensor) -> bool:
         target = self._targets.get(memory_key(tensor))
         return target is not None and target.kind in (Kind.WEIGHT, Kind.FOREIGN)
@@ -233,7 +240,12 @@ class Dataflow(TorchDispatchMode):
         return names, is_known
 
     def _reach(
-        self, target: Target, tensor: torch.Tensor, names: frozenset[str], is_known: bool
+        self,
+        target: Target,
+        tensor: torch.Tensor,
+        names: frozenset[str],
+        is_known: bool,
+        copied: torch.dtype | None,
     ) -> None:
         if target.kind is Kind.SERVED:
             raise Refused(
@@ -243,7 +255,7 @@ class Dataflow(TorchDispatchMode):
         if target.kind is Kind.WEIGHT and not names and not is_known:
             names = frozenset(self._names if self._current is None else {self._current})
         if target.kind is not Kind.FOREIGN:
-            self._before_write(Write(target, memory_key(tensor), names))
+            self._before_write(Write(target, memory_key(tensor), tensor.dtype, copied, names))
         self.reached |= names
 
     def _follow(

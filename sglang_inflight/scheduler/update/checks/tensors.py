@@ -6,19 +6,20 @@ A head tied to the embeddings is compared with these embeddings.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from sglang_inflight.scheduler.update.checks.coverage import is_finite
-from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
+from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Write
 from sglang_inflight.scheduler.update.checks.digest import Digest
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, shorten
 
 # A trainer's precision may differ from the server's: these dtypes convert into each other.
-_FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _HEADS = ("lm_head.weight",)
 # in this order: Llama and most others, GPT-2, Bloom and ChatGLM, Llama's own checkpoints
 _EMBEDDINGS = (
@@ -27,6 +28,11 @@ _EMBEDDINGS = (
     "word_embeddings.weight",
     "tok_embeddings.weight",
 )
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Return whether tensors of ``dtype`` hold values that need scales."""
+    return dtype.itemsize == 1 and dtype not in (torch.bool, torch.float8_e8m0fnu)
 
 
 class TensorChecks:
@@ -80,18 +86,40 @@ class TensorChecks:
         self._last_in: dict[int, weakref.ref[torch.Tensor]] = {}
         self.tensors = 0
         self.bytes = 0
+        # how many tensors were quantized, by what came and what it became
+        self.quantized: Counter[str] = Counter()
         self.names: set[str] = set()
 
-    def refuse_if_no_float(self, parameter: str) -> None:
-        """Raise ``Refused`` if the current tensor's dtype cannot fill an unquantized weight."""
-        if self._current is None or not self._takes_floats_only:
+    def refuse_wrong_dtype(self, write: Write) -> None:
+        """Raise ``Refused`` if a tensor's dtype cannot fill the weight that ``write`` is about.
+
+        A loader's copy would cast floats to a quantized weight's dtype, past its scales.
+        """
+        if write.copied in FLOATS and is_quantized(write.dtype):
+            name = f" {shorten(self._current[0])!r}" if self._current is not None else ""
+            raise Refused(
+                f"tensor{name} is {write.copied}, and the model's loader would cast it to "
+                f"parameter {write.target.name!r}, which is {write.dtype} and has scales: send it "
+                "by its name in the served checkpoint, or in that dtype with its scales"
+            )
+        if self._current is None or not self._takes_floats_only or write.dtype not in FLOATS:
             return
         name, tensor = self._current
-        if tensor.dtype not in _FLOATS:
+        if tensor.dtype not in FLOATS:
             raise Refused(
-                f"tensor {shorten(name)!r} is {tensor.dtype}; parameter {parameter!r} takes "
-                "float16, bfloat16, float32 or float64"
+                f"tensor {shorten(name)!r} is {tensor.dtype}; parameter {write.target.name!r} "
+                "takes float16, bfloat16, float32 or float64"
             )
+
+    def count(
+        self, weights: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield ``weights``, and count them as the sender's."""
+        for name, tensor in weights:
+            self.tensors += 1
+            if isinstance(tensor, torch.Tensor):
+                self.bytes += tensor.nbytes
+            yield name, tensor
 
     def watch(
         self,
@@ -111,8 +139,6 @@ class TensorChecks:
                 self._check(name, tensor)
                 if self._tied is not None:
                     self._tied.receive(name, tensor)
-            self.tensors += 1
-            self.bytes += tensor.nbytes
             self.names.add(name)
             yield from self._pass_to_loader(name, tensor)
         self._current = None
@@ -196,7 +222,7 @@ class TensorChecks:
                 f"tensor {shorten(name)!r} has shape {list(tensor.shape)}; the model's has "
                 f"{list(expected)}"
             )
-        if self._check_finite and tensor.dtype in _FLOATS and not self._is_finite(tensor):
+        if self._check_finite and tensor.dtype in FLOATS and not self._is_finite(tensor):
             raise Refused(f"tensor {shorten(name)!r} holds NaN or infinity")
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Reads all files of one checkpoint, or only the names and shapes of its tensors.
+"""Reads all files of one checkpoint, or only the names, shapes and dtypes of its tensors.
 
 All files are opened before the first tensor, and must be unchanged at the end. So the tensors are
 of one checkpoint, even if the next one is being written over it.
@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -28,8 +29,18 @@ from sglang_inflight.vocabulary.errors import Refused, describe, shorten
 # Bytes of one read, and of small tensors together. They stay in a cache until they are copied.
 PIECE_BYTES = 4 << 20
 
+# where a model's config has the config of its quantization
+_QUANTIZATION_CONFIGS = ("quantization_config", "compression_config")
+
 F = TypeVar("F", bound=RegularFile)
 Shapes = dict[str, tuple[int, ...]]
+
+
+class Stored(NamedTuple):
+    """The shape and dtype in which a checkpoint stores a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def read_safetensors(
@@ -219,21 +230,37 @@ def _refuse_twice(
                 raise Refused(f"tensor {shorten(name)!r} is in {first} and in {file}")
 
 
-def read_shapes(model_path: str, *, revision: str | None, cache: str | None) -> Shapes:
-    """Return shapes by name; empty if the checkpoint is not here or not in safetensors.
+def read_stored(folder: Path) -> dict[str, Stored]:
+    """Return what the checkpoint in ``folder`` stores; empty if it is not there in safetensors."""
+    stored: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with closing(SafetensorsFile(str(file), file.name)) as tensors:
+            stored |= {place.name: Stored(place.shape, place.dtype) for place in tensors.places}
+    return stored
+
+
+def read_quantization_config(folder: Path) -> dict[str, Any]:
+    """Return the quantization config of the checkpoint in ``folder``; empty if it has none."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise Refused(f"{file.name} cannot be read: {shorten(str(error))}") from error
+    for part in config, config.get("text_config") or {}:
+        for key in _QUANTIZATION_CONFIGS:
+            if isinstance(found := part.get(key), dict):
+                return found
+    return {}
+
+
+def find_checkpoint(model_path: str, revision: str | None, cache: str | None) -> Path:
+    """Return the folder of a checkpoint on this machine; it may not exist.
 
     ``model_path`` is a directory or a name on the Hub. The files of a name are looked up in
     ``cache`` (None: the Hub's own) and never fetched.
     """
-    shapes: Shapes = {}
-    for file in sorted(find_checkpoint(model_path, revision, cache).glob("*.safetensors")):
-        with closing(SafetensorsFile(str(file), file.name)) as tensors:
-            shapes |= {place.name: place.shape for place in tensors.places}
-    return shapes
-
-
-def find_checkpoint(model_path: str, revision: str | None, cache: str | None) -> Path:
-    """Return the folder of a checkpoint on this machine; it may not exist."""
     path = Path(model_path)
     if path.is_dir():
         return path
