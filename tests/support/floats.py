@@ -1,4 +1,4 @@
-"""A trainer's bfloat16 weights for a server of blocks in FP8 (``tests/fp8_blocks``).
+"""A trainer's bfloat16 weights for a server of blocks in FP8 (``tests/quantized_kernels``).
 
 ``reference`` quantizes them without our code. Each layer has numbers of its own, so no weight of
 another version or place gives the same logprobs.
@@ -17,7 +17,7 @@ from tests.support.plugins import with_plugin
 # SGLang takes only squares on a CPU
 ROWS = COLUMNS = 16
 LARGEST = 448
-ENV = with_plugin("fp8_blocks")
+ENV = with_plugin("quantized_kernels")
 CONFIG: dict[str, Any] = {
     **marker.CONFIG,
     "quantization_config": {
