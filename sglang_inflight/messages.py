@@ -223,6 +223,8 @@ class Committed(RankAnswer, kw_only=True):
     epoch: int
     # how long the commit held the loop
     stall_ms: float
+    # seconds for which requests waited for weights written in place
+    held_s: float = 0.0
     # requests sent back to the queue
     retracted: int
     digest: str

@@ -86,6 +86,12 @@ class Settings:
         "an update from disk whose changes outgrow the memory of the device and of the host: "
         "in_place writes it over the served weights while requests wait; refuse changes nothing",
     )
+    proof: str = _setting(
+        "first_update",
+        _one_of("first_update", "start"),
+        "when a model that SGLang finishes after loading is loaded and finished beside itself, to "
+        "show that updates can do the same: at its first update, or before the server is ready",
+    )
     window_bytes: int = _setting(
         64 << 20,
         _natural,

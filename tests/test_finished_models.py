@@ -126,7 +126,9 @@ def body_of(kind: Kind, weights: dict[str, torch.Tensor], **fields: Any) -> dict
 def test_updates_from_each_source_beside_running_requests(
     server: Server, kind: Kind, sender: Sender
 ) -> None:
-    assert status(server)["staging"]["refusal"] is None
+    described = status(server)["staging"]
+    assert described["refusal"] is None
+    assert described["proof"]["state"] in ("due", "done")
     running = start_running(server, 2, tokens=ENDLESS)
     # gloo broadcasts no FP8
     last = "disk" if kind.model is block_fp8 else "distributed"
@@ -138,6 +140,7 @@ def test_updates_from_each_source_beside_running_requests(
         )
         assert receipt["staged_as"]["form"] == kind.form
         assert receipt["staged_as"]["why"] is None
+        assert receipt["held_s"] == 0
         more_tokens(running)
     succeed(server.post("/inflight/rollback", {"kv_cache": "keep"}))
     more_tokens(running)
@@ -172,7 +175,7 @@ def test_bad_updates_change_nothing(server: Server, kind: Kind, sender: Sender) 
     name = "model.layers.1.self_attn.o_proj.weight"
     missing = {n: t for n, t in weights.items() if n != name}
     broken = {
-        "was not sent|not sent": missing,
+        "not sent|belong together": missing,
         "NaN": {**weights, "model.norm.weight": weights["model.norm.weight"] * float("nan")},
         "no weight named 'stranger'": {**weights, "stranger": torch.ones(3)},
         "has shape": {**weights, name: weights[name][:-1].clone()},

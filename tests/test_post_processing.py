@@ -38,10 +38,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+# the setting, and a model whose finishing cannot be repeated
+IN_PLACE = {
+    "off": {"SGLANG_INFLIGHT_STAGING": "off"},
+    "unproven": {"INFLIGHT_TEST_UNREPEATABLE": "1"},
+    "unproven-at-start": {"INFLIGHT_TEST_UNREPEATABLE": "1", "SGLANG_INFLIGHT_PROOF": "start"},
+}
+
+
+@pytest.fixture(scope="module", params=list(IN_PLACE))
+def why(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="module")
-def server(folder: Path, trainers: Trainers) -> Iterator[Server]:
+def server(folder: Path, trainers: Trainers, why: str) -> Iterator[Server]:
     flags = ("--weight-version", "v0")
-    with serve(folder / "v0", *flags, log=folder / "log", env=post_processed.ENV) as server:
+    env = {**post_processed.ENV, **IN_PLACE[why]}
+    with serve(folder / "v0", *flags, log=folder / f"{why}.log", env=env) as server:
         yield server
 
 
@@ -50,9 +65,9 @@ def sender(folder: Path, trainers: Trainers) -> Sender:
     return Sender(folder, folder, trainers, post_processed)
 
 
-def test_updates_in_place_keep_running_requests(server: Server, sender: Sender) -> None:
+def test_updates_in_place_keep_running_requests(server: Server, sender: Sender, why: str) -> None:
     """Requests wait during the write."""
-    assert status(server)["staging"]["mode"] == "off"
+    assert (status(server)["staging"]["mode"] == "off") is (why != "unproven")
     assert status(server)["staging"]["refusal"] is None
     before = status(server)["weight_version"]
     running = start_running(server, 2, tokens=ENDLESS)
@@ -63,11 +78,20 @@ def test_updates_in_place_keep_running_requests(server: Server, sender: Sender) 
             "kv_cache": "keep",
             "non_blocking": True,
         }
-        succeed(sender.send(server, source, version, **fields))
+        receipt = succeed(sender.send(server, source, version, **fields))
+        assert receipt["staged_as"]["form"] == "off"
+        assert receipt["held_s"] > 0
         more_tokens(running)
     for output in expect_all_go_on(running):
         assert versions_of(output) == [before, "v1", "v2", "v3", "v4", "v5"]
-    refuse(server.post("/inflight/rollback", {}), "in place", "PostProcessedForCausalLM")
+    refuse(server.post("/inflight/rollback", {}), "in place")
+    described = status(server)
+    if why == "unproven":
+        assert described["staging"]["proof"]["state"] == "failed"
+        assert "'lm_head.serial'" in described["staging"]["proof"]["why"]
+        assert "'lm_head.serial'" in receipt["staged_as"]["why"]
+    elif why == "unproven-at-start":
+        assert "'lm_head.serial'" in described["capabilities"]["stage"]
 
 
 def test_trainer_leaving_before_its_first_tensor_fails_the_update_at_once(server: Server) -> None:

@@ -107,6 +107,17 @@ class StagedChanges(Answer, frozen=True, kw_only=True):
     why: str | None = None
 
 
+class Proof(Answer, frozen=True, kw_only=True):
+    """Whether SGLang's finishing of a model after loading can be repeated beside the served one.
+
+    ``state``: "due" (at the first update), "done" or "failed" (updates are written in place).
+    """
+
+    state: str
+    # the first tensor that differs, in a sentence
+    why: str | None = None
+
+
 class StagingStatus(Answer, frozen=True, kw_only=True):
     """The open update, and whether the next one can be taken."""
 
@@ -128,6 +139,8 @@ class StagingStatus(Answer, frozen=True, kw_only=True):
     kv_tokens: dict[str, int] = {}
     # how this rank staged the last committed update
     staged_as: StagedChanges | None = None
+    # None for models that SGLang does not finish after loading
+    proof: Proof | None = None
 
 
 # states of released memory in ``MemoryStatus``
@@ -241,6 +254,8 @@ class Receipt(Answer, frozen=True, kw_only=True):
     staged_s: float
     # longest time that the commit held a rank's loop
     stall_ms: float
+    # seconds for which requests waited for weights written in place
+    held_s: float = 0.0
     bytes: int
     tensors: int
     # requests sent back to the queue

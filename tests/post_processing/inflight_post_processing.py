@@ -3,10 +3,14 @@
 It combines SGLang's two ways. Its head is stored negated, in a new parameter that replaces the
 loaded one, like quantized weights. And it derives the head's nonzero row, as MLA derives products.
 If an update omits either, the tokens are not the version's.
+
+With ``INFLIGHT_TEST_UNREPEATABLE`` the second model of a process is finished unlike the first.
 """
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +21,8 @@ def install() -> None:
     from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
     from sglang.srt.models.qwen3 import Qwen3ForCausalLM
     from sglang.srt.models.registry import ModelRegistry
+
+    serials = itertools.count()
 
     class Negated(QuantizeMethodBase):
         def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -38,6 +44,7 @@ def install() -> None:
             super().__init__(*args, **kwargs)
             self.lm_head.quant_method = Negated()
             self.marked = -1
+            self.serial = float(next(serials))
 
         def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
             super().load_weights(weights)
@@ -46,6 +53,8 @@ def install() -> None:
         def post_load_weights(self) -> None:
             head: Any = self.lm_head
             self.marked = int(head.weight.abs().sum(dim=1).argmax())
+            if "INFLIGHT_TEST_UNREPEATABLE" in os.environ:
+                head.serial = torch.tensor(self.serial)
 
         @torch.no_grad()
         def forward(self, *args: Any, **kwargs: Any) -> Any:

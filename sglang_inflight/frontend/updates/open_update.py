@@ -273,6 +273,7 @@ def write_receipt(committed: list[Committed], update: OpenUpdate | None) -> Rece
         epoch=first.epoch,
         staged_s=update.staged_s if update is not None else 0.0,
         stall_ms=max(rank.stall_ms for rank in committed),
+        held_s=max(rank.held_s for rank in committed),
         bytes=update.bytes if update is not None else 0,
         tensors=update.tensors if update is not None else 0,
         retracted=sum(rank.retracted for rank in committed),

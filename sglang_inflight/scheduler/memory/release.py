@@ -124,7 +124,7 @@ class MemoryRelease:
             look_in(self._occupants.of)
         self._saver_copies = self._is_backup_wanted and look_in is None
         if require_update:
-            if (why := staging.refusal or staging.can.stage) is not None:
+            if (why := staging.refusal or staging.why_not_filled) is not None:
                 raise BadSetting(f"SGLANG_INFLIGHT_REQUIRE_UPDATE: {why}")
             self._memory = {**PRESENT, WEIGHTS: Where.HOLLOW}
             live.become_hollow("none were sent since the start (SGLANG_INFLIGHT_REQUIRE_UPDATE)")
@@ -223,7 +223,7 @@ class MemoryRelease:
         if get_parallel().pp_size > 1:
             # a stage with whole weights would step, and wait for a stage with hollow ones
             return "because the stages of a pipeline may have whole weights in different turns"
-        if (why := self._staging.refusal or self._staging.can.stage) is not None:
+        if (why := self._staging.refusal or self._staging.why_not_filled) is not None:
             return f"because no update can send them: {why}"
         return None
 
@@ -385,7 +385,7 @@ class MemoryRelease:
         self._live.lose_name()
         if self._why_not_held is not None:
             return
-        if self._staging.can.stage is None:
+        if self._staging.why_not_filled is None:
             after = move(self._memory, {WEIGHTS: Event.OVERWRITE})
             assert after is not None
             self._memory = after

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import msgspec
+import torch
 
 from sglang_inflight.capabilities import flag_that_moves_experts
 from sglang_inflight.metrics import Metrics
@@ -34,6 +35,7 @@ from sglang_inflight.scheduler.update.worker import (
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_model
 from sglang_inflight.vocabulary.answers import Capabilities
+from sglang_inflight.vocabulary.errors import Unproven
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -72,6 +74,8 @@ def make_staging(
         if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
             model.prepare_to_finish()
     device = next(models[0].runner.model.parameters()).device
+    if settings.proof == "start":
+        can = _prove(models, device, can)
     nbytes = sum(model.nbytes for model in models)
     can = msgspec.structs.replace(
         can,
@@ -139,3 +143,17 @@ def _is_written_over_rdma() -> bool:
     """
     written: bool = get_model().remote_instance_weight_loader_start_seed_via_transfer_engine
     return written
+
+
+def _prove(models: list[ShadowedModel], device: torch.device, can: Capabilities) -> Capabilities:
+    """Prove each model's finishing now, and note in ``can`` that one cannot be repeated."""
+    for model in models:
+        try:
+            model.prove(device, _never, RateLimit(0, lambda: False))
+        except Unproven as unproven:
+            can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
+    return can
+
+
+def _never() -> None:
+    pass

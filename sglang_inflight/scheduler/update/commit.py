@@ -156,6 +156,7 @@ class Commits:
             base_version=base,
             epoch=self._versions.epoch,
             stall_ms=1000 * stall_s,
+            held_s=self._live.held_s,
             retracted=retracted,
             digest=digest,
         )

@@ -55,6 +55,7 @@ from sglang_inflight.scheduler.update.sources.sparse_folder import read_sparse_f
 from sglang_inflight.scheduler.update.sources.tensors import read_tensors
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed, Update
+from sglang_inflight.vocabulary.answers import Proof
 from sglang_inflight.vocabulary.errors import Refused, list_names
 
 if TYPE_CHECKING:
@@ -238,9 +239,27 @@ class Jobs:
         self._metrics.observe_changes(staged_as)
         return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
 
+    @property
+    def proof(self) -> Proof | None:
+        """The proof of the model that is farthest from one. Read by the scheduler's thread."""
+        found = [model.proof for model in self._models if model.proof is not None]
+        return min(found, key=lambda p: ("failed", "due", "done").index(p.state), default=None)
+
     def stop_reading(self) -> None:
         """Release the sender's memory; the update receives nothing more."""
         self._gpu_memory.stop_reading()
+
+    @property
+    def why_not_filled(self) -> str | None:
+        """Why updates cannot fill weights without contents, element by element, or None."""
+        role = next((model.role for model in self._models if model.finishes), None)
+        if role is None:
+            return None
+        return f"SGLang finishes the {role} model after loading, so sent elements are not counted"
+
+    def has_written(self) -> bool:
+        """Return whether a model was written in place and is not finished, while no job runs."""
+        return any(model.is_half_written for model in self._models)
 
     def forget_shadows(self) -> None:
         """Free the shadows. Called on the scheduler's thread, while there is no job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ class LiveWeights:
         self.digest: str | None = None
         # why the weights are partially written, or None; only in the mode "off"
         self.dirty: str | None = None
+        self._dirty_since = 0.0
+        # seconds for which the last commit's update held requests back, written in place
+        self.held_s = 0.0
         # whether the version's label describes the weights
         self._is_named = True
         # roles of the partially written models
@@ -86,11 +90,18 @@ class LiveWeights:
         """Note the write of a part of an update into the models of ``roles``."""
         self.become_dirty("an update was written in place and not completed", roles)
 
+    def was_not_written(self) -> None:
+        """Take back ``write_in_place``: the update ended before its first write."""
+        self.dirty = None
+        self.torn.clear()
+
     def become_dirty(self, why: str, roles: Iterable[str]) -> None:
         """Mark the models of ``roles`` as partially written. A whole update repairs them."""
         if self.hollow is not None:
             return
         self.torn.update(roles)
+        if self.dirty is None:
+            self._dirty_since = time.monotonic()
         self.dirty = why
         self.digest = None
 
@@ -122,6 +133,7 @@ class LiveWeights:
         weights not sent by any update so far.
         """
         swapped = self._swap(swap)
+        self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
         if self.hollow is None and self._is_named:
             self.previous = Previous(base_version, self.digest, swap)
             self.holds_previous = swap.is_possible

@@ -44,6 +44,7 @@ from sglang_inflight.scheduler.update.finished.finished_model import FinishedMod
 from sglang_inflight.scheduler.update.finished.pristine import construct
 from sglang_inflight.scheduler.update.finished.proof import find_recipe
 from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
 from sglang_inflight.scheduler.update.forms import Form, Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.scheduler.update.mode import StagingMode
@@ -66,6 +67,7 @@ from sglang_inflight.scheduler.update.sources.disk import read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
 from sglang_inflight.storages import memory_key
+from sglang_inflight.vocabulary.answers import Proof
 from sglang_inflight.vocabulary.errors import Refused, Unproven, describe, list_names
 
 if TYPE_CHECKING:
@@ -144,20 +146,52 @@ class ShadowedModel:
             return
         if self.unproven is None:
             try:
-                with closing(self._read_served(check, rate_limit)) as weights:
-                    self._recipe = find_recipe(
-                        self._pristine,
-                        self.runner.model,
-                        device,
-                        weights,
-                        rate_limit,
-                        available_to_this_rank(),
-                    )
+                self._recipe = self._find_recipe(self._pristine, device, check, rate_limit)
             except Unproven as error:
                 self.unproven = str(error)
                 logger.warning("The %s model is updated in place: %s", self.role, error)
         if self.unproven is not None:
             raise Unproven(f"weights of the {self.role} model cannot be staged: {self.unproven}")
+
+    def _find_recipe(
+        self,
+        pristine: nn.Module,
+        device: torch.device,
+        check: Callable[[], None],
+        rate_limit: RateLimit,
+    ) -> Recipe:
+        model = self.runner.model
+        with AbandonableThread(check) as thread:
+            name = thread.do(lambda: self._name_recipe(pristine))
+            found = thread.do(lambda: recall(name)) if name is not None else None
+        if found is not None:
+            return found
+        with closing(self._read_served(check, rate_limit)) as weights:
+            found = find_recipe(
+                pristine, model, device, weights, rate_limit, available_to_this_rank()
+            )
+        if name is not None:
+            remember(name, found)
+        return found
+
+    def _name_recipe(self, pristine: nn.Module) -> str | None:
+        config = self.runner.model_config
+        cache = self.runner.load_config.download_dir
+        try:
+            folder = find_checkpoint(config.model_path, config.revision, cache)
+            return name_recipe(folder, pristine, self.runner.model)
+        except OSError as error:
+            logger.warning("The recipe of the %s model is not remembered: %s", self.role, error)
+            return None
+
+    @property
+    def proof(self) -> Proof | None:
+        """Whether finishing was repeated beside the served model; None if there is no need."""
+        if self._pristine is None:
+            return None
+        if self.unproven is not None:
+            return Proof(state="failed", why=self.unproven)
+        return Proof(state="due" if self._recipe is None else "done")
 
     def _read_served(
         self, check: Callable[[], None], rate_limit: RateLimit
@@ -217,6 +251,11 @@ class ShadowedModel:
     def shadow(self) -> Shadow | FinishedModel | InPlaceModel:
         assert self._shadow is not None
         return self._shadow
+
+    @property
+    def is_half_written(self) -> bool:
+        """Whether an update has begun to write the model in place, and has not finished it."""
+        return isinstance(self._shadow, InPlaceModel) and self._shadow.is_open
 
     def forget_shadow(self) -> None:
         """Forget the shadow; the next update builds it anew. ``ShadowParameters`` frees memory."""

@@ -198,6 +198,7 @@ class Staging:
         front end sent the call after the answer to its ``OpenCall``.
         """
         self._prepare_to_hold()
+        update.found_clean = update.found_clean or self._live.dirty is None
         self._live.write_in_place(update.roles)
 
     def seal(self, call: SealCall) -> None:
@@ -214,8 +215,26 @@ class Staging:
             self._update = None
             # its writes in place belong to no version: the next update marks the weights anew
             self._live.is_marked = False
+        stopped = threading.Event()
+
+        def stop() -> None:
+            self._jobs.stop_reading()
+            stopped.set()
+
         # answered after the running job, when the sender's memory is released
-        self._worker.submit(call, _done_after(self._jobs.stop_reading))
+        self._worker.submit(call, _done_after(stop))
+        if update is not None and update.id == call.update_id and update.found_clean:
+            self._serve_if_unwritten(stopped)
+
+    def _serve_if_unwritten(self, stopped: threading.Event) -> None:
+        """Let the loop go on if a dropped update in place wrote nothing on any rank.
+
+        All ranks of a replica drop it at the same boundary. No step can be made meanwhile, so the
+        loop waits for the running job here. A job that does not end counts as one that wrote.
+        """
+        is_written = not stopped.wait(_STOP_S) or self._jobs.has_written()
+        if not is_true_on_any_rank(is_written):
+            self._live.was_not_written()
 
     def may_have_written_by_handles(self, update_id: str) -> bool:
         """Return whether a client of this open update may have written the weights over RDMA.
@@ -266,6 +285,11 @@ class Staging:
         self._live.forget_previous()
         self._jobs.forget_shadows()
 
+    @property
+    def why_not_filled(self) -> str | None:
+        """Return why several updates cannot fill weights without contents, or None if they can."""
+        return self.can.stage or self._jobs.why_not_filled
+
     def why_no_rollback(self) -> str | None:
         """Return why the shadow does not hold the previous version, or None if it does."""
         if self.mode is StagingMode.OFF:
@@ -293,6 +317,7 @@ class Staging:
             groups=self._groups.describe(),
             kv_tokens=self.kv_tokens,
             staged_as=self._staged_as,
+            proof=self._jobs.proof,
         )
 
     def _expect(self, update_id: str, step: Step) -> Update:
@@ -370,6 +395,10 @@ class Staging:
             is_dirty = self._live.dirty is not None
             if self.mode is StagingMode.OFF and is_true_on_any_rank(is_dirty) and not is_dirty:
                 self._live.write_in_place(self._update.roles if self._update else ())
+
+
+# a job looks at the drop between two tensors
+_STOP_S = 5.0
 
 
 def _done_after(action: Callable[[], None]) -> Job[Done]:

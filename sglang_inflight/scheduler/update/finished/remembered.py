@@ -1,0 +1,86 @@
+"""Recipes that an earlier server with the same model has found, in files of the cache folder.
+
+A recipe is remembered for a checkpoint's files, the structure of the model on one rank, and the
+versions of all code that loads and finishes it. A file that cannot be read or written costs the
+time of a proof, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import nn
+
+from sglang_inflight.cache import default_cache
+from sglang_inflight.scheduler.update.finished.places import numbers_of, tensors_of
+from sglang_inflight.scheduler.update.finished.recipe import Recipe, describe_layout
+
+logger = logging.getLogger(__name__)
+
+_CODE = ("sglang", "sglang-inflight", "torch", "transformers")
+
+
+def name_recipe(checkpoint: Path, pristine: nn.Module, live: nn.Module) -> str:
+    """Return the name under which the recipe of ``live`` is remembered.
+
+    ``checkpoint``: the folder of the served checkpoint. ``pristine``: the model before loading.
+    Raise ``OSError`` if the folder cannot be read.
+    """
+    files = [(file.name, file.stat()) for file in sorted(checkpoint.iterdir())]
+    known = {
+        "checkpoint": [str(checkpoint.resolve())]
+        + [[name, stat.st_size, stat.st_mtime_ns] for name, stat in files],
+        "code": [version(package) for package in _CODE],
+        "environment": sorted(
+            (name, value) for name, value in os.environ.items() if name.startswith("SGLANG_")
+        ),
+        "models": [_describe(pristine), _describe(live)],
+        "device": str(next(live.parameters()).device.type),
+        "threads": torch.get_num_threads(),
+    }
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()[:32]
+
+
+def _describe(model: nn.Module) -> list[list[str]]:
+    tensors = [[str(place), describe_layout(t)] for place, t in tensors_of(model).items()]
+    kinds = [[path, type(module).__qualname__] for path, module in model.named_modules()]
+    return [*tensors, *kinds, *([str(place)] for place in numbers_of(model))]
+
+
+def recall(name: str) -> Recipe | None:
+    """Return the recipe of this name, or None if there is none."""
+    try:
+        text = _file(name).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.warning("A remembered recipe cannot be read: %s", error)
+        return None
+    try:
+        return msgspec.json.decode(text, type=Recipe)
+    except msgspec.DecodeError as error:
+        logger.warning("A remembered recipe is not one, and is found anew: %s", error)
+        return None
+
+
+def remember(name: str, recipe: Recipe) -> None:
+    """Keep ``recipe`` under ``name``, whole or not at all."""
+    file = _file(name)
+    partly = file.with_suffix(f".{os.getpid()}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partly.write_bytes(msgspec.json.encode(recipe))
+        partly.replace(file)
+    except OSError as error:
+        logger.warning("A recipe is not remembered: %s", error)
+
+
+def _file(name: str) -> Path:
+    return default_cache() / "recipes" / f"{name}.json"
