@@ -31,7 +31,8 @@ from sglang_inflight.scheduler.host_tier import engine_of
 from sglang_inflight.scheduler.nodes import check_nodes_match
 from sglang_inflight.scheduler.request_names import NAMES
 from sglang_inflight.scheduler.requests import record_of
-from sglang_inflight.scheduler.update.reservation import reserve
+from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
+from sglang_inflight.scheduler.update.reservation import loaded_models, reserve
 from sglang_inflight.scheduler.versions.token_versions import write_spans
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_parallel
@@ -69,6 +70,8 @@ def meet_other_nodes(scheduler: ReservingScheduler, *args: Any, **kwargs: Any) -
 def reserve_shadow(scheduler: ReservingScheduler) -> None:
     settings = Settings.from_environment()
     scheduler.inflight_reservation = reserve(scheduler, settings.staging)
+    models = loaded_models(scheduler)
+    scheduler.inflight_made = {id(model): MadeByForwards(model) for model in models}
 
 
 def create_controller(

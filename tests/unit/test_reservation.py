@@ -149,7 +149,7 @@ def test_refused_updates_reserve_nothing(
 @pytest.mark.parametrize("wanted", ["auto", "device"])
 def test_unstageable_model_reserves_nothing(host: Host, wanted: str) -> None:
     scheduler = server()
-    scheduler.draft_worker.model_runner.model[1]._stacked_ctx_kv_cache = torch.ones(1)
+    scheduler.draft_worker.model_runner.model[1]._derived_weight_cache_error = "a cache"
     reserved = reserve(scheduler, wanted)
     assert reserved is not None
     assert reserved.storage == {}

@@ -99,14 +99,6 @@ def test_wrapper_of_a_deriving_model_is_not_stageable() -> None:
     )
 
 
-def test_cached_copy_of_a_weight_refuses_updates() -> None:
-    model = model_with(_split2_hi=None)
-    assert why_not_shadowed(model) is None
-    model[0]._split2_hi = torch.ones(1)  # type: ignore[index]
-    for why_not in (why_not_shadowed, why_not_loaded):
-        assert "keeps a copy of a weight (_split2_hi)" in (why_not(model) or "")
-
-
 def fp8_layer() -> Any:
     """Return a new linear layer of GLM-4.5-Air-FP8."""
     scheme: Any = make_bare(CompressedTensorsW8A8Fp8)

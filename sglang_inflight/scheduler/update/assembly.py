@@ -65,12 +65,21 @@ def make_staging(
     runners: list[tuple[str, ModelRunner]] = scheduler.weight_updater._select_runners("all")
     moves = flag_that_moves_experts(cast("ServerArgs", scheduler.server_args)) is not None
     models = [
-        ShadowedModel(role, runner, parameters, experts_move=moves) for role, runner in runners
+        ShadowedModel(
+            role,
+            runner,
+            parameters,
+            experts_move=moves,
+            made_by_forwards=scheduler.inflight_made.get(id(runner.model)),
+        )
+        for role, runner in runners
     ]
+    live.made_by_forwards = [model.made_by_forwards for model in models]
     parameters.keep_reserved_for(tensors_copied_by_shadow(runner.model for _, runner in runners))
     for model in models:
         # SGLang does so at the first forward, and updates do it from then on
         fuse_scales(model.runner.model)
+        model.made_by_forwards.end_start(model.runner, holds_graphs=model.holds_graphs)
         if settings.staging != "off" and can.stage is None and not _is_written_over_rdma():
             model.prepare_to_finish()
     device = next(models[0].runner.model.parameters()).device

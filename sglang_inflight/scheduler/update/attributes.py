@@ -30,6 +30,26 @@ def attributes_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
         yield name, module._buffers.get(name)
 
 
+def namespaces_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dicts in which a forward of ``module`` may set values, each with its path.
+
+    The objects that hold a layer's method of quantization keep tensors of the layer, too.
+    """
+    for name in ("", "_parameters", "_buffers", "_modules"):
+        yield "", module.__dict__[name] if name else module.__dict__
+    for name in ("quant_method", "scheme"):
+        part = module.__dict__.get(name)
+        if hasattr(part, "__dict__") and not isinstance(part, nn.Module | type):
+            yield name, vars(part)
+
+
+def values_in(namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names and values, while another thread may add some."""
+    for name, value in tuple(namespace.items()):
+        if name not in _OF_MODULES:
+            yield name, value
+
+
 def tensors_in(
     value: Any, depth: int = _DEPTH, *, also_without_memory: bool = False
 ) -> Iterator[torch.Tensor]:

@@ -35,6 +35,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadowed_model import (
     ShadowedModel,
+    why_forwards_forbid,
     why_not_updated,
 )
 from sglang_inflight.scheduler.update.shadows import Shadows
@@ -232,6 +233,10 @@ class Jobs:
         digest = self._read_through(update, shadowed, whole)
         missing = self._count_unwritten(update) if update.fills_hollow else 0
         update.check()
+        # requests were served since the update's begin
+        is_staged = self._mode_of(update) is not StagingMode.OFF
+        if is_staged and (reason := why_forwards_forbid(self._models)) is not None:
+            raise Refused(reason)
         swap = self._prepare_swap(update) if was_loaded else PreparedSwap()
         checkpoints = self._checkpoints(update)
         staged_as = self._shadows.form.describe()

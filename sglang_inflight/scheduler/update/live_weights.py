@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class LiveWeights:
         self.holds_previous = False
         # None on a CPU
         self.last_swap: DeviceSwap | None = None
+        # of each model
+        self.made_by_forwards: Sequence[MadeByForwards] = ()
 
     @property
     def swapped(self) -> Any:
@@ -108,6 +111,7 @@ class LiveWeights:
     def lose_name(self) -> None:
         """Forget the served version until the next commit: something else wrote the weights."""
         self.forget_previous()
+        self._reset_made()
         self.digest, self._is_named = None, False
 
     def lose_previous(self) -> None:
@@ -134,6 +138,7 @@ class LiveWeights:
         """
         swapped = self._swap(swap)
         self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
+        self._reset_made()
         if self.hollow is None and self._is_named:
             self.previous = Previous(base_version, self.digest, swap)
             self.holds_previous = swap.is_possible
@@ -147,6 +152,11 @@ class LiveWeights:
         self._is_named = True
         self.torn.clear()
         return swapped
+
+    def _reset_made(self) -> None:
+        """Have the next forward make its tensors anew of the weights now live."""
+        for made in self.made_by_forwards:
+            made.reset()
 
     def _swap(self, swap: PreparedSwap) -> int:
         """Swap between the forwards launched so far and those launched next.

@@ -15,6 +15,7 @@ from sglang_inflight.scheduler.collectives import (
 )
 from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.stageable import why_stale
+from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode, choose_mode
 from sglang_inflight.scheduler.update.shadow import ReservedStorage, weights_of
 from sglang_inflight.storages import memory_key
@@ -24,9 +25,11 @@ if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
 
     class ReservingScheduler(Scheduler):
-        """A scheduler with its models loaded, and the reservation as its only field of ours."""
+        """A scheduler with its models loaded, and two fields of ours."""
 
         inflight_reservation: Reservation | None
+        # by the model's id
+        inflight_made: dict[int, MadeByForwards]
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,7 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
     Call on the loop's thread, on all ranks of the replica, after all models are loaded. SGLang
     then gives the KV cache the free memory, and later nothing is free.
     """
-    workers = [scheduler.tp_worker, scheduler.draft_worker]
-    runners = [
-        runner
-        for worker in workers
-        if worker is not None
-        for _, runner in worker.weight_update_runners()
-    ]
-    models = [runner.model for runner in runners]
+    models = loaded_models(scheduler)
     device = next(models[0].parameters()).device
     if device.type == "cpu":
         return None
@@ -72,6 +68,17 @@ def reserve(scheduler: Scheduler, wanted: str) -> Reservation | None:
             "for a second copy of the weights"
         )
     return Reservation(mode, storage)
+
+
+def loaded_models(scheduler: Scheduler) -> list[nn.Module]:
+    """Return the target and its drafts, after all models are loaded."""
+    workers = [scheduler.tp_worker, scheduler.draft_worker]
+    return [
+        runner.model
+        for worker in workers
+        if worker is not None
+        for _, runner in worker.weight_update_runners()
+    ]
 
 
 def reserve_storage(

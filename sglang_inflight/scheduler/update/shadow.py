@@ -232,7 +232,7 @@ class Shadow:
         )
 
     def _checksum_of(self, value: Any) -> str:
-        return "" if isinstance(value, float) else _checksum(self._no_weights_in(value))
+        return "" if isinstance(value, float) else checksum(self._no_weights_in(value))
 
     def _no_weights_in(self, value: Any) -> list[torch.Tensor]:
         return [t for t in tensors_in(value) if not self._parameters.lies_in_a_weight(t)]
@@ -380,7 +380,8 @@ def _span_of(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _checksum(tensors: Iterable[torch.Tensor]) -> str:
+def checksum(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a checksum over shapes, dtypes and bytes of ``tensors``."""
     digest = Digest()
     for tensor in tensors:
         if tensor.is_meta:

@@ -47,6 +47,7 @@ from sglang_inflight.scheduler.update.finished.recipe import Recipe
 from sglang_inflight.scheduler.update.finished.remembered import name_recipe, recall, remember
 from sglang_inflight.scheduler.update.forms import Form, Weight
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
+from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import (
@@ -88,14 +89,19 @@ class ShadowedModel:
         parameters: ShadowParameters,
         *,
         experts_move: bool = False,
+        made_by_forwards: MadeByForwards | None = None,
     ) -> None:
-        """``experts_move``: SGLang moves experts between ranks while it serves."""
+        """``experts_move``: SGLang moves experts between ranks while it serves.
+
+        ``made_by_forwards`` has noted the model before its first forward.
+        """
         self.role = role
         self._experts_move = experts_move
         self.runner = runner
         # the checkpoint at the server's start
         self.checkpoint = runner.model_config.model_path
         self._parameters = parameters
+        self.made_by_forwards = made_by_forwards or MadeByForwards(runner.model)
         # called before each write of a parameter
         self.on_write: Callable[[], None] = _do_nothing
         self._shadow: Shadow | FinishedModel | InPlaceModel | None = None
@@ -262,6 +268,11 @@ class ShadowedModel:
         self._shadow = self._form = None
 
     @property
+    def holds_graphs(self) -> bool:
+        """Whether captured graphs hold addresses of the model's tensors."""
+        return _holds_graphs(self.runner)
+
+    @property
     def _recorder(self) -> Recorder | None:
         if isinstance(self._shadow, FinishedModel):
             # the loader writes raw weights
@@ -295,6 +306,7 @@ class ShadowedModel:
         if isinstance(self.shadow, InPlaceModel) and self.shadow.is_open:
             self.on_write()
             self.shadow.finish(was_loaded=was_loaded)
+            self.made_by_forwards.note_loaded()
 
     def restore(self) -> None:
         """Undo SGLang's finishing, before a load or something else writes in place."""
@@ -400,6 +412,9 @@ class ShadowedModel:
         dtype. The default belongs to the whole process: meanwhile the loop makes a request's
         biases in it, and compiles for it. SGLang loads tensors and broadcasts without it, too.
         """
+        if isinstance(self.shadow, InPlaceModel) and not self.shadow.is_open:
+            # no forward runs any more until the commit
+            self.made_by_forwards.look()
         load_format = source.load_format if isinstance(source, TensorSource) else None
         is_checkpoint = load_format in OF_CHECKPOINT
         if load_format == DIRECT:
@@ -544,7 +559,7 @@ class ShadowedModel:
         return find_put_to_use(model, self.served, next(model.parameters()).dtype)
 
 
-def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str | None:
+def why_not_updated(models: Sequence[ShadowedModel], *, in_place: bool) -> str | None:
     """Return why ``models`` cannot be updated now, or None if they can."""
     why_not, what = (why_not_loaded, "updated") if in_place else (why_not_shadowed, "staged")
     for model in models:
@@ -553,6 +568,14 @@ def why_not_updated(models: Iterable[ShadowedModel], *, in_place: bool) -> str |
         of_model = why_stale if not in_place and model.finishes else why_not
         if (reason := of_model(model.runner.model)) is not None:
             return f"weights of the {model.role} model cannot be {what}: {reason}"
+    return why_forwards_forbid(models)
+
+
+def why_forwards_forbid(models: Iterable[ShadowedModel]) -> str | None:
+    """Return why what forwards have made of the weights forbids every update, or None."""
+    for model in models:
+        if (reason := model.made_by_forwards.why_not_updated()) is not None:
+            return f"weights of the {model.role} model cannot be updated: {reason}"
     return None
 
 

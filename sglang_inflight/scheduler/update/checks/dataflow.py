@@ -171,11 +171,11 @@ class Dataflow(TorchDispatchMode):
         if func.is_view:
             # a view has the same storage, and storages are followed
             return func(*args, **kwargs)
-        written = _written_arguments(func)
+        written = written_arguments(func)
         read: list[torch.Tensor] = []
         written_tensors: list[torch.Tensor] = []
         for at, value in (*enumerate(args), *kwargs.items()):
-            (written_tensors if at in written else read).extend(_tensors_in(value))
+            (written_tensors if at in written else read).extend(tensors_of(value))
         names, is_known = self._origin(read)
         for tensor in written_tensors:
             target = self._targets.get(memory_key(tensor))
@@ -269,7 +269,7 @@ class Dataflow(TorchDispatchMode):
             key = memory_key(tensor)
             if key not in self._targets and key not in self._received:
                 self._computed[key] = self._computed.get(key, frozenset()) | names
-        results = list(_tensors_in(result))
+        results = list(tensors_of(result))
         if not results and read:
             # a number: no target shows its use, so its tensors count as used
             self.reached |= names
@@ -293,7 +293,7 @@ def without_threads(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]
 
 
 @functools.cache
-def _written_arguments(func: Any) -> frozenset[int | str]:
+def written_arguments(func: Any) -> frozenset[int | str]:
     """Return positions and names of the arguments written by a torch operation."""
     found: set[int | str] = set()
     for at, argument in enumerate(func._schema.arguments):
@@ -302,13 +302,14 @@ def _written_arguments(func: Any) -> frozenset[int | str]:
     return frozenset(found)
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors with memory in an argument, or a result, of a torch operation."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_of(item)
 
 
 def _range_of(tensor: torch.Tensor) -> tuple[int, int]:

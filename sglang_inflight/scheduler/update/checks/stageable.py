@@ -3,7 +3,8 @@
 A shadow holds the tensors written by a loader. SGLang may finish a model after loading: another
 layout, a product of two weights, or a copy in another precision. A commit would leave these
 results outdated. Such a model is loaded again in place, and finished again (``in_place.py``). A
-model is refused if serving has made copies in it, or if its finishing cannot be repeated.
+model is refused if its finishing cannot be repeated. ``made_by_forwards.py`` finds what serving has
+made of weights.
 """
 
 from __future__ import annotations
@@ -41,24 +42,6 @@ _RESTORES_NOTHING = {
 }
 _UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
 
-# Attributes in which SGLang's modules keep copies of weights, made at their first use. Nothing
-# renews a copy when its weight changes.
-_COPIES = {
-    # Hunyuan V3: norms in float32 beside attention in FP8
-    "_hpc_q_norm_w_fp32",
-    "_hpc_k_norm_w_fp32",
-    # Muse Spark: a router's weight in two parts, a norm in bfloat16
-    "_split2_hi",
-    "_post_expert_norm_weight",
-    # the vision tower of dots: experts stacked, in FP8
-    "_fused_w13_fp8",
-    # Qwen4: an up-projection, padded; Kimi K3: a product of weights
-    "_mix_up_weight_padded",
-    "_attn_res_cw_cache",
-    # drafts: stacked projections
-    "_stacked_ctx_kv_cache",
-}
-
 # Names of quantized layers' weights in a checkpoint.
 _QUANTIZED_WEIGHTS = frozenset(
     f"{prefix}{name}"
@@ -82,12 +65,7 @@ def why_not_loaded(model: nn.Module) -> str | None:
 
 
 def why_stale(model: nn.Module) -> str | None:
-    """Return which copy of a weight, made while serving, would stay as it is, or None."""
-    for name, module in model.named_modules():
-        own = module.__dict__
-        for attribute in _COPIES & own.keys():
-            if own[attribute] is not None:
-                return f"{_called(name, module)} keeps a copy of a weight ({attribute})"
+    """Return which copy of weights would stay as it is, by what SGLang itself knows, or None."""
     cached: str | None = _unsupported_derived_weight_cache_error(model)
     return cached
 
