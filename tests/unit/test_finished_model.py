@@ -23,6 +23,7 @@ from sglang_inflight.scheduler.update.mode import StagingMode
 from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
+from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
 
 CPU = torch.device("cpu")
@@ -111,6 +112,12 @@ def served(
     return model
 
 
+def found(pristine: nn.Module, live: nn.Module) -> Recipe:
+    loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
+    weights = checkpoint(0).items()
+    return find_recipe(pristine, live, CPU, weights, NO_LIMIT, 1 << 30, loaded)
+
+
 class Rank:
     """A served model with its staging, without a scheduler."""
 
@@ -139,7 +146,7 @@ class Rank:
         )
 
     def recipe(self) -> Recipe:
-        return find_recipe(self.pristine, self.live, CPU, checkpoint(0).items(), NO_LIMIT, 1 << 30)
+        return found(self.pristine, self.live)
 
     def begin(self, *, is_partial: bool = False) -> None:
         self.form.begin()
@@ -334,7 +341,7 @@ def test_model_that_finishing_does_not_make_is_unproven(
     live = served(0)
     change(live)
     with pytest.raises(Unproven, match=reason):
-        find_recipe(Model(), live, CPU, checkpoint(0).items(), NO_LIMIT, 1 << 30)
+        found(Model(), live)
 
 
 def test_finishing_that_runs_only_once_is_unproven() -> None:
@@ -342,7 +349,7 @@ def test_finishing_that_runs_only_once_is_unproven() -> None:
         raise RuntimeError("no kernel for this device")
 
     with pytest.raises(Unproven, match="no kernel for this device"):
-        find_recipe(Model(breaks), served(0), CPU, checkpoint(0).items(), NO_LIMIT, 1 << 30)
+        found(Model(breaks), served(0))
 
 
 def test_view_of_another_weight_goes_with_it() -> None:

@@ -176,8 +176,7 @@ class MadeByForwards:
         """Judge each tensor made since the last look; captured graphs hold it if ``in_graphs``."""
         with self._lock:
             # a view of a noted tensor shows what the commit exchanges there
-            noted = (tensor for value in self._noted.values.values() for tensor in value.tensors)
-            keys = self._weight_keys().union(map(memory_key, noted))
+            keys = self.memory_after_loading()
             # a number is plain
             for slot, value in self._slots(with_plain=watched is not None):
                 if slot.key not in self._judged:
@@ -211,6 +210,11 @@ class MadeByForwards:
         for slot, value in self._slots():
             (weights if slot.has_weights else constants).extend(_noted(value, keys).tensors)
         return weights, constants
+
+    def memory_after_loading(self) -> set[int]:
+        """Return the memory of all tensors that loading made, by ``memory_key``."""
+        noted = (tensor for value in self._noted.values.values() for tensor in value.tensors)
+        return self._weight_keys().union(map(memory_key, noted))
 
     def _judge(self, slot: _Slot, now: _Value, watched: Watched | None, *, in_graphs: bool) -> None:
         """Judge the tensors of ``now``, which loading did not make."""

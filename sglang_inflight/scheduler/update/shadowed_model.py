@@ -174,7 +174,13 @@ class ShadowedModel:
             return found
         with closing(self._read_served(check, rate_limit)) as weights:
             found = find_recipe(
-                pristine, model, device, weights, rate_limit, available_to_this_rank()
+                pristine,
+                model,
+                device,
+                weights,
+                rate_limit,
+                available_to_this_rank(),
+                self.made_by_forwards.memory_after_loading(),
             )
         if name is not None:
             remember(name, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader
@@ -23,15 +23,17 @@ def find_recipe(
     weights: Iterable[tuple[str, torch.Tensor]],
     rate_limit: RateLimit,
     host_bytes: int,
+    loaded: Collection[int],
 ) -> Recipe:
     """Load ``weights``, which are served, beside the served model, finish it, and compare the two.
 
     ``pristine`` is the model before loading, ``live`` the served one. The load takes host memory
-    for all weights of this rank, at most ``host_bytes``.
+    for all weights of this rank, at most ``host_bytes``. ``loaded``: memory of ``live`` that
+    loading made, by ``memory_key``.
 
     Raise ``Unproven`` with the first difference, or if the weights cannot be loaded here.
     """
-    proof = _Proof(live, rate_limit)
+    proof = _Proof(live, rate_limit, loaded)
     raw = proof.raw = RawModel(pristine, live, device, proof, rate_limit, None)
     if raw.nbytes > host_bytes:
         raise Unproven(
@@ -62,13 +64,21 @@ class _Proof:
 
     raw: RawModel
 
-    def __init__(self, live: nn.Module, rate_limit: RateLimit) -> None:
+    def __init__(self, live: nn.Module, rate_limit: RateLimit, loaded: Collection[int]) -> None:
         self._live = live
+        self._loaded = loaded
         self._rate_limit = rate_limit
         self.recipe: Recipe | None = None
 
     def take(self, made: Made) -> None:
-        compare(made.tensors, made.numbers, self.raw.model, self._live, (), self._rate_limit)
+        compare(
+            made.tensors,
+            made.numbers,
+            self.raw.model,
+            self._live,
+            self._loaded,
+            self._rate_limit,
+        )
         self.recipe = Recipe(
             names=self.raw.names(),
             kept=self.raw.kept(),

@@ -8,7 +8,7 @@ between, or a tensor that serving has made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -41,29 +41,29 @@ def compare(
     numbers: dict[Place, Number],
     model: nn.Module,
     live: nn.Module,
-    foreign: Iterable[int],
+    loaded: Collection[int],
     rate_limit: RateLimit,
 ) -> None:
     """Raise ``Unproven`` with the first place where the finished ``model`` is not the ``live`` one.
 
-    ``made``, ``numbers``: what loading and finishing made in ``model``. ``foreign``: memory of
-    ``live`` that other models own.
+    ``made``, ``numbers``: what loading and finishing made in ``model``. ``loaded``: memory of
+    ``live`` that loading made, by ``memory_key``; forwards made the rest.
     """
-    served, others = tensors_of(live), set(foreign)
+    served = tensors_of(live)
     for place, tensor in made.items():
         if (expected := served.get(place)) is None:
             raise Unproven(f"finishing makes {str(place)!r}, and the served model has none")
-        if memory_key(expected) not in others:
-            _require_equal(place, tensor, expected, rate_limit)
+        _require_equal(place, tensor, expected, rate_limit)
     live_numbers = numbers_of(live)
     for place, number in numbers.items():
         found = live_numbers[place][2] if place in live_numbers else None
         if found != number:
             raise Unproven(f"finishing sets {str(place)!r} to {number}, and {found} is served")
-    known = {memory_key(served[place]) for place in made} | others
+    known = {memory_key(served[place]) for place in made}
     has = tensors_of(model).keys()
     for place, tensor in served.items():
-        if place in has or not tensor.is_floating_point() or memory_key(tensor) in known:
+        key = memory_key(tensor)
+        if place in has or not tensor.is_floating_point() or key in known or key not in loaded:
             continue
         raise Unproven(f"the served model has {str(place)!r}, and loading does not make it")
 
