@@ -163,7 +163,7 @@ class MadeByForwards:
 
     def reset(self) -> None:
         """Unset what forwards made of the weights. Call at a commit, between two steps."""
-        if self._has_grown():
+        if self._sizes.have_grown():
             self.look()
         for resets in tuple(self._resets.values()):
             for slot, value in resets:
@@ -313,21 +313,40 @@ class MadeByForwards:
 
     def _remember_sizes(self) -> None:
         """Remember what shows at little cost that a forward has set an attribute."""
-        sizes: dict[int, tuple[dict[str, Any], int]] = {}
-        self._empty: list[tuple[dict[str, Any], str]] = []
-        for module in self._model.modules():
-            for _, namespace in namespaces_of(module):
-                sizes[id(namespace)] = namespace, len(namespace)
-                self._empty += [
-                    (namespace, name)
-                    for name, value in values_in(namespace)
-                    if _is_empty(value) and (id(namespace), name) not in self._judged
-                ]
-        self._sizes = list(sizes.values())
+        namespaces = {
+            id(namespace): namespace
+            for module in self._model.modules()
+            for _, namespace in namespaces_of(module)
+        }
+        self._sizes = _Sizes(list(namespaces.values()), self._judged)
 
-    def _has_grown(self) -> bool:
-        return any(len(namespace) > size for namespace, size in self._sizes) or any(
-            not _is_empty(namespace.get(name)) for namespace, name in self._empty
+
+class _Sizes:
+    """The number of attributes in each namespace, and the attributes without a value.
+
+    Each commit compares them, for thousands of namespaces. So C functions do it in one go.
+    """
+
+    def __init__(self, namespaces: list[dict[str, Any]], judged: set[_Key]) -> None:
+        """Attributes that were ``judged`` may get a value."""
+        self._namespaces = namespaces
+        self._lengths = tuple(map(len, namespaces))
+        empty = [
+            (namespace, name, value)
+            for namespace in namespaces
+            for name, value in values_in(namespace)
+            if _is_empty(value) and (id(namespace), name) not in judged
+        ]
+        self._unset = [(space, name) for space, name, value in empty if value is None]
+        self._holders = [space for space, _ in self._unset]
+        self._names = [name for _, name in self._unset]
+        self._containers = [value for _, _, value in empty if value is not None]
+
+    def have_grown(self) -> bool:
+        return (
+            tuple(map(len, self._namespaces)) != self._lengths
+            or list(map(dict.get, self._holders, self._names)).count(None) != len(self._names)
+            or any(self._containers)
         )
 
 
