@@ -113,6 +113,13 @@ def fp8_layer() -> Any:
     return layer
 
 
+def test_deleted_source_of_derived_weights_refuses_updates() -> None:
+    """MiniCPM3's loader would fail at that tensor, after writing others in place."""
+    deleted = model_with(w_kc=torch.ones(1))
+    assert "has deleted kv_b_proj" in (why_not_loaded(deleted) or "")
+    assert why_not_loaded(model_with(w_kc=torch.ones(1), kv_b_proj=nn.Identity())) is None
+
+
 def test_weight_loadable_once_is_refused() -> None:
     layer = fp8_layer()
     model = nn.Sequential(layer)

@@ -42,6 +42,9 @@ _RESTORES_NOTHING = {
 }
 _UNQUANTIZED = (UnquantizedEmbeddingMethod, UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
 
+# The projection from which latent attention derives w_kc and w_vc. MiniCPM3 deletes it.
+_SOURCE = "kv_b_proj"
+
 # Names of quantized layers' weights in a checkpoint.
 _QUANTIZED_WEIGHTS = frozenset(
     f"{prefix}{name}"
@@ -55,6 +58,11 @@ def why_not_loaded(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if module.__dict__.get("use_intel_amx_backend", False):
             return f"{_called(name, module)} is packed for AMX after loading"
+        if _is_made_from_a_deleted_weight(module):
+            return (
+                f"{_called(name, module)} has deleted {_SOURCE} after deriving weights from it, so "
+                "its loader finds no place for that tensor"
+            )
         if (weight := _lost_its_loader(module)) is not None:
             return (
                 f"{_called(name, module)} is quantized by {type(module.quant_method).__name__}, "
@@ -62,6 +70,10 @@ def why_not_loaded(model: nn.Module) -> str | None:
                 "weight_loader"
             )
     return why_stale(model)
+
+
+def _is_made_from_a_deleted_weight(module: nn.Module) -> bool:
+    return module.__dict__.get("w_kc") is not None and not hasattr(module, _SOURCE)
 
 
 def why_stale(model: nn.Module) -> str | None:
