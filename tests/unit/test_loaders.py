@@ -7,7 +7,7 @@ rename, split, ignore, copy past ``weight_loader``, or derive tensors from weigh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -20,20 +20,14 @@ from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
-from sglang_inflight.messages import DIRECT, TensorSource
-from sglang_inflight.scheduler.update.changes.recording import Budget
+from sglang_inflight.messages import DIRECT
 from sglang_inflight.scheduler.update.checks.put_to_use import find_put_to_use
-from sglang_inflight.scheduler.update.jobs import Jobs
 from sglang_inflight.scheduler.update.mode import StagingMode
-from sglang_inflight.scheduler.update.rate import RateLimit
-from sglang_inflight.scheduler.update.shadow import ShadowParameters, fuse_scales
-from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
-from sglang_inflight.scheduler.update.shadows import Shadows
-from sglang_inflight.scheduler.update.sources.batches import one_batch
+from sglang_inflight.scheduler.update.shadow import fuse_scales
 from sglang_inflight.scheduler.update.update import Update
 from sglang_inflight.vocabulary.errors import Refused
 from tests.support.pool import MASKING_LOADER
-from tests.unit.fakes import uncounted
+from tests.support.rank import Rank
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -147,104 +141,15 @@ def are_equal(one: Tensors, other: Tensors) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-class Rank:
-    """A rank with a made-up loader, running the jobs of real updates."""
-
-    def __init__(
-        self,
-        mode: StagingMode,
-        model: nn.Module,
-        *,
-        served: Iterable[str] = SHAPES,
-        ties_head: bool = False,
-    ) -> None:
-        self.model = model
-        parameters = ShadowParameters()
-        self.shadowed = ShadowedModel("target", runner_of(model, ties_head), parameters)
-        self.shadowed._served = {name: SHAPES[name] for name in served}
-        self.writes = 0
-        if mode is StagingMode.OFF:
-            self.shadowed.on_write = self._count_write
-        metrics = uncounted()
-        groups: Any = None
-        self._jobs = Jobs(
-            [self.shadowed],
-            Shadows([self.shadowed], parameters, RateLimit(0, lambda: False), Budget()),
-            groups,
-            metrics,
-            mode=mode,
-            device=CPU,
-            rate_limit=RateLimit(0, lambda: False),
-            check_finite=True,
-        )
-        self._previous: Any = None
-        self._is_marked = False
-        # digest of the live weights, None if unknown
-        self.digest: str | None = None
-        self.base_digest: str | None = None
-
-    def fill_hollow(self, call: Tensors) -> int:
-        """Make a partial update of hollow weights. Return the number of elements still missing."""
-        opened: Any = SimpleNamespace(
-            update_id="u", partial=True, may_be_empty=False, in_place=False
-        )
-        update = Update(opened, base_version="", fills_hollow=True, marks=not self._is_marked)
-        self._is_marked = True
-        self._send(update, [call], None)
-        assert update.sealed is not None
-        return update.sealed.missing
-
-    def update(
-        self, *calls: Tensors, partial: bool = False, load_format: str | None = None
-    ) -> None:
-        """Make one update of several calls, overwriting the sender's memory after each call."""
-        opened: Any = SimpleNamespace(
-            update_id="u", partial=partial, may_be_empty=False, in_place=False
-        )
-        update = Update(opened, base_version="")
-        self._send(update, calls, load_format)
-        assert update.sealed is not None
-        self.base_digest, self.digest = update.base_digest, update.sealed.digest
-        self._previous = update.sealed.swap
-        self._previous.make()
-
-    def _send(self, update: Update, calls: Sequence[Tensors], load_format: str | None) -> None:
-        self._jobs.prepare(update, None, after=None)
-        for call in calls:
-            source: Any = tensor_source(load_format)
-            sent = {name: tensor.clone() for name, tensor in call.items()}
-            self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
-                pair
-                for pair in sent.items()  # noqa: B023
-            )
-            self._jobs.fill(update, source, None)
-            for tensor in sent.values():
-                tensor.fill_(-1)
-        self._jobs.seal(update, self.digest)
-
-    def roll_back(self) -> None:
-        self._previous.make()
-
-    def _count_write(self) -> None:
-        self.writes += 1
-
-
-def tensor_source(load_format: str | None) -> Any:
-    return TensorSource(serialized_named_tensors=[], load_format=load_format)
-
-
-def runner_of(model: nn.Module, ties_head: bool) -> Any:
-    return SimpleNamespace(
-        model=model,
-        model_config=SimpleNamespace(
-            model_path="",
-            revision=None,
-            hf_config=SimpleNamespace(tie_word_embeddings=ties_head),
-            hf_text_config=SimpleNamespace(tie_word_embeddings=ties_head),
-        ),
-        load_config=SimpleNamespace(download_dir=None),
-        weight_updater=SimpleNamespace(custom_weight_loaders=[MASKING_LOADER]),
-    )
+def rank_of(
+    mode: StagingMode,
+    model: nn.Module,
+    *,
+    served: Iterable[str] = SHAPES,
+    ties_head: bool = False,
+) -> Rank:
+    shapes = {name: SHAPES[name] for name in served}
+    return Rank(mode, model, served=shapes, ties_head=ties_head)
 
 
 @pytest.fixture(autouse=True)
@@ -283,7 +188,7 @@ def test_update_equals_fresh_load_or_is_refused(
 ) -> None:
     served = tensors(1.0)
     model = fresh(traits, served)
-    rank = Rank(mode, model)
+    rank = rank_of(mode, model)
     for version, (partial, calls) in enumerate(history, 2):
         before = tensors_read_by_forward(model)
         sent = {name for call in calls for name in call}
@@ -315,7 +220,7 @@ def test_equal_weights_have_equal_digests_in_every_mode() -> None:
     """The previous version has a digest only if a rollback can reach it."""
     found: dict[StagingMode, list[str | None]] = {}
     for mode in StagingMode.DEVICE, StagingMode.CHANGES, StagingMode.OFF:
-        rank = Rank(mode, fresh(Traits(), tensors(1.0)))
+        rank = rank_of(mode, fresh(Traits(), tensors(1.0)))
         found[mode] = []
         for version in (2.0, 1.0):
             rank.update(tensors(version))
@@ -330,7 +235,7 @@ def test_equal_weights_have_equal_digests_in_every_mode() -> None:
 @BOTH_MODES
 def test_halves_of_fused_weight_in_two_calls_are_joined(mode: StagingMode) -> None:
     model = fresh(Traits(), tensors(1.0))
-    rank = Rank(mode, model)
+    rank = rank_of(mode, model)
     rest = [name for name in SHAPES if name != "k"]
     rank.update(tensors(2.0, rest), tensors(2.0, ["k"]))
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(2.0)))
@@ -338,7 +243,7 @@ def test_halves_of_fused_weight_in_two_calls_are_joined(mode: StagingMode) -> No
 
 def test_half_of_a_fused_weight_is_refused() -> None:
     model = fresh(Traits(), tensors(1.0))
-    rank = Rank(StagingMode.DEVICE, model)
+    rank = rank_of(StagingMode.DEVICE, model)
     with pytest.raises(Refused, match="loader takes q only together with other tensors"):
         rank.update(tensors(2.0, ["q", "plain"]), partial=True)
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(Traits(), tensors(1.0)))
@@ -349,7 +254,7 @@ def test_half_of_a_fused_weight_is_refused() -> None:
 def test_names_are_checked_without_served_checkpoint(mode: StagingMode, traits: Traits) -> None:
     """The served checkpoint is not on this machine."""
     model = fresh(traits, tensors(1.0))
-    rank = Rank(mode, model, served=())
+    rank = rank_of(mode, model, served=())
     names = SHAPES.keys() - IGNORED
     rank.update(tensors(2.0, sorted(names)), partial=True)
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, tensors(2.0)))
@@ -360,14 +265,14 @@ def test_names_are_checked_without_served_checkpoint(mode: StagingMode, traits: 
 def test_replaced_attribute_is_new_after_in_place_update() -> None:
     traits = Traits(replaces=True)
     model = fresh(traits, tensors(1.0))
-    Rank(StagingMode.OFF, model).update(tensors(2.0))
+    rank_of(StagingMode.OFF, model).update(tensors(2.0))
     assert are_equal(tensors_read_by_forward(model), state_of_fresh(traits, tensors(2.0)))
 
 
 def test_replaced_attribute_refuses_later_staged_updates() -> None:
     model = fresh(Traits(replaces=True), tensors(1.0))
     before = tensors_read_by_forward(model)
-    rank = Rank(StagingMode.DEVICE, model)
+    rank = rank_of(StagingMode.DEVICE, model)
     with pytest.raises(Refused, match="loading them replaces 'product'"):
         rank.update(tensors(2.0))
     opened: Any = SimpleNamespace(update_id="u", partial=False, may_be_empty=False, in_place=False)
@@ -379,7 +284,7 @@ def test_replaced_attribute_refuses_later_staged_updates() -> None:
 @pytest.mark.parametrize("traits", [Traits(), Traits(caches=True), Traits(gathers=True)])
 def test_first_in_place_write_is_reported(traits: Traits) -> None:
     """A dict of parameters kept by the model holds the live parameters."""
-    rank = Rank(StagingMode.OFF, fresh(traits, tensors(1.0)))
+    rank = rank_of(StagingMode.OFF, fresh(traits, tensors(1.0)))
     with pytest.raises(Refused, match="no weight named 'unheard-of'"):
         rank.update({"unheard-of": torch.ones(2)} | tensors(2.0, ["plain"]), partial=True)
     assert rank.writes == 0 or traits.gathers
@@ -391,13 +296,13 @@ def test_first_in_place_write_is_reported(traits: Traits) -> None:
 def test_update_keeps_tensor_in_no_checkpoint() -> None:
     """Gemma 2 registers its normalizer as a buffer, and a whole update does not contain it."""
     model = fresh(Traits(), tensors(1.0))
-    Rank(StagingMode.DEVICE, model).update(tensors(2.0))
+    rank_of(StagingMode.DEVICE, model).update(tensors(2.0))
     assert model.normalizer.item() == 3.0
 
 
 def test_hollow_weights_need_no_tensor_in_no_checkpoint() -> None:
     model = fresh(Traits(), tensors(1.0))
-    rank = Rank(StagingMode.DEVICE, model)
+    rank = rank_of(StagingMode.DEVICE, model)
     names = list(SHAPES)
     assert rank.fill_hollow(tensors(2.0, names[:4])) > 0
     assert rank.fill_hollow(tensors(2.0, names[4:])) == 0
@@ -405,7 +310,7 @@ def test_hollow_weights_need_no_tensor_in_no_checkpoint() -> None:
 
 
 def test_missing_weight_is_refused() -> None:
-    rank = Rank(StagingMode.DEVICE, fresh(Traits(), tensors(1.0)))
+    rank = rank_of(StagingMode.DEVICE, fresh(Traits(), tensors(1.0)))
     with pytest.raises(Refused, match="not complete: 4 of 4 elements of 'plain' were not sent"):
         rank.update({name: t for name, t in tensors(2.0).items() if name != "plain"})
 
@@ -417,7 +322,7 @@ def test_direct_write_updates_derived_tensors(mode: StagingMode) -> None:
 
     model: Any = nn.Module()
     model.norm = GemmaRMSNorm(4)
-    Rank(mode, model, served=()).update(
+    rank_of(mode, model, served=()).update(
         {"norm.weight": torch.full((4,), 2.0)}, partial=True, load_format=DIRECT
     )
     assert model.norm.gemma_weight.tolist() == [3.0] * 4
@@ -444,7 +349,7 @@ class Finished(nn.Module):
 
 def test_direct_write_runs_post_load_weights() -> None:
     model = Finished()
-    rank = Rank(StagingMode.OFF, model, served=())
+    rank = rank_of(StagingMode.OFF, model, served=())
     rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
     assert model.product.tolist() == [6.0] * 4
 
@@ -459,7 +364,7 @@ def test_direct_write_to_quantized_weights_is_refused() -> None:
 
     model: Any = Finished()
     model.quant_method = Transposes()
-    rank = Rank(StagingMode.OFF, model, served=())
+    rank = rank_of(StagingMode.OFF, model, served=())
     with pytest.raises(Refused, match=r"load_format 'direct' .* is quantized by Transposes"):
         rank.update({"plain": torch.full((4,), 3.0)}, partial=True, load_format=DIRECT)
     assert rank.writes == 0
@@ -475,7 +380,7 @@ def test_update_refolds_routers_scale(mode: StagingMode) -> None:
     router = Gemma4Router(config)
     model = Scaled(router)
     fuse_scales(model)
-    rank = Rank(mode, model, served=())
+    rank = rank_of(mode, model, served=())
     rank.update({"router.scale": torch.full((4,), 3.0)}, partial=True)
     assert router.norm.weight.tolist() == [1.5] * 4
     if mode is StagingMode.DEVICE:
@@ -543,7 +448,7 @@ def test_tied_head_unlike_embeddings_is_refused(
 ) -> None:
     model = Tied()
     model.embed_tokens.weight.data.fill_(1.0)
-    rank = Rank(mode, model, served=(), ties_head=True)
+    rank = rank_of(mode, model, served=(), ties_head=True)
     calls = [{name: torch.full((4, 2), value)} for name, value in sent.items()]
     if reason is None:
         rank.update(*calls, partial=True)
@@ -571,7 +476,7 @@ def test_sparse_update_equals_fresh_load_of_the_patched_tensors(
 ) -> None:
     served = tensors(1.0)
     model = fresh(Traits(), served)
-    rank = Rank(mode, model)
+    rank = rank_of(mode, model)
     names = sorted(set(SHAPES) - IGNORED - {"norm"})
     for version in 2, 3:
         before = tensors_read_by_forward(model)
@@ -629,7 +534,7 @@ def test_bad_sparse_tensor_is_refused_by_name(mode: StagingMode, sent: Tensors, 
     model = fresh(Traits(), tensors(1.0))
     before = tensors_read_by_forward(model)
     with pytest.raises(Refused, match=named):
-        Rank(mode, model).update(sent, partial=True, load_format="sparse")
+        rank_of(mode, model).update(sent, partial=True, load_format="sparse")
     assert are_equal(tensors_read_by_forward(model), before)
 
 
@@ -641,7 +546,7 @@ def test_custom_loader_that_masks_nan_in_copy_keeps_what_is_not_sent(
 ) -> None:
     served = tensors(1.0)
     model = fresh(Traits(), served)
-    rank = Rank(mode, model)
+    rank = rank_of(mode, model)
     for version in 2, 3:
         calls = []
         for name in sorted(set(SHAPES) - IGNORED - {"norm"} - HALVES):

@@ -1,0 +1,127 @@
+"""A rank of a server that is not there: its updates run on a model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from sglang_inflight.messages import TensorSource
+from sglang_inflight.scheduler.update.changes.recording import Budget
+from sglang_inflight.scheduler.update.jobs import Jobs
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
+from sglang_inflight.scheduler.update.shadow import ShadowParameters
+from sglang_inflight.scheduler.update.shadowed_model import ShadowedModel
+from sglang_inflight.scheduler.update.shadows import Shadows
+from sglang_inflight.scheduler.update.sources.batches import one_batch
+from sglang_inflight.scheduler.update.update import Update
+from tests.support.pool import MASKING_LOADER
+from tests.unit.fakes import uncounted
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+
+
+class Rank:
+    """A rank that runs the jobs of real updates on this thread, without a server."""
+
+    def __init__(
+        self,
+        mode: StagingMode,
+        model: nn.Module,
+        *,
+        served: Mapping[str, Sequence[int]],
+        ties_head: bool = False,
+    ) -> None:
+        """``served``: the shapes of the tensors in the start's checkpoint."""
+        self.model = model
+        parameters = ShadowParameters()
+        self.shadowed = ShadowedModel("target", runner_of(model, ties_head), parameters)
+        self.shadowed._served = {name: tuple(shape) for name, shape in served.items()}
+        self.writes = 0
+        if mode is StagingMode.OFF:
+            self.shadowed.on_write = self._count_write
+        metrics = uncounted()
+        groups: Any = None
+        self._jobs = Jobs(
+            [self.shadowed],
+            Shadows([self.shadowed], parameters, RateLimit(0, lambda: False), Budget()),
+            groups,
+            metrics,
+            mode=mode,
+            device=CPU,
+            rate_limit=RateLimit(0, lambda: False),
+            check_finite=True,
+        )
+        self._previous: Any = None
+        self._is_marked = False
+        # digest of the live weights, None if unknown
+        self.digest: str | None = None
+        self.base_digest: str | None = None
+
+    def fill_hollow(self, call: Tensors) -> int:
+        """Make a partial update of hollow weights. Return the number of elements still missing."""
+        opened: Any = SimpleNamespace(
+            update_id="u", partial=True, may_be_empty=False, in_place=False
+        )
+        update = Update(opened, base_version="", fills_hollow=True, marks=not self._is_marked)
+        self._is_marked = True
+        self._send(update, [call], None)
+        assert update.sealed is not None
+        return update.sealed.missing
+
+    def update(
+        self, *calls: Tensors, partial: bool = False, load_format: str | None = None
+    ) -> None:
+        """Make one update of several calls, overwriting the sender's memory after each call."""
+        opened: Any = SimpleNamespace(
+            update_id="u", partial=partial, may_be_empty=False, in_place=False
+        )
+        update = Update(opened, base_version="")
+        self._send(update, calls, load_format)
+        assert update.sealed is not None
+        self.base_digest, self.digest = update.base_digest, update.sealed.digest
+        self._previous = update.sealed.swap
+        self._previous.make()
+
+    def _send(self, update: Update, calls: Sequence[Tensors], load_format: str | None) -> None:
+        self._jobs.prepare(update, None, after=None)
+        for call in calls:
+            source: Any = tensor_source(load_format)
+            sent = {name: tensor.clone() for name, tensor in call.items()}
+            self._jobs._read_once = lambda source, update: one_batch(  # type: ignore[method-assign]
+                pair
+                for pair in sent.items()  # noqa: B023
+            )
+            self._jobs.fill(update, source, None)
+            for tensor in sent.values():
+                tensor.fill_(-1)
+        self._jobs.seal(update, self.digest)
+
+    def roll_back(self) -> None:
+        self._previous.make()
+
+    def _count_write(self) -> None:
+        self.writes += 1
+
+
+def tensor_source(load_format: str | None) -> Any:
+    return TensorSource(serialized_named_tensors=[], load_format=load_format)
+
+
+def runner_of(model: nn.Module, ties_head: bool) -> Any:
+    return SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(
+            model_path="",
+            revision=None,
+            hf_config=SimpleNamespace(tie_word_embeddings=ties_head),
+            hf_text_config=SimpleNamespace(tie_word_embeddings=ties_head),
+        ),
+        load_config=SimpleNamespace(download_dir=None),
+        weight_updater=SimpleNamespace(custom_weight_loaders=[MASKING_LOADER]),
+    )
