@@ -10,7 +10,7 @@ OTHER = $(CURDIR)/.sglang-$(VERSION)
 PAIRS := $(VENV)/.pairs
 PORT := .venv-port/.ready
 
-.PHONY: demo test test-pairs matrix test-upstream test-version port lint doctor
+.PHONY: demo test test-pairs matrix families test-upstream test-version port lint doctor
 
 # The main job: a real model, four updates in flight, four stories.
 demo: $(READY)
@@ -28,6 +28,10 @@ test-pairs: $(PAIRS)
 # The table of what works where (docs/matrix.md): every cell is run.
 matrix: $(PAIRS)
 	$(BIN)/python -m tests.matrix
+
+# The table of model classes (docs/families.md): a small model of each class is updated.
+families: $(READY)
+	$(BIN)/python -m tests.families
 
 # The tests that guard a fix, against SGLang as upstream ships it: all of them should fail.
 test-upstream: $(READY)

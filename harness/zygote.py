@@ -111,12 +111,16 @@ def _low_numbers_kept_free() -> Iterator[None]:
             os.close(fd)
 
 
+# variables read past Python
+_READ_IN_C = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "MALLOC_PERTURB_")
+
+
 def _import_all() -> tuple[dict[str, str | None], dict[str, str]]:
     """Import, and return the environment variables read by imported code, and those it set.
 
     In a process with another value of a variable read, the imports would differ.
     """
-    before, seen = dict(os.environ), {"OMP_NUM_THREADS"}  # read by a C library
+    before, seen = dict(os.environ), set(_READ_IN_C)
     environ = type(os.environ)
     read = environ.__getitem__
 

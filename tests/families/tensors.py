@@ -1,0 +1,99 @@
+"""A row without forwards: SGLang loads the model in this process, and no server starts.
+
+All tensors within a module's reach are compared, also those that SGLang derives from weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.configs.device_config import DeviceConfig
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.model_loader.loader import get_model_loader
+from torch import nn
+
+from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, why_not_shadowed
+from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.shadow import fuse_scales
+from sglang_inflight.vocabulary.errors import Refused
+from tests.families import named, tiny
+from tests.families.families import Family
+from tests.families.result import IN_PLACE, NOT_BUILT, REFUSED, STAGED, WRONG, Result, named_error
+from tests.support.rank import Rank
+
+Tensors = dict[str, torch.Tensor]
+
+
+def compare(family: Family, folder: Path) -> Result:
+    """Update a loaded model to the other checkpoint and back, in each form of staging."""
+    folders = [folder / f"v{version}" for version in range(tiny.VERSIONS)]
+    with torch.no_grad():
+        try:
+            model, config = _load(folders[0], family)
+            fresh, _ = _load(folders[1], family)
+        except Exception as error:
+            return Result(NOT_BUILT, f"SGLang does not load it on a CPU: {named_error(error)}")
+        if (why_not := why_not_loaded(model)) is not None:
+            return Result(REFUSED, why_not)
+        expected = [_tensors_of(model), _tensors_of(fresh)]
+        why_not = why_not_shadowed(model)
+        modes = [StagingMode.OFF] if why_not else [StagingMode.DEVICE, StagingMode.CHANGES]
+        for mode in modes:
+            rank = Rank(
+                mode,
+                model,
+                served={name: tensor.shape for name, tensor in tiny.read(folders[0]).items()},
+                ties_head=_ties_head(config),
+            )
+            for version in (1, 0):
+                try:
+                    rank.update(tiny.read(folders[version]))
+                except Refused as refusal:
+                    return Result(REFUSED, str(refusal))
+                if different := _different(_tensors_of(model), expected[version]):
+                    return Result(WRONG, f"{mode.name.lower()}: other tensors: {different}")
+        return Result(IN_PLACE, why_not) if why_not else Result(STAGED)
+
+
+def _load(folder: Path, family: Family) -> tuple[nn.Module, ModelConfig]:
+    config = named.config_of(folder, family)
+    # weights that no checkpoint brings have to be alike
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    loader = get_model_loader(LoadConfig(), config)
+    model = loader.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
+    torch.use_deterministic_algorithms(False)
+    fuse_scales(model)
+    return model, config
+
+
+def _ties_head(config: ModelConfig) -> bool:
+    parts: tuple[Any, ...] = (config.hf_config, config.hf_text_config)
+    return any(getattr(part, "tie_word_embeddings", False) for part in parts)
+
+
+def _tensors_of(model: nn.Module) -> Tensors:
+    """Return copies of all tensors that a forward may read."""
+    found: Tensors = {}
+    for name, module in model.named_modules():
+        for attribute, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            for number, tensor in enumerate(value if isinstance(value, list | tuple) else [value]):
+                if isinstance(tensor, torch.Tensor):
+                    found[f"{name}.{attribute}.{number}"] = tensor.detach().clone()
+    return found
+
+
+def _different(ours: Tensors, theirs: Tensors) -> str:
+    names = [name for name in theirs if name not in ours or not _equal(ours[name], theirs[name])]
+    return ", ".join(names[:4])
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare bit for bit: NaN equals NaN, and zero no negative zero."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    bits = (tensor.contiguous().flatten().view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)

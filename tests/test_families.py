@@ -1,0 +1,34 @@
+"""Model classes are updated as ``docs/families.md`` says (``tests/families``)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.families import row, table
+from tests.families.result import WRONG
+
+
+def test_document_lists_every_class_once() -> None:
+    listed = re.findall(r"^\| `(\w+)` \|", table.DOCUMENT.read_text(), re.MULTILINE)
+    assert listed == table.classes(), "run make families"
+
+
+def test_no_class_is_updated_wrongly() -> None:
+    assert not [name for name, result in table.read().items() if result.kind == WRONG]
+
+
+# experts with norms of whole heads; a tower of images
+@pytest.mark.parametrize("name", ["OlmoeForCausalLM", "Qwen2_5_VLForConditionalGeneration"])
+def test_served_class_differs_from_its_row(name: str, tmp_path: Path) -> None:
+    assert row.run(name, tmp_path) == table.read()[name]
+
+
+# norms held twice; a loader of all tensors at once; weights that no checkpoint brings
+@pytest.mark.parametrize(
+    "name", ["Gemma3ForCausalLM", "Step3p5ForCausalLM", "Qwen3_5ForConditionalGeneration"]
+)
+def test_loaded_class_differs_from_its_row(name: str, tmp_path: Path) -> None:
+    assert row.run(name, tmp_path, servers=False).kind == table.read()[name].kind
