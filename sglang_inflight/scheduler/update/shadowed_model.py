@@ -67,6 +67,7 @@ from sglang_inflight.scheduler.update.sources.checkpoint_files import (
 from sglang_inflight.scheduler.update.sources.disk import read_disk
 from sglang_inflight.scheduler.update.sources.quantizing import Quantizer, find_quantized
 from sglang_inflight.scheduler.update.sources.sparse import fill_in
+from sglang_inflight.sglang_types import get_parallel
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.answers import Proof
 from sglang_inflight.vocabulary.errors import Refused, Unproven, describe, list_names
@@ -191,7 +192,9 @@ class ShadowedModel:
         cache = self.runner.load_config.download_dir
         try:
             folder = find_checkpoint(config.model_path, config.revision, cache)
-            return name_recipe(folder, pristine, self.runner.model)
+            ranks = get_parallel()
+            place = self.role, f"tp {ranks.tp_rank}/{ranks.tp_size}", f"pp {ranks.pp_rank}"
+            return name_recipe(folder, pristine, self.runner.model, place)
         except OSError as error:
             logger.warning("The recipe of the %s model is not remembered: %s", self.role, error)
             return None

@@ -45,8 +45,8 @@ def find_recipe(
             raw.begin(is_partial=False)
             dataflow = Dataflow(raw.targets(), before_write=raw.note_write, rate_limit=rate_limit)
             with dataflow:
-                loaded = dataflow.receive_each(weights)
-                DefaultModelLoader.load_weights_only(raw.model, loaded, device)
+                received = dataflow.receive_each(weights)
+                DefaultModelLoader.load_weights_only(raw.model, received, device)
             raw.finish()
     except (Dropped, Unproven):
         raise

@@ -27,10 +27,13 @@ logger = logging.getLogger(__name__)
 _CODE = ("sglang", "sglang-inflight", "torch", "transformers")
 
 
-def name_recipe(checkpoint: Path, pristine: nn.Module, live: nn.Module) -> str:
+def name_recipe(
+    checkpoint: Path, pristine: nn.Module, live: nn.Module, place: tuple[str, ...]
+) -> str:
     """Return the name under which the recipe of ``live`` is remembered.
 
     ``checkpoint``: the folder of the served checkpoint. ``pristine``: the model before loading.
+    ``place``: the model's role and rank; ranks of one structure may have different experts.
     Raise ``OSError`` if the folder cannot be read.
     """
     files = [(file.name, file.stat()) for file in sorted(checkpoint.iterdir())]
@@ -42,6 +45,7 @@ def name_recipe(checkpoint: Path, pristine: nn.Module, live: nn.Module) -> str:
             (name, value) for name, value in os.environ.items() if name.startswith("SGLANG_")
         ),
         "models": [_describe(pristine), _describe(live)],
+        "place": place,
         "device": str(next(live.parameters()).device.type),
         "threads": torch.get_num_threads(),
     }
