@@ -112,9 +112,11 @@ def served(
     return model
 
 
-def found(pristine: nn.Module, live: nn.Module) -> Recipe:
+def found(
+    pristine: nn.Module, live: nn.Module, version: Mapping[str, torch.Tensor] | None = None
+) -> Recipe:
     loaded = {memory_key(tensor) for tensor in tensors_of(live).values()}
-    weights = checkpoint(0).items()
+    weights = (version or checkpoint(0)).items()
     return find_recipe(pristine, live, CPU, weights, NO_LIMIT, 1 << 30, loaded)
 
 
@@ -122,9 +124,16 @@ class Rank:
     """A served model with its staging, without a scheduler."""
 
     def __init__(
-        self, form: str = "changes", *, finish: Finish = quantize, holds_graphs: bool = False
+        self,
+        form: str = "changes",
+        *,
+        finish: Finish = quantize,
+        holds_graphs: bool = False,
+        version: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        self.live: Any = served(0, finish)
+        """``version``: tensors of the served checkpoint that are not those of version 0."""
+        self.live: Any = served(0, finish, version)
+        self._version = {**checkpoint(0), **version}
         self.pristine = Model(finish)
         swap = swap_for(CPU)
         self.form: Form
@@ -146,7 +155,7 @@ class Rank:
         )
 
     def recipe(self) -> Recipe:
-        return found(self.pristine, self.live)
+        return found(self.pristine, self.live, self._version)
 
     def begin(self, *, is_partial: bool = False) -> None:
         self.form.begin()
@@ -221,6 +230,32 @@ def test_dropped_update_leaves_nothing_behind() -> None:
     rank.load(weights.items())
     rank.update(2).make()
     assert rank.is_as(served(2))
+
+
+def test_dropped_update_gives_its_memory_back() -> None:
+    rank = Rank()
+    rank.begin()
+    rank.load([("a.upper", checkpoint(1)["a.upper"])])
+    assert any(w.handle.is_touched() for w in rank.shadow._raw._of_module["a"])
+    rank.shadow.forget()
+    assert not any(w.handle.is_touched() for w in rank.shadow._raw._of_module["a"])
+
+
+def equalizes(layer: Any) -> None:
+    """Like a kernel with one scale for a fused layer: write the weight if its parts differ."""
+    largest = layer.weight.data.abs().amax(dim=1)
+    if (largest != largest[0]).any():
+        layer.weight.data.div_(largest[:, None])
+
+
+def test_part_is_refused_where_finishing_left_the_weight_alone_by_chance() -> None:
+    """The served parts need no change, so their loaded form seems to be there."""
+    alike = {name: torch.ones_like(tensor) for name, tensor in checkpoint(0).items()}
+    rank = Rank(finish=equalizes, version=alike)
+    rank.begin(is_partial=True)
+    rank.load([("a.upper", 2 * alike["a.upper"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
 
 
 def test_module_is_finished_and_its_memory_given_back_when_its_tensors_have_come() -> None:

@@ -244,6 +244,12 @@ class Jobs:
         self._metrics.observe_changes(staged_as)
         return Voted(staged_s=time.perf_counter() - started, staged_as=staged_as)
 
+    def drop(self) -> None:
+        """Release the sender's memory, and what a dropped update has loaded."""
+        self.stop_reading()
+        for model in self._models:
+            model.forget_loaded()
+
     @property
     def proof(self) -> Proof | None:
         """The proof of the model that is farthest from one. Read by the scheduler's thread."""

@@ -267,6 +267,12 @@ class ShadowedModel:
         assert self._shadow is not None
         return self._shadow
 
+    def forget_loaded(self) -> None:
+        """Give back what a dropped update has loaded, and not staged."""
+        self._held.clear()
+        if isinstance(self._shadow, FinishedModel):
+            self._shadow.forget()
+
     @property
     def is_half_written(self) -> bool:
         """Whether an update has begun to write the model in place, and has not finished it."""

@@ -218,7 +218,7 @@ class Staging:
         stopped = threading.Event()
 
         def stop() -> None:
-            self._jobs.stop_reading()
+            self._jobs.drop()
             stopped.set()
 
         # answered after the running job, when the sender's memory is released

@@ -119,6 +119,11 @@ class FinishedModel:
         for place in sorted(self._weights.keys() - self._taken):
             if self._raw.has_finished(place.module):
                 raise Refused(f"finishing the update did not make {str(place)!r}")
+        self.forget()
+
+    def forget(self) -> None:
+        """Give back the memory of tensors that an update brought, and that are not staged."""
+        self._raw.forget()
 
     def describe_numbers(self, *, as_staged: bool) -> str:
         """Return the numbers that finishing makes, for a digest: as served, or as staged."""

@@ -70,12 +70,14 @@ class _RawWeight:
     default: torch.Tensor
     names: set[str] = field(default_factory=set)
     is_written: bool = False
+    # whether elements that were not sent are those of the served weight
+    is_filled: bool = False
 
     def reset(self) -> None:
         if self.is_written:
             self.handle.release()
         self.names.clear()
-        self.is_written = False
+        self.is_written = self.is_filled = False
 
 
 class RawModel:
@@ -141,7 +143,7 @@ class RawModel:
     def begin(self, *, is_partial: bool) -> None:
         """Begin an update. ``is_partial``: tensors that are not sent keep their values."""
         self.is_partial, self.is_post_loaded = is_partial, False
-        self._forget()
+        self.forget()
         self._shadow.begin()
         self._targets = {
             memory_key(tensor): Target(Kind.SERVED, str(place))
@@ -151,7 +153,8 @@ class RawModel:
             # the loader calls it after each piece of an update, where weights may be missing
             module.post_load_weights = _wait_for_the_seal
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Give back the memory of the update's tensors, and make all modules raw."""
         for path, state in self._raw.items():
             state.restore(self._modules[path])
         for weight in self._weights.values():
@@ -220,8 +223,10 @@ class RawModel:
         for path in paths:
             for weight in self._of_module.get(path, ()):
                 if self._is_kept(weight):
-                    shown = self._served[path]._parameters[weight.attribute]
-                    self._modules[path]._parameters[weight.attribute] = shown
+                    module, served = self._modules[path], self._served[path]
+                    is_buffer = weight.attribute in module._buffers
+                    shown: dict[str, Any] = module._buffers if is_buffer else module._parameters
+                    shown[weight.attribute] = getattr(served, weight.attribute)
 
     def _finish_modules(self, paths: list[str], *, at_seal: bool = False) -> None:
         for path in paths:
@@ -236,6 +241,11 @@ class RawModel:
                 self._process(self._modules[path])
         finally:
             self._finishing = False
+        for path in paths:
+            for weight in self._of_module.get(path, ()):
+                # finishing left it alone before, which may have hung on its numbers
+                if weight.is_filled and not self._is_left_alone(weight):
+                    self._refuse(weight, self._names_of(weight) - weight.names)
         looked_at = list(self._modules) if at_seal else paths
         self._taker.take(self._made_in(looked_at, finished=set(paths)))
         for path in paths:
@@ -278,6 +288,7 @@ class RawModel:
         needed = self._names_of(weight)
         is_whole = self._recipe is None or needed <= weight.names
         keeps = self.is_partial and self._is_kept(weight)
+        weight.is_filled = keeps and not is_whole
         if not weight.is_written:
             if needed and not keeps:
                 self._refuse(weight, needed)
@@ -366,9 +377,12 @@ class RawModel:
         Call within ``Taker.take``.
         """
         return frozenset(
-            weight.name
-            for key, weight in self._weights.items()
-            if key not in self._rewritten and _is_where_it_was(weight, self._modules[weight.module])
+            weight.name for weight in self._weights.values() if self._is_left_alone(weight)
+        )
+
+    def _is_left_alone(self, weight: _RawWeight) -> bool:
+        return memory_key(weight.tensor) not in self._rewritten and _is_where_it_was(
+            weight, self._modules[weight.module]
         )
 
     def note_read(self, tensors: Iterable[torch.Tensor]) -> None:
