@@ -63,8 +63,14 @@ class NoModel:
         update.sealed = Sealed("new", PreparedSwap(swap_for(torch.device("cpu")), (pair,)), ())
         return Voted(staged_s=0.0, staged_as=StagedChanges(form="device"))
 
-    def stop_reading(self) -> None:
+    # whether a job has written weights in place
+    is_written = False
+
+    def drop(self) -> None:
         """Release nothing."""
+
+    def has_written(self) -> bool:
+        return self.is_written
 
 
 class OneRank:
@@ -182,6 +188,37 @@ def test_rollback_is_possible_until_next_update() -> None:
     assert rank.staging.why_no_rollback() == "an update is being staged over it"
     rank.do(Step.DROP)
     assert rank.staging.why_no_rollback() is not None
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_failure_before_the_first_write_in_place_stops_no_request(
+    monkeypatch: pytest.MonkeyPatch, here: bool, elsewhere: bool
+) -> None:
+    monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written or elsewhere)
+    rank = OneRank(ImmediateWorker())
+    rank.jobs.is_written = here
+    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
+    call = OpenCall(**fields, partial=True, in_place=True)
+    rank.staging.open(call, current_version="v0")
+    rank.do(Step.STAGE)
+    assert rank.live.dirty is not None
+    rank.do(Step.DROP)
+    assert (rank.live.dirty is not None) is (here or elsewhere)
+
+
+def test_failure_before_the_first_write_leaves_torn_weights_torn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(staging, "is_true_on_any_rank", lambda written: written)
+    rank = OneRank(ImmediateWorker())
+    rank.live.write_in_place(["target"])
+    fields: dict[str, Any] = {"call_id": "", "update_id": "u", "timeout_s": 60.0}
+    call = OpenCall(**fields, partial=False, in_place=True)
+    rank.staging.open(call, current_version="v0")
+    rank.do(Step.STAGE)
+    rank.do(Step.DROP)
+    assert rank.live.dirty is not None
 
 
 def test_drop_keeps_no_digest() -> None:
