@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from sglang_inflight.scheduler.update.checks.dataflow import (
     Dataflow,
@@ -135,3 +136,24 @@ def test_operations_while_standing_by_are_not_traced() -> None:
             assert a.max().item() <= 1
 
     assert loading.reached_by(look) == set()
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group(
+        "gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def test_loader_that_waits_for_other_ranks_is_refused_beside_their_steps(group: None) -> None:
+    tensor = torch.ones(2)
+    with (
+        pytest.raises(Refused, match=r"communicates between ranks \(c10d\.allreduce_"),
+        Dataflow({}, before_write=lambda write: None),
+    ):
+        dist.all_reduce(tensor)
+    with Dataflow({}, before_write=lambda write: None, communicates=True):
+        dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.ones(2))

@@ -444,7 +444,12 @@ class ShadowedModel:
             weights = fill_in(weights, self.served, said)
             # NaN is what was not sent
             check_finite = False
-        dataflow = Dataflow({}, before_write=self._before_write, rate_limit=rate_limit)
+        dataflow = Dataflow(
+            {},
+            before_write=self._before_write,
+            rate_limit=rate_limit,
+            communicates=isinstance(self.shadow, InPlaceModel),
+        )
         checks = TensorChecks(
             served=self.served if is_checkpoint else {},
             dataflow=dataflow,

@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
+_COMMUNICATION = ("c10d", "_c10d_functional")
 _COPY = torch.ops.aten.copy_.default
 _FILL = torch.ops.aten.fill_.Scalar
 
@@ -113,13 +114,19 @@ class Dataflow(TorchDispatchMode):
         before_write: Callable[[Write], None],
         rate_limit: RateLimit | None = None,
         recorder: Recorder | None = None,
+        communicates: bool = False,
     ) -> None:
-        """``before_write`` is called before each write to a weight or to derived memory."""
+        """``before_write`` is called before each write to a weight or to derived memory.
+
+        ``communicates``: all ranks do the same between the same two steps, so operations may wait
+        for other ranks. Others raise ``Refused``.
+        """
         super().__init__()
         self._targets = targets
         self._before_write = before_write
         self._rate_limit = rate_limit
         self._recorder = recorder
+        self._communicates = communicates
         # both by ``memory_key``
         self._received: dict[int, _Received] = {}
         self._computed: dict[int, frozenset[str]] = {}
@@ -168,6 +175,11 @@ class Dataflow(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.namespace in _COMMUNICATION and not self._communicates:
+            raise Refused(
+                f"the model's loading or finishing communicates between ranks ({func}), and other "
+                "ranks may be in a step: SGLANG_INFLIGHT_STAGING=off updates between two steps"
+            )
         if func.is_view:
             # a view has the same storage, and storages are followed
             return func(*args, **kwargs)
