@@ -6,6 +6,7 @@ All tensors within a module's reach are compared, also those that SGLang derives
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,9 +17,14 @@ from sglang.srt.model_loader.loader import get_model_loader
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.stageable import why_not_loaded, why_not_shadowed
+from sglang_inflight.scheduler.update.finished.pristine import construct
+from sglang_inflight.scheduler.update.finished.proof import find_recipe
+from sglang_inflight.scheduler.update.finished.recipe import Recipe
+from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.mode import StagingMode
+from sglang_inflight.scheduler.update.rate import RateLimit
 from sglang_inflight.scheduler.update.shadow import fuse_scales
-from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.errors import Refused, Unproven
 from tests.families import named, tiny
 from tests.families.families import Family
 from tests.families.result import IN_PLACE, NOT_BUILT, REFUSED, STAGED, WRONG, Result, named_error
@@ -36,11 +42,17 @@ def compare(family: Family, folder: Path) -> Result:
             fresh, _ = _load(folders[1], family)
         except Exception as error:
             return Result(NOT_BUILT, f"SGLang does not load it on a CPU: {named_error(error)}")
-        if (why_not := why_not_loaded(model)) is not None:
-            return Result(REFUSED, why_not)
         expected = [_tensors_of(model), _tensors_of(fresh)]
-        why_not = why_not_shadowed(model)
-        modes = [StagingMode.OFF] if why_not else [StagingMode.DEVICE, StagingMode.CHANGES]
+        why_not, finishing = why_not_shadowed(model), None
+        if why_not is not None:
+            try:
+                finishing = _finishing(model, config, tiny.read(folders[0]))
+            except Unproven as unproven:
+                why_not = f"{why_not}; {unproven}"
+                if (never := why_not_loaded(model)) is not None:
+                    return Result(REFUSED, never)
+        is_staged = why_not is None or finishing is not None
+        modes = [StagingMode.DEVICE, StagingMode.CHANGES] if is_staged else [StagingMode.OFF]
         for mode in modes:
             rank = Rank(
                 mode,
@@ -48,6 +60,8 @@ def compare(family: Family, folder: Path) -> Result:
                 served={name: tensor.shape for name, tensor in tiny.read(folders[0]).items()},
                 ties_head=_ties_head(config),
             )
+            if finishing is not None:
+                rank.shadowed._pristine, rank.shadowed._recipe = finishing
             for version in (1, 0):
                 try:
                     rank.update(tiny.read(folders[version]))
@@ -55,7 +69,19 @@ def compare(family: Family, folder: Path) -> Result:
                     return Result(REFUSED, str(refusal))
                 if different := _different(_tensors_of(model), expected[version]):
                     return Result(WRONG, f"{mode.name.lower()}: other tensors: {different}")
-        return Result(IN_PLACE, why_not) if why_not else Result(STAGED)
+        return Result(STAGED) if is_staged else Result(IN_PLACE, why_not or "")
+
+
+def _finishing(model: nn.Module, config: ModelConfig, served: Tensors) -> tuple[nn.Module, Recipe]:
+    """Return the model before loading, and its recipe. Raise ``Unproven`` if it has none."""
+    runner: Any = SimpleNamespace(model=model, model_config=config, load_config=LoadConfig())
+    torch.manual_seed(0)
+    pristine = construct(runner)
+    loaded = MadeByForwards(model).memory_after_loading()
+    limit = RateLimit(0, lambda: False)
+    return pristine, find_recipe(
+        pristine, model, torch.device("cpu"), served.items(), limit, 1 << 40, loaded
+    )
 
 
 def _load(folder: Path, family: Family) -> tuple[nn.Module, ModelConfig]:

@@ -387,6 +387,26 @@ def test_finishing_that_runs_only_once_is_unproven() -> None:
         found(Model(breaks), served(0))
 
 
+def consumes(layer: Any) -> None:
+    """Keep a product and not the weight, as MiniCPM3 does."""
+    layer.doubled = layer.weight.data * 2
+    del layer.weight
+
+
+@pytest.mark.parametrize("form", ["changes", "device"])
+def test_weight_that_finishing_deletes_is_updated_by_what_is_made_of_it(form: str) -> None:
+    rank = Rank(form, finish=consumes)
+    swap = rank.update(1)
+    swap.make()
+    assert rank.is_as(served(1, consumes))
+    swap.make()
+    assert rank.is_as(served(0, consumes))
+    rank.begin(is_partial=True)
+    rank.load([("a.upper", checkpoint(1)["a.upper"])])
+    with pytest.raises(Refused, match=r"send together a\.lower, a\.upper"):
+        rank.seal()
+
+
 def test_view_of_another_weight_goes_with_it() -> None:
     def views(layer: Any) -> None:
         layer.upper = layer.weight.data[:2]

@@ -9,7 +9,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
-from sglang_inflight.scheduler.update.finished.places import Place
+from sglang_inflight.scheduler.update.finished.places import Place, split_name
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, compare
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -79,10 +79,14 @@ class _Proof:
             self._loaded,
             self._rate_limit,
         )
+        names = self.raw.names()
+        # finishing has deleted the others: they are no module's result, and wait for the rest
+        there = {name for name in names if Place(*split_name(name)) in made.tensors}
+        gone = {split_name(name)[0] for name in names.keys() - there}
         self.recipe = Recipe(
-            names=self.raw.names(),
-            kept=self.raw.kept(),
+            names=names,
+            kept=self.raw.kept() & there,
             tensors=frozenset[Place](made.tensors),
             numbers=frozenset[Place](made.numbers),
-            awaited=frozenset(self.raw.read),
+            awaited=frozenset(gone | self.raw.read),
         )

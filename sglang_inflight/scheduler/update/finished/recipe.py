@@ -26,7 +26,8 @@ class Recipe:
 
     ``names``: the checkpoint's tensors that each raw weight is made of. ``kept``: raw weights that
     finishing leaves as they were loaded, and that are served. ``tensors``, ``numbers``: the places
-    of all that was made. ``awaited``: modules that ``post_load_weights`` reads.
+    of all that was made. ``awaited``: modules that ``post_load_weights`` reads, or that
+    finishing deletes.
     """
 
     names: dict[str, frozenset[str]]
