@@ -1,4 +1,4 @@
-"""What forwards make of weights is found, and made anew after a commit; workspaces stay."""
+"""Products that forwards keep are found, and made anew after a commit; workspaces stay."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class Watched(NamedTuple):
 
 
 class MadeByForwards:
-    """What the forwards of one model have made of its weights.
+    """Tensors that the forwards of one model have made of its weights.
 
     The scheduler's thread watches forwards and resets attributes. The staging thread looks, too, so
     a lock guards each look. A reset sets attributes between two steps, and cannot fail.

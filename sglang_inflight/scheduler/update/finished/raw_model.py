@@ -48,7 +48,7 @@ _NUMBERS = (bool, int, float)
 
 @dataclass
 class Made:
-    """What loading and finishing made of a module: tensors and numbers, by their places."""
+    """Tensors and numbers that loading and finishing made of a module, by their places."""
 
     tensors: dict[Place, torch.Tensor] = field(default_factory=dict)
     numbers: dict[Place, Number] = field(default_factory=dict)

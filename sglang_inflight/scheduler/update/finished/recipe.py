@@ -22,7 +22,7 @@ from sglang_inflight.vocabulary.errors import Unproven
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the served checkpoint's own load has shown.
+    """The findings of a load of the served checkpoint.
 
     ``names``: the checkpoint's tensors that each raw weight is made of. ``kept``: raw weights that
     finishing leaves as they were loaded, and that are served. ``tensors``, ``numbers``: the places
