@@ -16,6 +16,19 @@ def memory_key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def span_of(tensor: torch.Tensor) -> int:
+    """Return how many elements of its storage ``tensor`` spans."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def range_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of bytes of ``tensor`` in its storage."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return start, start + span_of(tensor) * tensor.itemsize
+
+
 def distinct_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of ``tensors``, each once, in order."""
     found: dict[int, torch.UntypedStorage] = {}

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from torch import nn
 
@@ -25,10 +24,10 @@ from sglang_inflight.scheduler.update.shadow import ShadowParameters
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused, Unproven
+from tests.unit.finishing import Finish, Finishing
 
 CPU = torch.device("cpu")
 NO_LIMIT = RateLimit(0, lambda: False)
-Finish = Callable[[Any], None]
 
 
 def quantize(layer: Any) -> None:
@@ -40,26 +39,12 @@ def quantize(layer: Any) -> None:
     layer.factor = float(scale[0])
 
 
-class Method(QuantizeMethodBase):
-    def __init__(self, finish: Finish) -> None:
-        self._finish = finish
-
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self._finish(layer)
-
-
 class Linear(nn.Module):
     def __init__(self, finish: Finish | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 3), requires_grad=False)
         if finish is not None:
-            self.quant_method = Method(finish)
+            self.quant_method = Finishing(finish)
 
 
 class Model(nn.Module):

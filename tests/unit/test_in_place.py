@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.quantization.base_config import QuantizeMethodBase
 from torch import nn
 
 from sglang_inflight.scheduler.update.in_place import InPlaceModel
 from sglang_inflight.vocabulary.errors import Refused
-
-Finish = Callable[[Any], None]
-
-
-class Method(QuantizeMethodBase):
-    def __init__(self, finish: Finish) -> None:
-        self._finish = finish
-
-    def create_weights(self, layer: nn.Module, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError
-
-    def apply(self, layer: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
-        raise NotImplementedError
-
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
-        self._finish(layer)
+from tests.unit.finishing import Finish, Finishing
 
 
 def made(finish: Finish) -> Any:
     model: Any = nn.Module()
     model.layer = nn.Module()
     model.layer.weight = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    model.layer.quant_method = Method(finish)
+    model.layer.quant_method = Finishing(finish)
     finish(model.layer)
     return model
 

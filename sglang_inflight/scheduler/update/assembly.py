@@ -158,11 +158,7 @@ def _prove(models: list[ShadowedModel], device: torch.device, can: Capabilities)
     """Prove each model's finishing now, and note in ``can`` that one cannot be repeated."""
     for model in models:
         try:
-            model.prove(device, _never, RateLimit(0, lambda: False))
+            model.prove(device, lambda: None, RateLimit(0, lambda: False))
         except Unproven as unproven:
             can = msgspec.structs.replace(can, stage=can.stage or f"{unproven}")
     return can
-
-
-def _never() -> None:
-    pass

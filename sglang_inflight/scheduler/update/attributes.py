@@ -16,6 +16,8 @@ from torch import nn
 
 # attributes of every module: the clone copies them, or no loader writes them
 _OF_MODULES = frozenset(nn.Module().__dict__)
+# attributes with the method of a layer's quantization
+METHODS = ("quant_method", "scheme")
 _CONTAINERS = (list, tuple, dict, OrderedDict)
 # levels of containers within containers
 _DEPTH = 3
@@ -37,10 +39,16 @@ def namespaces_of(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     for name in ("", "_parameters", "_buffers", "_modules"):
         yield "", module.__dict__[name] if name else module.__dict__
-    for name in ("quant_method", "scheme"):
-        part = module.__dict__.get(name)
-        if hasattr(part, "__dict__") and not isinstance(part, nn.Module | type):
-            yield name, vars(part)
+    for name, method in methods_of(module):
+        yield name, vars(method)
+
+
+def methods_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the objects beside modules that keep tensors and numbers of ``module``, by name."""
+    for name in METHODS:
+        method = module.__dict__.get(name)
+        if hasattr(method, "__dict__") and not isinstance(method, nn.Module | type):
+            yield name, method
 
 
 def values_in(namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -8,14 +8,13 @@ import torch
 from sglang.srt.model_loader.loader import DefaultModelLoader, post_load_weights
 from torch import nn
 
-from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
+from sglang_inflight.scheduler.update.finished.places import Place, tensors_of
 from sglang_inflight.scheduler.update.shadow import refresh_derived, weights_of
 from sglang_inflight.storages import memory_key
 from sglang_inflight.vocabulary.errors import Refused
 
-# (module path and attribute, position in the attribute) of each tensor of a model
-Places = dict[tuple[str, int], torch.Tensor]
+Places = dict[Place, torch.Tensor]
 
 
 class InPlaceModel:
@@ -73,8 +72,8 @@ class InPlaceModel:
     def targets(self) -> dict[int, Target]:
         """Return all memory in reach of the model's loader, by ``memory_key``."""
         found = {
-            memory_key(tensor): Target(Kind.DERIVED, place)
-            for (place, _), tensor in _places_of(self.model).items()
+            memory_key(tensor): Target(Kind.DERIVED, str(place))
+            for place, tensor in tensors_of(self.model).items()
         }
         found |= {memory_key(w): Target(Kind.WEIGHT, name) for name, w in weights_of(self.model)}
         for owner in self._owners:
@@ -89,7 +88,7 @@ class InPlaceModel:
             self.is_open = True
             if self._holds_graphs:
                 # detached, because ``.data`` of a parameter may be set
-                self._before = {at: t.detach() for at, t in _places_of(self.model).items()}
+                self._before = {at: t.detach() for at, t in tensors_of(self.model).items()}
 
     def restore(self) -> None:
         """Undo SGLang's finishing before the first tensor, unless an update failed half way."""
@@ -114,24 +113,12 @@ class InPlaceModel:
         self._is_direct = False
         refresh_derived(self.model)
         before, self._before = self._before, {}
-        if moved := _restore_addresses(before, _places_of(self.model)):
+        if moved := _restore_addresses(before, tensors_of(self.model)):
             raise Refused(
                 f"finishing the update moved {moved[0]!r}, and captured CUDA graphs still read "
                 "the old memory: restart the server, or serve this model with "
                 "--disable-cuda-graph"
             )
-
-
-def _places_of(model: nn.Module) -> Places:
-    """Return every tensor of ``model``, by its place in the model."""
-    found: Places = {}
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        values = (*attributes_of(module), *module._parameters.items(), *module._buffers.items())
-        for name, value in values:
-            for at, tensor in enumerate(tensors_in(value)):
-                found[f"{prefix}{name}", at] = tensor
-    return found
 
 
 def _restore_addresses(before: Places, now: Places) -> list[str]:
@@ -142,7 +129,7 @@ def _restore_addresses(before: Places, now: Places) -> list[str]:
         if new is not None and new.data_ptr() == old.data_ptr():
             continue
         if new is None or _layout_of(new) != _layout_of(old):
-            moved.append(place[0])
+            moved.append(str(place))
             continue
         old.copy_(new)
         new.data = old

@@ -13,7 +13,7 @@ from torch import nn
 from sglang_inflight.scheduler.update.attributes import attributes_of, replace, tensors_in
 from sglang_inflight.scheduler.update.checks.dataflow import Kind, Target, Write
 from sglang_inflight.scheduler.update.checks.digest import Digest
-from sglang_inflight.storages import memory_key
+from sglang_inflight.storages import memory_key, span_of
 
 
 class ReservedStorage(NamedTuple):
@@ -64,7 +64,7 @@ class ShadowParameters:
         """Return the same view of the shadow if ``view`` lies in a weight, else None."""
         for original, shadow in self._weights.get(memory_key(view), ()):
             offset = view.storage_offset() - original.storage_offset()
-            if offset >= 0 and _span_of(view) + offset <= _span_of(original):
+            if offset >= 0 and span_of(view) + offset <= span_of(original):
                 return shadow.data.as_strided(
                     view.shape, view.stride(), shadow.storage_offset() + offset
                 )
@@ -371,13 +371,6 @@ def fuse_scales(model: nn.Module) -> None:
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
-
-
-def _span_of(tensor: torch.Tensor) -> int:
-    """Return how many elements of its storage ``tensor`` spans."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_inflight.scheduler.update.rate import RateLimit, copy_in_pieces
-from sglang_inflight.storages import memory_key
+from sglang_inflight.storages import memory_key, range_of
 from sglang_inflight.vocabulary.errors import Refused
 
 _COMMUNICATION = ("c10d", "_c10d_functional")
@@ -79,13 +79,13 @@ class _Received:
         self._ranges: list[tuple[int, str]] = []
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        start, end = _range_of(tensor)
+        start, end = range_of(tensor)
         at = bisect_right(self._starts, start)
         self._starts.insert(at, start)
         self._ranges.insert(at, (end, name))
 
     def names_in(self, tensor: torch.Tensor) -> Iterator[str]:
-        start, end = _range_of(tensor)
+        start, end = range_of(tensor)
         # a tensor that begins before ``start`` may reach beyond it
         at = max(0, bisect_right(self._starts, start) - 1)
         while at < len(self._starts) and self._starts[at] < end:
@@ -322,12 +322,3 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from tensors_of(item)
-
-
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of bytes of ``tensor`` in its storage."""
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    if tensor.is_contiguous() or not tensor.numel():
-        return start, start + tensor.nbytes
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.itemsize

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.dataflow import Target, Write
 from sglang_inflight.scheduler.update.finished.places import (
+    Number,
     Place,
     numbers_of,
     tensors_of,
@@ -76,7 +78,8 @@ class FinishedModel:
                 parameters.add(tensor, staged, is_weight=True)
                 self._weights[place] = Weight(str(place), tensor, staged)
         self._taken: set[Place] = set()
-        # numbers that differ from the served ones
+        # the served ones at the update's begin, and those that differ from them
+        self._numbers: dict[Place, tuple[Any, str, Number]] = {}
         self.numbers: list[NumberSwap] = []
 
     @property
@@ -100,7 +103,8 @@ class FinishedModel:
                 raise Refused(f"{weight.name!r} was replaced while it was served")
         self._taken.clear()
         self.numbers.clear()
-        self._raw.begin(is_partial=is_partial)
+        self._numbers = numbers_of(self._live)
+        self._raw.begin(now, is_partial=is_partial)
 
     def targets(self) -> dict[int, Target]:
         """Return all memory in reach of the model's loader, by ``memory_key``."""
@@ -155,11 +159,10 @@ class FinishedModel:
                 self._taken.add(place)
             elif _offset(tensor, made.tensors.get(within)) != _offset(served, self._served[within]):
                 raise Refused(f"finishing the update parts {str(place)!r} from {str(within)!r}")
-        served_numbers = numbers_of(self._live)
         for place, number in made.numbers.items():
-            if place not in served_numbers:
+            if place not in self._numbers:
                 raise Refused(f"finishing the update sets {str(place)!r}, which is not served")
-            owner, attribute, now = served_numbers[place]
+            owner, attribute, now = self._numbers[place]
             if number == now:
                 continue
             if not isinstance(number, bool | int | float):

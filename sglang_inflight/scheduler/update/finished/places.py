@@ -13,11 +13,9 @@ import torch
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from torch import nn
 
-from sglang_inflight.scheduler.update.attributes import attributes_of, tensors_in
-from sglang_inflight.storages import memory_key
+from sglang_inflight.scheduler.update.attributes import attributes_of, methods_of, tensors_in
+from sglang_inflight.storages import memory_key, range_of, span_of
 
-# attributes whose objects keep tensors and numbers of their module
-METHODS = ("quant_method", "scheme")
 Number = bool | int | float | None
 
 
@@ -83,11 +81,14 @@ def _modules_in(value: Any) -> Iterator[nn.Module]:
 
 def owners_of(model: nn.Module) -> Iterator[Owner]:
     for path, module in modules_of(model):
-        yield Owner(path, "", module)
-        for name in METHODS:
-            method = module.__dict__.get(name)
-            if method is not None and hasattr(method, "__dict__"):
-                yield Owner(path, f"{name}.", method)
+        yield from owners_at(path, module)
+
+
+def owners_at(path: str, module: nn.Module) -> Iterator[Owner]:
+    """Yield ``module`` itself, and its methods."""
+    yield Owner(path, "", module)
+    for name, method in methods_of(module):
+        yield Owner(path, f"{name}.", method)
 
 
 def values_of(owner: Owner) -> Iterator[tuple[str, Any]]:
@@ -135,9 +136,9 @@ def without_views(tensors: dict[Place, torch.Tensor]) -> dict[Place, Place]:
     for places in by_storage.values():
         widest: list[Place] = []
         for place in sorted(places, key=lambda at: -span_of(tensors[at])):
-            begin, end = _range_of(tensors[place])
+            begin, end = range_of(tensors[place])
             for other in widest:
-                first, last = _range_of(tensors[other])
+                first, last = range_of(tensors[other])
                 if first <= begin and end <= last:
                     found[place] = other
                     break
@@ -153,15 +154,3 @@ def split_name(name: str) -> tuple[str, str]:
     """Return the module's path and the attribute of a parameter's or buffer's ``name``."""
     module, _, attribute = name.rpartition(".")
     return module, attribute
-
-
-def span_of(tensor: torch.Tensor) -> int:
-    """Return how many elements of its storage ``tensor`` spans."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _range_of(tensor: torch.Tensor) -> tuple[int, int]:
-    begin = int(tensor.storage_offset()) * tensor.element_size()
-    return begin, begin + span_of(tensor) * tensor.element_size()

@@ -9,7 +9,7 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 from torch import nn
 
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow
-from sglang_inflight.scheduler.update.finished.places import Place, split_name
+from sglang_inflight.scheduler.update.finished.places import Place, split_name, tensors_of
 from sglang_inflight.scheduler.update.finished.raw_model import Made, RawModel
 from sglang_inflight.scheduler.update.finished.recipe import Recipe, compare
 from sglang_inflight.scheduler.update.rate import RateLimit
@@ -42,7 +42,7 @@ def find_recipe(
         )
     try:
         with torch.no_grad():
-            raw.begin(is_partial=False)
+            raw.begin(tensors_of(live), is_partial=False)
             dataflow = Dataflow(raw.targets(), before_write=raw.note_write, rate_limit=rate_limit)
             with dataflow:
                 received = dataflow.receive_each(weights)

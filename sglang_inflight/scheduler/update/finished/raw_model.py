@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,16 +21,17 @@ import torch
 from sglang.srt.model_loader.loader import device_loading_context
 from torch import nn
 
-from sglang_inflight.scheduler.update.attributes import tensors_in
+from sglang_inflight.scheduler.update.attributes import METHODS, tensors_in
 from sglang_inflight.scheduler.update.changes.handles import Handle
 from sglang_inflight.scheduler.update.checks.coverage import can_mark, count_marked, mark, marks_in
 from sglang_inflight.scheduler.update.checks.dataflow import Dataflow, Kind, Target, Write
 from sglang_inflight.scheduler.update.finished.places import (
-    METHODS,
     Number,
+    Owner,
     Place,
     modules_of,
     numbers_of,
+    owners_at,
     owners_of,
     split_name,
     tensors_of,
@@ -96,7 +97,6 @@ class RawModel:
 
         ``recipe`` is None while the served checkpoint is loaded to find it.
         """
-        self._live = live
         self._device = device
         self._taker = taker
         self._rate_limit = rate_limit
@@ -140,14 +140,16 @@ class RawModel:
 
     # ---- loading ----------------------------------------------------------------------
 
-    def begin(self, *, is_partial: bool) -> None:
-        """Begin an update. ``is_partial``: tensors that are not sent keep their values."""
+    def begin(self, served: Mapping[Place, torch.Tensor], *, is_partial: bool) -> None:
+        """Begin an update. ``is_partial``: tensors that are not sent keep their values.
+
+        ``served``: all tensors of the live model.
+        """
         self.is_partial, self.is_post_loaded = is_partial, False
         self.forget()
         self._shadow.begin()
         self._targets = {
-            memory_key(tensor): Target(Kind.SERVED, str(place))
-            for place, tensor in tensors_of(self._live).items()
+            memory_key(tensor): Target(Kind.SERVED, str(place)) for place, tensor in served.items()
         } | self._shadow.targets()
         for module in self._post_loaders:
             # the loader calls it after each piece of an update, where weights may be missing
@@ -246,8 +248,13 @@ class RawModel:
                 # finishing left it alone before, which may have hung on its numbers
                 if weight.is_filled and not self._is_left_alone(weight):
                     self._refuse(weight, self._names_of(weight) - weight.names)
-        looked_at = list(self._modules) if at_seal else paths
-        self._taker.take(self._made_in(looked_at, finished=set(paths)))
+        # not by a walk for each module: a model has thousands
+        owners = (
+            owners_of(self.model)
+            if at_seal
+            else (owner for path in paths for owner in owners_at(path, self._modules[path]))
+        )
+        self._taker.take(self._made_by(owners, finished=set(paths)))
         for path in paths:
             self._raw[path].restore(self._modules[path])
             for weight in self._of_module.get(path, ()):
@@ -327,17 +334,16 @@ class RawModel:
         served: torch.Tensor = getattr(self._served[weight.module], weight.attribute)
         return served.data
 
-    def _made_in(self, paths: list[str], *, finished: set[str]) -> Made:
-        """Return what differs from the raw model in the modules at ``paths``.
+    def _made_by(self, owners: Iterable[Owner], *, finished: set[str]) -> Made:
+        """Return what differs from the raw model in ``owners``, of modules not handed on yet.
 
         A number of a module just ``finished`` counts as made in any case: finishing may have left
         the constructor's.
         """
         made = Made()
-        wanted = set(paths)
         recipe = self._recipe.numbers if self._recipe is not None else frozenset()
-        for owner in owners_of(self.model):
-            if owner.module not in wanted:
+        for owner in owners:
+            if owner.module in self._done and owner.module not in finished:
                 continue
             for name, value in values_of(owner):
                 at_name = Place(owner.module, owner.prefix + name)
