@@ -100,13 +100,13 @@ class ReferencePlatform(CpuDeviceMixin, SRTPlatform):
     def post_load_model(self, model: torch.nn.Module) -> None:
         # imported late: the module imports SGLang modules that ask for the platform
         from sglang_inflight.reference import (
-            keep_a_host_tier,
+            keep_host_memory_unpinned,
             send_without_events,
             serve_adapters_without_pinning,
         )
 
         serve_adapters_without_pinning()
-        keep_a_host_tier()
+        keep_host_memory_unpinned()
         send_without_events()
 
     def apply_server_args_defaults(self, server_args: ServerArgs) -> None:

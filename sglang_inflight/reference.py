@@ -4,6 +4,9 @@
 pins it and copies with its own kernels. Here both tiers are host memory: nothing is pinned, and
 torch copies.
 
+**Captured routes**, with ``--enable-return-routed-experts``: SGLang keeps them in host memory, and
+pins it. Here the memory is not pinned.
+
 **LoRA adapters**, with ``--lora-backend torch_native``: SGLang pins memory before copying it to a
 device. Without a device torch refuses to pin.
 
@@ -29,7 +32,7 @@ from typing import Any
 import torch
 from sglang.srt.utils import torch_memory_saver_adapter
 
-from sglang_inflight.sglang_types import get_disagg, get_lora, get_memory
+from sglang_inflight.sglang_types import get_disagg, get_exec, get_lora, get_memory
 from sglang_inflight.storages import distinct_storages
 
 # early sending of a prefix needs an event; without it all KV is sent together
@@ -42,15 +45,20 @@ _PROT_NONE = 0
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
-def keep_a_host_tier() -> None:
-    """Patch SGLang's host tier. Call after the model is loaded, before its cache is created."""
-    if not get_memory().enable_hierarchical_cache:
+def keep_host_memory_unpinned() -> None:
+    """Patch SGLang's host tier, and its memory for routes.
+
+    Call after the model is loaded, before its cache is created.
+    """
+    has_host_tier = get_memory().enable_hierarchical_cache
+    if not has_host_tier and not get_exec().features.enable_return_routed_experts:
         return
     from sglang.srt.mem_cache.pool_host import common, mha
 
     allocate: Any = _allocate
     common.ALLOC_MEMORY_FUNCS["cpu"] = allocate
-    mha.transfer_kv_direct = _copy
+    if has_host_tier:
+        mha.transfer_kv_direct = _copy
 
 
 def _allocate(dims: tuple[int, ...], *, dtype: torch.dtype, device: str, **_: Any) -> torch.Tensor:
