@@ -173,6 +173,18 @@ class Settings:
     vllm_routes: bool = _setting(
         False, _boolean, "answer vLLM's routes for RL too, as vLLM does if safe"
     )
+    vllm_sampling_masks: bool = _setting(
+        False,
+        _boolean,
+        "return the sampling mask of each token at /inference/v1/generate, like vLLM with "
+        "--return-sampling-mask; a request may say otherwise by return_sampling_mask",
+    )
+    vllm_routed_experts: str = _setting(
+        "npy",
+        _one_of("npy", "array"),
+        "form of routed_experts at /inference/v1/generate: npy is vLLM's, the base64 of a NumPy "
+        "file; array is that of prime-rl's server, an object with data, shape, dtype and start",
+    )
     model_names: str = _setting(
         "known",
         _one_of("known", "any"),

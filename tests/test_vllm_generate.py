@@ -51,12 +51,17 @@ def test_answer_has_tokens_spans_and_usage(vllm_server: Server) -> None:
     (choice,) = answer["choices"]
     (span,) = choice["weight_versions"]
     assert (span["version"], span["start"], span["end"]) == ("v0", 0, 4)
+    (kv_span,) = choice["kv_versions"]
+    assert (kv_span["version"], kv_span["start"]) == ("v0", 0)
     assert choice == {
         "index": 0,
         "token_ids": [TOKEN] * 4,
         "logprobs": None,
         "finish_reason": "length",
+        "routed_experts": None,
+        "sampling_mask": None,
         "weight_versions": [span],
+        "kv_versions": [kv_span],
     }
     assert answer["usage"] == {
         "prompt_tokens": 16,

@@ -46,7 +46,7 @@ async def handle_request(
             request, CompletionRequest | ChatCompletionRequest
         ):
             # no second parse: the request caches FastAPI's JSON
-            fields = VLLMFields(request, await raw_request.json())
+            fields = VLLMFields(request, await raw_request.json(), serving.tokenizer_manager)
     except InflightError as error:
         logger.warning("%s refused: %s", type(request).__name__, error)
         return _refusal(error)

@@ -36,6 +36,7 @@ from sglang_inflight.frontend.http.endpoints import decide_request_auth
 from sglang_inflight.frontend.http.late_import import when_imported
 from sglang_inflight.frontend.http.vllm.openai_fields import (
     build_chat_logprobs,
+    note_results,
     write_completion_logprobs,
 )
 from sglang_inflight.frontend.lora.loading import (
@@ -317,6 +318,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     ),
     (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *wrap_if_active(create_tokenized)),
     (f"{_OPENAI_SERVING}.handle_request", *wrap_if_active(handle_request)),
+    (f"{_TOKENIZER_MANAGER}.generate_request", *wrap_if_active(note_results)),
     (f"{_OPENAI_SERVING}._parse_model_parameter", *wrap_if_active(parse_model_parameter)),
     (
         "sglang.srt.entrypoints.openai.utils.to_openai_style_logprobs",

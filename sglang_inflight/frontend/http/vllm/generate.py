@@ -2,15 +2,16 @@
 
 A request is made as by SGLang's ``/generate``, and lives through pauses and updates as every
 other. Each choice has vLLM's fields, and the spans of its tokens' versions.
+
+SkyRL's own server has the route as ``/skyrl/v1/generate``, with arrays in a form of its own.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -20,12 +21,13 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_inflight.frontend.as_sglang import decode
 from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
-from sglang_inflight.messages import ADAPTER_VERSIONS
+from sglang_inflight.frontend.http.vllm.choices import Choices, describe_prompt, describe_usage
+from sglang_inflight.frontend.http.vllm.records import Experts, NewTokens, wants_experts
 from sglang_inflight.vocabulary.bodies import Body, Name
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:
-    from sglang_inflight.frontend.model_names import ModelNames
+    from sglang_inflight.frontend.frontend import Frontend
     from sglang_inflight.sglang_types import TokenizerManager
 
 logger = logging.getLogger(__name__)
@@ -34,11 +36,8 @@ DP_RANK_HEADER = "X-data-parallel-rank"
 
 # refused, because ignoring one would change the input
 _NOT_OFFERED = ("features", "content_parts", "kv_transfer_params", "ec_transfer_params")
-# vLLM's floor: JSON has no infinity
-LOWEST = -9999.0
-
-# value, token, and the token's text, not requested here
-Logprob = tuple[float | None, int, str | None]
+# SkyRL's, refused, because its trainer needs them in the answer
+_NOT_RECORDED = ("return_full_logprobs", "return_sample_support_logprobs")
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -105,6 +104,8 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
     stream_interval: Positive | None = None
     logit_bias: dict[str, float] | None = None
     extra_args: dict[str, Any] | None = None
+    # tokens of the prompt to leave out of routed_experts
+    routed_experts_prompt_start: Count = 0
     allowed_token_ids: Any = None
     bad_words: Any = None
     logprob_token_ids: Any = None
@@ -133,11 +134,12 @@ class Sampling(Body, kw_only=True, forbid_unknown_fields=False):
         return {**given, "top_k": self.top_k or -1, "max_new_tokens": self.max_tokens}
 
     @property
-    def most_likely(self) -> int:
-        """Number of most likely tokens to request from SGLang at each position."""
-        # vLLM lists the sampled token first, so one logprob needs no others
-        listed = self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
-        return max(listed, self.prompt_logprobs or 0)
+    def others(self) -> int:
+        """Number of most likely tokens listed beside each sampled one.
+
+        vLLM lists the sampled token first, so one logprob needs no others.
+        """
+        return self.logprobs if self.logprobs is not None and self.logprobs > 1 else 0
 
 
 class StreamOptions(Body, kw_only=True, forbid_unknown_fields=False):
@@ -157,6 +159,13 @@ class GenerateBody(Body, kw_only=True, forbid_unknown_fields=False):
     priority: int = 0
     output_mode: Literal["tokens", "text"] = "tokens"
     return_token_ids: bool | None = False
+    # None: as the server is set up, which is vLLM's only way
+    return_routed_experts: bool | None = None
+    return_sampling_mask: bool | None = None
+    # SkyRL's name of return_sampling_mask
+    return_sample_support: bool | None = None
+    return_sample_support_logprobs: Any = None
+    return_full_logprobs: Any = None
     features: Any = None
     content_parts: Any = None
     kv_transfer_params: Any = None
@@ -172,30 +181,71 @@ class EngineRefused(InflightError):
 
 
 class Generate:
-    """Answer the route. Lives on the front end's event loop, and keeps no state."""
+    """Answer the route. Lives on the front end's event loop, and keeps no state of requests."""
 
-    def __init__(self, tokenizer_manager: TokenizerManager, model_names: ModelNames) -> None:
+    def __init__(
+        self,
+        tokenizer_manager: TokenizerManager,
+        frontend: Frontend,
+        *,
+        for_skyrl: bool = False,
+    ) -> None:
         self._tokenizer_manager = tokenizer_manager
-        self._model_names = model_names
+        self._model_names = frontend.model_names
+        self._settings = frontend.settings
+        self._for_skyrl = for_skyrl
 
     async def answer(self, request: Request) -> Response:
         try:
             body = decode(await request.body(), GenerateBody)
             rid = body.request_id or uuid.uuid4().hex
-            obj = self._read(body, rid, request)
+            choices = self._choices(body)
+            obj = self._read(body, rid, request, choices)
             if body.stream:
                 return StreamingResponse(
-                    self._stream(body, rid, obj, request),
+                    self._stream(body, rid, obj, request, choices),
                     media_type="text/event-stream",
                     # aborts the request if the connection ends before the stream
                     background=self._tokenizer_manager.create_abort_task(obj),
                 )
-            return ORJSONResponse(await self._collect(body, rid, obj, request))
+            return ORJSONResponse(await self._collect(body, rid, obj, request, choices))
         except InflightError as error:
             logger.warning("%s refused: %s", request.url.path, error)
             return refusal(error)
 
-    def _read(self, body: GenerateBody, rid: str, request: Request) -> Any:
+    def _choices(self, body: GenerateBody) -> Choices:
+        """Read what the answer's choices have. Raises ``Refused`` for what cannot be recorded."""
+        for name in _NOT_RECORDED:
+            if getattr(body, name):
+                raise NotOffered(f"{name} is not offered here")
+        sampling = body.sampling_params
+        start = sampling.routed_experts_prompt_start
+        if start > len(body.token_ids):
+            raise Refused(
+                f"sampling_params.routed_experts_prompt_start is {start}, and the prompt has "
+                f"{len(body.token_ids)} tokens"
+            )
+        masks = body.return_sampling_mask
+        if masks is None:
+            masks = body.return_sample_support
+        if masks is None:
+            masks = self._settings.vllm_sampling_masks
+        return Choices(
+            logprobs=sampling.logprobs,
+            masks=masks,
+            experts=self._experts(start) if wants_experts(body.return_routed_experts) else None,
+            columns=max(sampling.top_k or 1, 1) if self._for_skyrl else None,
+        )
+
+    def _experts(self, start: int) -> Callable[[dict[str, Any]], Any]:
+        experts = Experts(self._tokenizer_manager.model_config)
+        if self._for_skyrl:
+            return experts.as_narrow_array
+        if self._settings.vllm_routed_experts == "array":
+            return lambda meta: experts.as_array(meta, start)
+        return experts.as_npy
+
+    def _read(self, body: GenerateBody, rid: str, request: Request, choices: Choices) -> Any:
         for name in _NOT_OFFERED:
             if getattr(body, name):
                 raise NotOffered(f"{name} is not offered here: the input is token_ids alone")
@@ -213,7 +263,11 @@ class Generate:
             sampling_params=sampling.for_sglang(),
             return_logprob=sampling.logprobs is not None or scores_prompt,
             logprob_start_len=0 if scores_prompt else -1,
-            top_logprobs_num=sampling.most_likely,
+            top_logprobs_num=max(sampling.others, sampling.prompt_logprobs or 0),
+            return_sampling_mask=choices.masks,
+            sampling_logprobs_mode="support" if choices.masks and sampling.others else None,
+            return_routed_experts=choices.experts is not None,
+            routed_experts_start_len=sampling.routed_experts_prompt_start,
             stream=bool(body.stream),
             lora_path=self._model_names.adapter_of(body.model),
             cache_salt=body.cache_salt,
@@ -221,7 +275,7 @@ class Generate:
         )
 
     async def _collect(
-        self, body: GenerateBody, rid: str, obj: Any, request: Request
+        self, body: GenerateBody, rid: str, obj: Any, request: Request, choices: Choices
     ) -> dict[str, Any]:
         try:
             answer = await anext(self._tokenizer_manager.generate_request(obj, request))
@@ -237,7 +291,7 @@ class Generate:
             "model": body.model or self._tokenizer_manager.served_model_name,
             "created": int(time.time()),
             "choices": [
-                describe_choice(index, output["output_ids"], output["meta_info"], sampling.logprobs)
+                choices.describe(index, output["output_ids"], output["meta_info"])
                 for index, output in enumerate(outputs)
             ],
             "usage": describe_usage(len(body.token_ids), metas),
@@ -249,14 +303,14 @@ class Generate:
         }
 
     async def _stream(
-        self, body: GenerateBody, rid: str, obj: Any, request: Request
+        self, body: GenerateBody, rid: str, obj: Any, request: Request, choices: Choices
     ) -> AsyncIterator[bytes]:
         """Yield chunks, each with only the tokens since the previous chunk."""
         options = body.stream_options or StreamOptions()
         prompt_tokens = len(body.token_ids)
         metas: dict[int, dict[str, Any]] = {}
-        sent: dict[int, int] = {}
-        deltas = self._tokenizer_manager.incremental_streaming_output
+        prompt = body.token_ids if body.return_token_ids else None
+        new = NewTokens(self._tokenizer_manager)
         try:
             async for output in self._tokenizer_manager.generate_request(obj, request):
                 index, meta = output.get("index", 0), output["meta_info"]
@@ -264,27 +318,20 @@ class Generate:
                 if reason and reason.get("status_code"):
                     raise EngineRefused(reason["message"], reason["status_code"])
                 metas[index] = meta
-                tokens, since = output["output_ids"], 0
-                before = sent.get(index, 0)
-                if not deltas:
-                    # the list may have grown since SGLang wrote this chunk's meta_info
-                    since = before
-                    tokens = tokens[since : meta["completion_tokens"]]
-                elif meta["completion_tokens"] == before:
-                    # an abort repeats the last token
-                    tokens = []
-                sent[index] = before + len(tokens)
+                tokens, since = new.take(output)
                 if not tokens and not reason:
                     continue
-                choice = describe_choice(
-                    index, tokens, meta, body.sampling_params.logprobs, since=since
-                )
+                choice = choices.describe(index, tokens, meta, since=since)
                 usage = (
                     describe_usage(prompt_tokens, [meta])
                     if options.continuous_usage_stats
                     else None
                 )
-                yield _event({"request_id": rid, "choices": [choice], "usage": usage})
+                said: dict[str, Any] = {"request_id": rid, "choices": [choice], "usage": usage}
+                if prompt is not None:
+                    # in the first chunk only
+                    said["prompt_token_ids"], prompt = prompt, None
+                yield _event(said)
             if options.include_usage:
                 usage = describe_usage(prompt_tokens, list(metas.values()))
                 yield _event({"request_id": rid, "choices": [], "usage": usage})
@@ -306,84 +353,3 @@ def _dp_rank(request: Request) -> int | None:
 
 def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
-def describe_choice(
-    index: int, tokens: Sequence[int], meta: dict[str, Any], logprobs: int | None, *, since: int = 0
-) -> dict[str, Any]:
-    """Return vLLM's choice for ``tokens``, beginning at the output's ``since``-th.
-
-    ``weight_versions``, and with an adapter ``adapter_versions``, span the whole output so far.
-    """
-    reason = meta["finish_reason"]
-    adapters = meta.get(ADAPTER_VERSIONS)
-    return {
-        "index": index,
-        "token_ids": tokens,
-        "logprobs": None
-        if logprobs is None
-        else {"content": _content(meta, logprobs, since, since + len(tokens))},
-        "finish_reason": reason["type"] if reason else None,
-        "weight_versions": meta.get("weight_versions"),
-        **({} if adapters is None else {ADAPTER_VERSIONS: adapters}),
-    }
-
-
-def describe_usage(prompt_tokens: int, metas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the usage of one prompt's outputs. SGLang sets no ``cached_tokens`` before a run."""
-    made = sum(meta["completion_tokens"] for meta in metas)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": made,
-        "total_tokens": prompt_tokens + made,
-        "prompt_tokens_details": {"cached_tokens": metas[0].get("cached_tokens", 0)},
-    }
-
-
-def describe_prompt(token_ids: Sequence[int], meta: dict[str, Any]) -> list[dict[str, Any] | None]:
-    """Return logprobs by position: the prompt's own token first. Position 0 has none."""
-    # token ids come from the prompt: SGLang reports the vocabulary's last token as 0
-    sampled: list[Logprob] = [
-        (value, token, text)
-        for token, (value, _, text) in zip(token_ids, meta["input_token_logprobs"], strict=True)
-    ]
-    tops: list[list[Logprob] | None] = meta.get("input_top_logprobs") or [None] * len(sampled)
-    return [
-        None
-        if own[0] is None
-        else {str(token): _entry(value) for value, token, _ in _first(own, top or ())}
-        for own, top in zip(sampled, tops, strict=True)
-    ]
-
-
-def _content(meta: dict[str, Any], logprobs: int, since: int, until: int) -> list[dict[str, Any]]:
-    sampled: list[Logprob] = meta["output_token_logprobs"][since:until]
-    tops: list[list[Logprob] | None] = [None] * len(sampled)
-    if logprobs > 1:
-        tops = meta["output_top_logprobs"][since:until]
-    return [
-        {
-            **_named(own),
-            "top_logprobs": [_named(each) for each in _first(own, top or ())][: max(logprobs, 1)],
-        }
-        for own, top in zip(sampled, tops, strict=True)
-    ]
-
-
-def _first(own: Logprob, others: Iterable[Logprob]) -> list[Logprob]:
-    """Return a position's own token, then the others by rank."""
-    return [own, *(other for other in others if other[1] != own[1])]
-
-
-def _named(logprob: Logprob) -> dict[str, Any]:
-    """Return a token's entry: vLLM 0.32 reads ``token``, later versions ``token_id``."""
-    value, token, _ = logprob
-    return {"token": f"token_id:{token}", "token_id": token, "logprob": _floored(value)}
-
-
-def _entry(value: float | None) -> dict[str, Any]:
-    return {"logprob": _floored(value), "rank": None, "decoded_token": None}
-
-
-def _floored(value: float | None) -> float:
-    return LOWEST if value is None or not math.isfinite(value) else max(value, LOWEST)

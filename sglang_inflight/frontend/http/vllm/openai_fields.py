@@ -8,31 +8,39 @@ field without effect on tokens or answer, such as ``request_id``, is ignored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import ORJSONResponse
+from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     ChatCompletionResponse,
     CompletionRequest,
+    CompletionResponse,
     DetokenizeRequest,
     DetokenizeResponse,
 )
 
+from sglang_inflight.frontend.http.vllm.openai_records import OpenAIRecords
+from sglang_inflight.frontend.http.vllm.records import Experts, wants_experts
 from sglang_inflight.vocabulary.errors import Refused
+
+if TYPE_CHECKING:
+    from sglang_inflight.sglang_types import TokenizerManager
 
 # value, token, and the token's text
 Logprob = tuple[float | None, int, str | None]
 
 _ELSEWHERE = "SGLang has no equivalent"
+_GENERATE = "use /inference/v1/generate"
 _FORMATS = "use SGLang's regex, ebnf or response_format"
 # refused, because ignoring one would change the tokens or the answer
 _NOT_OFFERED = {
-    "prompt_logprobs": "use /inference/v1/generate",
+    **dict.fromkeys(("prompt_logprobs", "return_sampling_mask"), _GENERATE),
     **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), _FORMATS),
     **dict.fromkeys(
         (
@@ -73,7 +81,10 @@ class VLLMFields:
     """
 
     def __init__(
-        self, request: CompletionRequest | ChatCompletionRequest, body: dict[str, Any]
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        body: dict[str, Any],
+        tokenizer_manager: TokenizerManager,
     ) -> None:
         """Set SGLang's fields in ``request``. Raises ``Refused`` for fields without equivalent."""
         is_chat = isinstance(request, ChatCompletionRequest)
@@ -91,21 +102,68 @@ class VLLMFields:
             request.no_stop_trim = True
         if (outputs := body.get("structured_outputs")) is not None:
             _constrain(request, outputs)
-        self._wants_tokens = is_chat and request.return_token_ids
+        self._names_tokens = is_chat and request.return_token_ids
+        self._records = _records(request, body, tokenizer_manager)
+        if request.stream and is_chat:
+            # SGLang refuses the field in a chat's stream
+            request.return_token_ids = False
         _asked.set(self)
 
     def finish(self, response: Any) -> Any:
-        """Add token ids to a chat's answer under vLLM's names, beside SGLang's names."""
-        if not self._wants_tokens or not isinstance(response, ChatCompletionResponse):
+        """Add records of tokens, and a chat's token ids under vLLM's names."""
+        if isinstance(response, StreamingResponse) and self._records.are_wanted:
+            response.body_iterator = self._records.add_to(response.body_iterator)
+        if not isinstance(response, ChatCompletionResponse | CompletionResponse):
+            return response
+        if not self._names_tokens and not self._records.are_wanted:
             return response
         content = response.model_dump(by_alias=True)
-        for choice in content["choices"]:
-            choice["token_ids"] = choice["response_token_ids"]
-        content["prompt_token_ids"] = content["choices"][0]["prompt_token_ids"]
+        if self._names_tokens:
+            for choice in content["choices"]:
+                choice["token_ids"] = choice["response_token_ids"]
+            content["prompt_token_ids"] = content["choices"][0]["prompt_token_ids"]
+        if self._records.are_wanted:
+            self._records.add(content)
         return ORJSONResponse(content)
+
+    def generate(self, generate: Callable[..., AsyncGenerator[Any]], *args: Any) -> Any:
+        """Return the results of SGLang's ``generate``, noted if the answer needs them."""
+        return self._records.note(generate, *args) if self._records.are_wanted else generate(*args)
+
+
+def _records(
+    request: CompletionRequest | ChatCompletionRequest,
+    body: dict[str, Any],
+    tokenizer_manager: TokenizerManager,
+) -> OpenAIRecords:
+    start = body.get("routed_experts_prompt_start", 0)
+    if isinstance(start, bool) or not isinstance(start, int) or start < 0:
+        raise Refused(f"routed_experts_prompt_start must be a whole number, 0 or more; got {start}")
+    experts = None
+    if wants_experts(body.get("return_routed_experts")) and not request.stream:
+        experts = Experts(tokenizer_manager.model_config).as_npy
+    return OpenAIRecords(
+        tokenizer_manager,
+        spans=_flag(body, "return_weight_versions"),
+        tokens=request.stream and request.return_token_ids,
+        experts=experts,
+        experts_start=start or request.routed_experts_start_len,
+    )
 
 
 _asked: ContextVar[VLLMFields | None] = ContextVar("_asked", default=None)
+
+
+def note_results(
+    generate: Callable[..., AsyncGenerator[Any]],
+    tokenizer_manager: TokenizerManager,
+    *args: Any,
+) -> Any:
+    """Note the results of a request from an OpenAI route."""
+    asked = _asked.get()
+    if asked is None:
+        return generate(tokenizer_manager, *args)
+    return asked.generate(functools.partial(generate, tokenizer_manager), *args)
 
 
 def write_completion_logprobs(

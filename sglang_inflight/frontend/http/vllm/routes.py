@@ -102,14 +102,11 @@ def mount(app: FastAPI, frontend: Frontend, tokenizer_manager: TokenizerManager)
     for prefix in ("", "/v1", "/skyrl/v1"):
         add(f"{prefix}/load_lora_adapter", with_body(LoadBody, adapters.load))
     add("/v1/unload_lora_adapter", with_body(UnloadAdapterBody, adapters.unload))
-    # without admin auth, like /generate, and with the default route class: at a shutdown the
-    # request itself is aborted
-    router.add_api_route(
-        "/inference/v1/generate",
-        Generate(tokenizer_manager, frontend.model_names).answer,
-        methods=["POST"],
-        route_class_override=APIRoute,
-    )
+    for path, for_skyrl in (("/inference/v1/generate", False), ("/skyrl/v1/generate", True)):
+        generate = Generate(tokenizer_manager, frontend, for_skyrl=for_skyrl)
+        # without admin auth, like /generate, and with the default route class: at a shutdown the
+        # request itself is aborted
+        router.add_api_route(path, generate.answer, methods=["POST"], route_class_override=APIRoute)
     add("/detokenize", detokenize)
     add("/liveness", routes.liveness, "GET")
     router.add_api_route("/server_info", ServerInfo(tokenizer_manager).answer, response_model=None)

@@ -1,0 +1,116 @@
+"""Add records of tokens to SGLang's answers on the OpenAI routes, where vLLM's clients read them.
+
+SGLang's answers have only some of ``meta_info``. So its results are noted on their way to SGLang's
+handler, and added to what the handler writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from sglang_inflight.frontend.http.vllm.records import NewTokens, spans_of
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    from sglang_inflight.sglang_types import TokenizerManager
+
+_DATA = b"data: "
+
+
+@dataclass
+class _Choice:
+    """Results of one choice: the latest, and tokens not written yet."""
+
+    output: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        meta: dict[str, Any] = self.output["meta_info"]
+        return meta
+
+
+class OpenAIRecords:
+    """Records of one answer. Lives as long as the answer, on the front end's event loop.
+
+    ``spans``: spans of versions, at the end of each choice. ``tokens``: a stream's token ids.
+    ``experts`` takes ``meta_info`` and returns what a choice of a whole answer has; a stream has
+    no experts, as in vLLM. The first ``experts_start`` tokens of the prompt are left out of them.
+    """
+
+    def __init__(
+        self,
+        tokenizer_manager: TokenizerManager,
+        *,
+        spans: bool,
+        tokens: bool,
+        experts: Callable[[dict[str, Any]], Any] | None,
+        experts_start: int,
+    ) -> None:
+        self._new = NewTokens(tokenizer_manager)
+        self._spans = spans
+        self._tokens = tokens
+        self._experts = experts
+        self._experts_start = experts_start
+        self._choices: dict[int, _Choice] = {}
+
+    @property
+    def are_wanted(self) -> bool:
+        return self._spans or self._tokens or self._experts is not None
+
+    async def note(
+        self, generate: Callable[..., AsyncGenerator[Any]], obj: GenerateReqInput, *args: Any
+    ) -> AsyncGenerator[Any]:
+        """Yield what ``generate`` yields for ``obj``, and note it."""
+        if self._tokens:
+            obj.return_prompt_token_ids = True
+        if self._experts is not None:
+            obj.return_routed_experts = True
+            obj.routed_experts_start_len = self._experts_start
+        async with aclosing(generate(obj, *args)) as results:
+            async for result in results:
+                outputs = result if isinstance(result, list) else [result]
+                for position, output in enumerate(outputs):
+                    choice = self._choices.setdefault(output.get("index", position), _Choice())
+                    choice.output = output
+                    if self._tokens:
+                        tokens, _ = self._new.take(output)
+                        choice.tokens += tokens
+                yield result
+
+    def add(self, content: dict[str, Any]) -> None:
+        """Add the records to a whole answer."""
+        for said in content["choices"]:
+            meta = self._choices[said["index"]].meta
+            if self._experts is not None:
+                said["routed_experts"] = self._experts(meta)
+            if self._spans:
+                said |= spans_of(meta)
+
+    async def add_to(self, events: AsyncIterable[Any]) -> AsyncGenerator[Any]:
+        """Yield a stream's events with the records."""
+        async for event in events:
+            yield self._add_to(event)
+
+    def _add_to(self, event: str | bytes) -> str | bytes:
+        encoded = event.encode() if isinstance(event, str) else event
+        if not encoded.startswith(_DATA + b"{"):
+            # the end, or an event of a kind of its own
+            return event
+        content = msgspec.json.decode(encoded[len(_DATA) :])
+        for said in content.get("choices", ()):
+            choice = self._choices[said["index"]]
+            if self._tokens and said.get("delta", {}).get("role"):
+                # a chat's first chunk, before the first token's text
+                content["prompt_token_ids"] = choice.output["prompt_token_ids"]
+            elif self._tokens:
+                said["token_ids"], choice.tokens = choice.tokens, []
+            if self._spans and said.get("finish_reason") is not None:
+                said |= spans_of(choice.meta)
+        return _DATA + msgspec.json.encode(content) + b"\n\n"
