@@ -225,6 +225,23 @@ def expect_masks(tokens: list[int], masks: list[list[int]]) -> None:
     assert max(map(len, masks)) > 1
 
 
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_samples_of_one_prompt_have_masks(server: Server, n: int, stream: bool) -> None:
+    body = body_of(GENERATE, n=n, sampling=TRUNCATED, stream=stream, return_sampling_mask=True)
+    choices = choices_of(server, GENERATE, body)
+    assert len(choices) == n
+    for choice in choices:
+        expect_masks(choice["token_ids"], choice["sampling_mask"])
+
+
+def test_request_of_no_tokens_has_no_mask(server: Server) -> None:
+    """SGLang computes the prompt of several samples by such a request."""
+    sampling = {"temperature": 0, "max_new_tokens": 0}
+    answer = as_sglang_says(server, sampling_params=sampling, return_sampling_mask=True)
+    assert answer["output_ids"] == answer["meta_info"]["output_token_sampling_mask"] == []
+
+
 def test_masks_equal_those_of_sglangs_own_route(server: Server) -> None:
     answer = as_sglang_says(server, return_sampling_mask=True)
     expected = answer["meta_info"]["output_token_sampling_mask"]

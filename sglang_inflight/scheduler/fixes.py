@@ -29,6 +29,10 @@ a retracted one, or one dropped for lack of memory, for a higher priority, or by
 queue.
 
 A request whose grammar allows no token ends alone, without its batch.
+
+**Sampling masks**: SGLang computes the prompt of ``n`` samples first, by a request of no new
+tokens. A batch of such requests samples nothing and has no masks, and SGLang ends a request without
+its mask.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from sglang.srt.beam_search.batch_tail import strip_beam_tail
 from sglang.srt.beam_search.beam_group import BeamGroup
+from sglang.srt.layers.logits_processor import SamplingMaskStatus
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
@@ -49,6 +54,7 @@ from sglang_inflight.sglang_types import get_parallel
 if TYPE_CHECKING:
     import torch
     from sglang.srt.beam_search.coordinator import BeamCoordinator
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
@@ -319,6 +325,19 @@ def finish_with_output(streamer: SchedulerOutputStreamer, req: Req, abort: Abort
     req.to_finish = None
     req.time_stats.set_completion_time()
     streamer.stream_output([req], req.return_logprob)
+
+
+# ---- no token sampled ------------------------------------------------------------------------
+
+
+def mask_nothing(_: None, reqs: list[Req], output: LogitsProcessorOutput | None) -> None:
+    """Give each request of a batch that sampled nothing a list of no masks."""
+    if output is None or not all(req.is_prefill_only for req in reqs):
+        return
+    output.next_token_sampling_mask_status = [SamplingMaskStatus.OK] * len(reqs)
+    # SGLang reads as many masks from a list as the request has new tokens
+    none: list[Any] = [[] for _ in reqs]
+    output.next_token_sampling_mask_idx = output.next_token_sampling_logprobs = none
 
 
 # ---- no token allowed ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from sglang_inflight.scheduler.fixes import (
     end_turns_of_aborted,
     keep_output,
     look_for_embeddings,
+    mask_nothing,
     move_kv_to_turn,
     note_presence,
     note_repetition,
@@ -431,6 +432,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_REQ}.reset_for_retract", keep_output, HookType.AROUND),
     (f"{_FORWARD_BATCH}.init_new", embed_tokens, HookType.AFTER),
     (f"{_PROCESSOR}._append_prefill_hidden_states", append_hidden_states, HookType.AROUND),
+    (f"{_PROCESSOR}.materialize_sampling_mask_output", mask_nothing, HookType.AFTER),
     (f"{_PREFILL}.send_kv_chunk", send_handover, HookType.BEFORE),
     (f"{_PREFILL}.optimistic_release_and_requeue", enqueue_again, HookType.AFTER),
     (
