@@ -1,4 +1,4 @@
-"""Check requests to SGLang's OpenAI routes: model names and vLLM's fields.
+"""Check requests to SGLang's OpenAI routes: model names, contracts, vLLM's fields.
 
 SGLang ignores an adapter's name in ``model``, and every unknown field. Here ``model_names.py``
 resolves the name, and an unknown name is refused.
@@ -20,6 +20,7 @@ from sglang.srt.entrypoints.openai.protocol import (
     TokenizeRequest,
 )
 
+from sglang_inflight.frontend.contracts import fold_into_openai
 from sglang_inflight.frontend.http.vllm.openai_fields import VLLMFields
 from sglang_inflight.vocabulary.errors import InflightError, NotFound, Refused
 
@@ -42,6 +43,7 @@ async def handle_request(
     fields = None
     try:
         _require_model(serving, request)
+        await fold_into_openai(request, raw_request)
         if serving.tokenizer_manager.inflight.settings.vllm_routes and isinstance(
             request, CompletionRequest | ChatCompletionRequest
         ):

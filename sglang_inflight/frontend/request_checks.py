@@ -24,12 +24,27 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.sglang_types import get_memory, get_schedule
+from sglang_inflight.vocabulary.contracts import read_contract
+from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_inflight.sglang_types import TokenizerManager
+
+
+def check_contract(params: SamplingParams, *args: Any) -> None:
+    """Raise ``ValueError`` (a 400 over HTTP) for a version contract of wrong types.
+
+    Raise also if this server runs without us: nobody would keep the contract.
+    """
+    try:
+        contract = read_contract(params.custom_params)
+    except Refused as error:
+        raise ValueError(str(error)) from error
+    if contract is not None and (why := why_inactive()) is not None:
+        raise ValueError(f"a version contract: {why}")
 
 
 def check_max_version_lag(params: SamplingParams, *args: Any) -> None:

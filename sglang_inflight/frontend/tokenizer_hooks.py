@@ -7,6 +7,7 @@ take such calls, and answer in SGLang's form.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 from sglang.srt.managers.io_struct import FlushCacheReqOutput
@@ -46,6 +47,7 @@ from sglang_inflight.frontend.lora.loading import (
 )
 from sglang_inflight.frontend.openai_requests import handle_request, parse_model_parameter
 from sglang_inflight.frontend.request_checks import (
+    check_contract,
     check_max_version_lag,
     check_samples,
     check_sampling,
@@ -98,7 +100,7 @@ def create_frontend(
         forward = Forward(owner_endpoint.calls)
     when_imported(
         HTTP_SERVER,
-        lambda http_server: _mount(http_server.app, frontend, tokenizer_manager, forward),
+        lambda http_server: _mount(http_server, frontend, tokenizer_manager, forward),
     )
     if owner_endpoint is not None and forward is not None:
         from sglang_inflight.frontend.workers.worker import Worker
@@ -113,18 +115,20 @@ def _mount_inactive(app: FastAPI, why: str) -> None:
 
 
 def _mount(
-    app: FastAPI,
+    http_server: ModuleType,
     frontend: Frontend,
     tokenizer_manager: PatchedTokenizerManager,
     forward: Forward | None,
 ) -> None:
-    from sglang_inflight.frontend.http import routes
+    from sglang_inflight.frontend.http import generate, routes
     from sglang_inflight.frontend.http.vllm import routes as vllm_routes
 
+    app: FastAPI = http_server.app
     upstreams = len(app.router.routes)
     routes.mount(app, frontend)
     if frontend.settings.vllm_routes:
         vllm_routes.mount(app, frontend, tokenizer_manager)
+    generate.mount(app, http_server)
     if forward is not None:
         from sglang_inflight.frontend.workers.forward import mount_abort_request
 
@@ -311,10 +315,9 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         write_spans,
         HookType.AROUND,
     ),
-    (
-        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
-        check_max_version_lag,
-        HookType.BEFORE,
+    *(
+        ("sglang.srt.sampling.sampling_params.SamplingParams.verify", check, HookType.BEFORE)
+        for check in (check_max_version_lag, check_contract)
     ),
     (f"{_TOKENIZER_MANAGER}._create_tokenized_object", *wrap_if_active(create_tokenized)),
     (f"{_OPENAI_SERVING}.handle_request", *wrap_if_active(handle_request)),

@@ -48,6 +48,7 @@ FLUSH = ("/flush_cache", ["GET", "POST"])
 # only in a worker
 HERE = frozenset(
     (
+        "/generate",
         "/inference/v1/generate",
         "/detokenize",
         "/abort_requests",

@@ -24,6 +24,7 @@ from sglang_inflight.frontend.http.endpoints import describe_refusal, refusal
 from sglang_inflight.frontend.http.vllm.choices import Choices, describe_prompt, describe_usage
 from sglang_inflight.frontend.http.vllm.records import Experts, NewTokens, wants_experts
 from sglang_inflight.vocabulary.bodies import Body, Name
+from sglang_inflight.vocabulary.contracts import Contract, fold_into_sampling, given_in
 from sglang_inflight.vocabulary.errors import InflightError, NotOffered, Refused
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class StreamOptions(Body, kw_only=True, forbid_unknown_fields=False):
     continuous_usage_stats: bool | None = False
 
 
-class GenerateBody(Body, kw_only=True, forbid_unknown_fields=False):
+class GenerateBody(Contract, kw_only=True, forbid_unknown_fields=False):
     token_ids: Annotated[list[Count], msgspec.Meta(min_length=1)]
     sampling_params: Sampling
     request_id: Name | None = None
@@ -260,7 +261,9 @@ class Generate:
         return GenerateReqInput(
             rid=rid,
             input_ids=body.token_ids,
-            sampling_params=sampling.for_sglang(),
+            sampling_params=fold_into_sampling(
+                given_in(msgspec.structs.asdict(body)), sampling.for_sglang()
+            ),
             return_logprob=sampling.logprobs is not None or scores_prompt,
             logprob_start_len=0 if scores_prompt else -1,
             top_logprobs_num=max(sampling.others, sampling.prompt_logprobs or 0),
