@@ -64,6 +64,7 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
         or (queue and f"an update or a flush cannot retract running requests: {queue}; {_FENCE}"),
         keep_weights=queue and f"memory cannot be released while requests wait: {queue}",
         move_adapters=_why_not_moved(args, queue),
+        pin=_why_not_pinned(args, queue),
     )
 
 
@@ -213,6 +214,25 @@ def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
         return f'running="move" is not possible here: {queue}'
     if args.enable_hierarchical_cache:
         return 'running="move" is not possible with --enable-hierarchical-cache'
+    return None
+
+
+def _why_not_pinned(args: ServerArgs, queue: str | None) -> str | None:
+    """Return why a request cannot name the version of its weights, or None."""
+    if queue is not None:
+        return f"a request cannot name the version of its weights: {queue}"
+    unproven = {
+        "--pp-size above 1": args.pp_size > 1,
+        "--enable-dp-attention": attn_dp_enabled_of(args),
+        "speculative decoding": args.speculative_algorithm is not None,
+        "--enable-hisparse": args.enable_hisparse,
+        "--dllm-algorithm": args.dllm_algorithm is not None,
+    }
+    for what, is_set in unproven.items():
+        if is_set:
+            return (
+                f"a request cannot name the version of its weights with {what}: nobody tried both"
+            )
     return None
 
 

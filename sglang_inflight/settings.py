@@ -64,6 +64,13 @@ def _natural(text: str) -> int:
     return value
 
 
+def _counted(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("expected a whole number, 1 or more")
+    return value
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of one server. Each field is ``SGLANG_INFLIGHT_<NAME IN CAPITALS>``."""
@@ -109,6 +116,11 @@ class Settings:
         None,
         _natural,
         "end a request when its first token is more commits behind than this",
+    )
+    previous_every: int = _setting(
+        4,
+        _counted,
+        "requests pinned to the previous version get at most every k-th step of a busy server",
     )
     pd_mismatch: str = _setting(
         "keep",

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         server_args.ServerArgs,
         device.Device,
         disagg.Disagg,
+        exec_.ExecDllm,
         exec_.ExecGraph,
         exec_.ExecMoe,
         exec_.ExecOffload,

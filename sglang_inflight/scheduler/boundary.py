@@ -7,21 +7,22 @@ requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, retract_all
 from sglang.srt.managers.schedule_batch import ScheduleBatch as MicroBatch
-from sglang.srt.managers.schedule_batch import retract_all
 from sglang.srt.managers.scheduler import _make_abort_req
+from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
 from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.by_version import paused_as_it_was, send_abort_output
 from sglang_inflight.scheduler.fixes import begin_beams_anew
 from sglang_inflight.scheduler.host_tier import finish_copies
 from sglang_inflight.scheduler.requests import Requests
-from sglang_inflight.sglang_types import get_parallel
+from sglang_inflight.sglang_types import get_disagg, get_parallel
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -85,7 +86,7 @@ class Boundary:
         Their KV was released with their last result.
         """
         scheduler = self._scheduler
-        batches = [scheduler.running_batch, scheduler.last_batch]
+        batches = [scheduler.running_batch, scheduler.last_batch, *self.requests.parked_batches]
         if get_parallel().pp_size > 1:
             batches += [*scheduler.running_mbs, *scheduler.last_mbs]
         for batch in batches:
@@ -187,7 +188,60 @@ class Boundary:
             self._retract_backed_up()
             with paused_as_it_was(scheduler):
                 scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+            self._retract_parked()
         return len(running)
+
+    def _retract_parked(self) -> None:
+        """Retract what SGLang's retraction does not know; called after it."""
+        parked = self.requests.parked
+        if parked is not None:
+            self.retract_some(dict.fromkeys(r for b in parked.batches for r in b.reqs))
+            parked.last = None
+
+    def retract_some(self, reqs: Iterable[Req]) -> None:
+        """Send the running ones of ``reqs`` back to the waiting queue, and free their KV.
+
+        Every result is processed (``drain``).
+        """
+        scheduler, running = self._scheduler, self.requests.running()
+        held = [req for req in reqs if req in running]
+        self._take_kv_from(held)
+        current = [scheduler.running_batch, scheduler.last_batch]
+        for batch in (*current, *self.requests.parked_batches):
+            if batch is not None:
+                batch.filter_batch(reqs_to_exclude=held)
+                batch.batch_is_full = False
+        if scheduler.chunked_req in held:
+            scheduler.chunked_req = None
+        for req in held:
+            scheduler._add_request_to_queue(req)
+
+    def end(self, req: Req, reason: FINISH_ABORT) -> None:
+        """End a request with its tokens: a queued one now, a running one at its next result."""
+        req.to_finish = reason
+        scheduler = self._scheduler
+        if req not in scheduler.waiting_queue:
+            return
+        scheduler.waiting_queue.remove(req)
+        req.update_finish_state()
+        scheduler._release_aborted_request(req)
+        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
+            self._release_kv(req)
+        req.time_stats.set_completion_time()
+        scheduler.output_streamer.stream_output([req], req.return_logprob)
+
+    def _release_kv(self, req: Req) -> None:
+        """Release a request's KV, which a waiting request has only on a decode server.
+
+        SGLang's abort does the same. But it would also end every request with an id that begins
+        with this request's id, and forget unsent tokens.
+        """
+        scheduler = self._scheduler
+        if get_disagg().disaggregation_decode_host_receive_threshold < 1:
+            discard_kv_cache_backup(req, scheduler.tree_cache, "host_pool")
+        if scheduler.hisparse_coordinator is not None:
+            scheduler.hisparse_coordinator.request_finished(req)
+        release_kv_cache(req, scheduler.tree_cache, checkpoint=True)
 
     def _retract_microbatches(self) -> None:
         """Retract the requests of all microbatches: SGLang's retraction knows one batch.

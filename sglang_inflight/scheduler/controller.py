@@ -65,9 +65,11 @@ from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.rate import switch_often
 from sglang_inflight.scheduler.versions.handover import Handover
 from sglang_inflight.scheduler.versions.kv_versions import KVVersions
+from sglang_inflight.scheduler.versions.pins import Pins
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence, forget_embeddings
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.settings import Settings
 from sglang_inflight.sglang_types import get_memory, get_model
 from sglang_inflight.vocabulary.errors import Conflict
@@ -103,7 +105,7 @@ class Controller:
         self.pause = Pause(scheduler, boundary, self._answers, metrics)
         kv_versions = self._kv_versions = KVVersions(scheduler)
         self.versions = Versions(boundary.requests, kv_versions)
-        self.staleness = Staleness(scheduler, boundary.requests, metrics, settings.max_version_lag)
+        self.staleness = Staleness(scheduler, boundary, metrics, settings.max_version_lag)
         self.fence = PrefixFence(boundary)
         self.handover = Handover(
             scheduler,
@@ -115,6 +117,13 @@ class Controller:
         )
         self.adapters = Adapters(scheduler, boundary, self.fence)
         self.live = LiveWeights(scheduler)
+        self.turns = Turns(
+            scheduler,
+            boundary,
+            self.live,
+            Pins(self.live, self.versions),
+            every=settings.previous_every,
+        )
         self.staging = make_staging(
             scheduler,
             boundary,
@@ -133,6 +142,7 @@ class Controller:
             self.versions,
             self.fence,
             self.staleness,
+            self.turns,
             metrics,
         )
         self._commit_answers = CommitAnswers(self._answers, self.live, metrics)
@@ -197,8 +207,13 @@ class Controller:
         Called at every step boundary, after the messages were handled.
         """
         self._background.send_finished_answers()
+        self.turns.settle()
         self._commit_answers.give_due(wait=self.hold.is_due)
         return self.hold.holds_step()
+
+    @property
+    def parked_batches(self) -> list[ScheduleBatch]:
+        return self._boundary.requests.parked_batches
 
     def needs_a_boundary(self, request: object) -> bool:
         """Return whether ``request``, and every message behind it, must wait for a boundary.
@@ -226,13 +241,18 @@ class Controller:
         ``schedule`` moves requests with a compiled grammar to the waiting queue, and chooses the
         requests to prefill. So both queues are filtered.
         """
-        if self.pause.state is not PauseState.DRAINING:
+        is_draining = self.pause.state is PauseState.DRAINING
+        if not is_draining and not self.turns.are_taken:
             return schedule()
+
+        def is_held(req: Req) -> bool:
+            return (is_draining and not self.pause.admits(req)) or not self.turns.admits(req)
+
         scheduler, grammars = self._scheduler, self._scheduler.grammar_manager
-        held = [req for req in scheduler.waiting_queue if not self.pause.admits(req)]
-        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if self.pause.admits(req)]
-        without_grammar = [req for req in grammars.grammar_queue if not self.pause.admits(req)]
-        grammars.grammar_queue = [req for req in grammars.grammar_queue if self.pause.admits(req)]
+        held = [req for req in scheduler.waiting_queue if is_held(req)]
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if not is_held(req)]
+        without_grammar = [req for req in grammars.grammar_queue if is_held(req)]
+        grammars.grammar_queue = [req for req in grammars.grammar_queue if not is_held(req)]
         try:
             return schedule()
         finally:
@@ -256,6 +276,7 @@ class Controller:
 
     def enqueue(self, req: Req) -> None:
         """Prepare a request, new or retracted, for the waiting queue."""
+        self.turns.enqueue(req)
         self.fence.admit(req)
         self.adapters.admit(req)
 
@@ -282,9 +303,10 @@ class Controller:
         self.versions.forget_tokens(req)
         self.enqueue(req)
 
-    def before_launch(self, batch: ScheduleBatch) -> None:
-        """Record the version of the KV that the next forward, of ``batch``, will write."""
-        self._kv_versions.record_launch(batch)
+    def launch(self, batch: ScheduleBatch, launch: Callable[[], Any]) -> Any:
+        """Launch the forward of ``batch``, and record the version of the KV that it writes."""
+        self._kv_versions.record_launch(batch, self.turns.label)
+        return self.turns.launch(launch)
 
     def follow_to_host(self, transfers: list[L2Transfer]) -> None:
         """Copy the versions of KV slots to the host's tier, before SGLang copies the KV.
@@ -433,7 +455,8 @@ class Controller:
 
     def _is_busy(self) -> bool:
         held = self.hold.is_frozen or self.staging.holds_the_loop
-        return not held and not self._scheduler.running_batch.is_empty()
+        batches = (self._scheduler.running_batch, *self._boundary.requests.parked_batches)
+        return not held and any(not batch.is_empty() for batch in batches)
 
 
 def _drains_pipeline(call: InflightCall[Any]) -> bool:

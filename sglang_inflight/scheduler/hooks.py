@@ -135,15 +135,17 @@ def stop_clocks_while_held(
     return [*aborts, *scheduler.inflight.pause.times_over()]
 
 
-def hold_the_turn(
+def choose_batch(
     choose: Callable[..., Any], scheduler: PatchedScheduler, *args: Any, **kwargs: Any
 ) -> Any:
-    """Launch nothing in a held turn of a pipeline.
+    """Choose a batch of the version whose turn it is; launch nothing in a pipeline's held turn.
 
     A pipeline's loop calls only this method between messages and launch.
     """
     if get_parallel().pp_size == 1:
-        return choose(scheduler, *args, **kwargs)
+        return scheduler.inflight.turns.choose(
+            lambda running, last: choose(scheduler, running_batch=running, last_batch=last)
+        )
     if scheduler.inflight.holds_the_turn():
         return NextBatchPlan(batch_to_run=None, running_batch=scheduler.running_batch)
     # a deferred call may have retracted the batches that the loop passed in
@@ -185,11 +187,15 @@ def skip_idle_work_while_held(idle: Callable[..., None], scheduler: PatchedSched
 def include_held_batches(
     collect: Callable[..., list[Any]], scheduler: PatchedScheduler
 ) -> list[ScheduleBatch | None]:
-    """Add the prefilled requests of a pipeline's held microbatches."""
+    """Add a parked version's batches, and the prefilled requests of held microbatches."""
     return [*collect(scheduler), *_held_batches(scheduler)]
 
 
 def _held_batches(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
+    return [*scheduler.inflight.parked_batches, *_held_microbatches(scheduler)]
+
+
+def _held_microbatches(scheduler: PatchedScheduler) -> list[ScheduleBatch]:
     if get_parallel().pp_size == 1 or not scheduler.inflight.hold.keeps_back_requests:
         return []
     return [batch for batch in scheduler.last_mbs if batch is not None]
@@ -232,10 +238,14 @@ def end_with_output(
         send(sender, output, recv_obj, *args, **kwargs)
 
 
-def record_launch(
-    scheduler: PatchedScheduler, batch: ScheduleBatch, *args: Any, **kwargs: Any
-) -> None:
-    scheduler.inflight.before_launch(batch)
+def launch(
+    run: Callable[..., Any],
+    scheduler: PatchedScheduler,
+    batch: ScheduleBatch,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return scheduler.inflight.launch(batch, lambda: run(scheduler, batch, *args, **kwargs))
 
 
 def record_taken(
@@ -390,7 +400,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
         request_no_kv_while_draining,
         HookType.AROUND,
     ),
-    (f"{_SCHEDULER}.get_next_batch_to_run", hold_the_turn, HookType.AROUND),
+    (f"{_SCHEDULER}.get_next_batch_to_run", choose_batch, HookType.AROUND),
     (
         "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver"
         "._pull_raw_reqs",
@@ -414,7 +424,7 @@ HOOKS: list[tuple[str, Callable[..., Any], HookType]] = [
     (f"{_SENDER}.send_output", copy_request_id, HookType.BEFORE),
     (f"{_SENDER}.send_output", end_with_output, HookType.AROUND),
     (f"{_SCHEDULER}.is_fully_idle", is_idle, HookType.AROUND),
-    (f"{_SCHEDULER}.run_batch", record_launch, HookType.BEFORE),
+    (f"{_SCHEDULER}.run_batch", launch, HookType.AROUND),
     (f"{_PROCESSOR}._resolve_spec_v2_tokens", record_taken, HookType.AFTER),
     (f"{_SCHEDULER}.load_lora_adapter", load_adapter, HookType.AROUND),
     (f"{_SCHEDULER}.load_lora_adapter_from_tensors", load_adapter, HookType.AROUND),

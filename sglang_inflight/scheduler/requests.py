@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_inflight.sglang_types import get_parallel
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,21 @@ if TYPE_CHECKING:
         inflight: RequestRecord
 
 
+@dataclass(slots=True)
+class Parked:
+    """The batches of the version whose turn it is not (``versions/turns.py``).
+
+    ``last`` is the version's last launched batch, with its result processed.
+    """
+
+    running: ScheduleBatch
+    last: ScheduleBatch | None = None
+
+    @property
+    def batches(self) -> list[ScheduleBatch]:
+        return [self.running] if self.last is None else [self.running, self.last]
+
+
 class Requests:
     """The census of one scheduler's requests. It changes none of them.
 
@@ -40,6 +57,12 @@ class Requests:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        # None while no request is pinned to a version
+        self.parked: Parked | None = None
+
+    @property
+    def parked_batches(self) -> list[ScheduleBatch]:
+        return [] if self.parked is None else self.parked.batches
 
     @property
     def pending_batches(self) -> list[ScheduleBatch]:
@@ -203,6 +226,22 @@ class Requests:
 Spans = list[dict[str, Any]]
 
 
+class Pin(NamedTuple):
+    """The weights that make every token of a request."""
+
+    # as ``LiveWeights.weights``
+    weights: int
+    # their label as the request arrived
+    label: VersionLabel
+
+
+class Unreachable(NamedTuple):
+    """Why a request cannot have the version that it names."""
+
+    why: str
+    status: HTTPStatus
+
+
 @dataclass(slots=True)
 class RequestRecord:
     """Only the scheduler's thread touches it."""
@@ -217,6 +256,8 @@ class RequestRecord:
     is_fenced_off: bool = False
     # before that, SGLang itself kept the request out of the prefix cache
     was_kept_out: bool = False
+    # the weights of every token, or why they cannot be had
+    pin: Pin | Unreachable | None = None
 
 
 def record_of(req: Req) -> RequestRecord:

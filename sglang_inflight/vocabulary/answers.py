@@ -84,6 +84,8 @@ class WeightsStatus(Answer, frozen=True, kw_only=True):
     digest: str | None
     # target of a rollback
     previous_version: str | None
+    # requests whose every token the previous version makes
+    pinned_to_previous: int = 0
 
 
 # state of an intact group in ``StagingStatus.groups``
@@ -183,6 +185,8 @@ class Capabilities(Answer, frozen=True, kw_only=True):
     keep_weights: str | None = None
     # running="move": running requests pass to the adapter that takes their adapter's name
     move_adapters: str | None = None
+    # requests that name the version of their tokens' weights
+    pin: str | None = None
 
 
 class State(PauseStatus, frozen=True, kw_only=True):
@@ -195,6 +199,7 @@ class State(PauseStatus, frozen=True, kw_only=True):
     epoch: int
     digest: str | None
     previous_version: str | None
+    pinned_to_previous: int = 0
     staging: StagingStatus
     # the default covers servers without a memory saver
     memory: MemoryStatus = MemoryStatus()

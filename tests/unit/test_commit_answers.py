@@ -11,6 +11,7 @@ from sglang_inflight.messages import CommitCall, Committed
 from sglang_inflight.scheduler.update.commit import CommitAnswers
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.support.device import Device
 
 HOST_MS = 0.5
@@ -34,7 +35,7 @@ class Rank:
         self.answers = CommitAnswers(answers, self.live, metrics)
 
     def commit(self, update_id: str) -> None:
-        self.live.swap_in("new", PreparedSwap(), base_version="v0")
+        self.live.swap_in("new", PreparedSwap(), base=VersionLabel(0, "v0"))
         call = CommitCall(call_id="", update_id=update_id, weight_version="v1", kv_cache="fence")
         committed = Committed(
             weight_version="v1",

@@ -14,6 +14,7 @@ from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.update import worker
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.support.device import Device, Stream
 
 
@@ -59,7 +60,7 @@ def swap_in(loop: Any) -> LiveWeights:
     weights.digest = "old"
     pair = torch.ones(1), torch.zeros(1)
     swap = PreparedSwap(OnDevice(loop.device_module), (pair,))
-    assert weights.swap_in("new", swap, base_version="v0") == pair[0].nbytes
+    assert weights.swap_in("new", swap, base=VersionLabel(0, "v0")) == pair[0].nbytes
     return weights
 
 

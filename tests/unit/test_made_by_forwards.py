@@ -16,6 +16,7 @@ from torch import nn
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.made_by_forwards import MOST_FORWARDS, MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 CPU = torch.device("cpu")
 
@@ -161,7 +162,7 @@ class Rank:
         self.live.made_by_forwards = [self.made]
 
     def commit(self, swap: PreparedSwap) -> None:
-        self.live.swap_in("digest", swap, base_version="v")
+        self.live.swap_in("digest", swap, base=VersionLabel(0, "v"))
 
     def swap_of(self, **weights: torch.Tensor) -> PreparedSwap:
         parameters = dict(self.model.named_parameters())

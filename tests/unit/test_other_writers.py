@@ -23,6 +23,7 @@ from sglang_inflight.scheduler.other_writers import OtherWriters
 from sglang_inflight.scheduler.update.live_weights import LiveWeights
 from sglang_inflight.scheduler.update.swap import PreparedSwap, swap_for
 from sglang_inflight.vocabulary.errors import Refused
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 NOBODY: Any = None
 
@@ -141,16 +142,16 @@ def test_rollback_to_unnamed_weights_is_not_offered() -> None:
     served, shadow = torch.zeros(4), torch.ones(4)
     swap = PreparedSwap(swap_for(torch.device("cpu")), ((served, shadow),))
     live.digest = "zeros"
-    live.swap_in("ones", swap, base_version="v0")
+    live.swap_in("ones", swap, base=VersionLabel(0, "v0"))
     assert known_digests(live) == ("zeros", True, "ones")
     served.fill_(7.0)
     live.lose_name()
     assert known_digests(live) == (None, False, None)
     # an update reads the live weights at its seal
     live.digest = "sevens"
-    live.swap_in("zeros", swap, base_version="v1")
+    live.swap_in("zeros", swap, base=VersionLabel(0, "v1"))
     assert known_digests(live) == (None, False, "zeros")
-    live.swap_in("sevens", swap, base_version="v2")
+    live.swap_in("sevens", swap, base=VersionLabel(0, "v2"))
     assert known_digests(live) == ("zeros", True, "sevens")
 
 

@@ -30,6 +30,7 @@ from sglang_inflight.scheduler.update.update import Sealed, Update
 from sglang_inflight.scheduler.update.worker import Job
 from sglang_inflight.vocabulary.answers import Capabilities, StagedChanges
 from sglang_inflight.vocabulary.errors import Conflict
+from sglang_inflight.vocabulary.labels import VersionLabel
 from tests.unit.fakes import ManualWorker
 
 EMPTY, OPEN, SEALED = StagingState
@@ -113,7 +114,7 @@ class OneRank:
                 self.staging.drop(DropCall(**fields, reason="by hand"))
             case Step.COMMIT:
                 sealed = self.staging.take(update_id)
-                self.live.swap_in(sealed.digest, sealed.swap, base_version="v0")
+                self.live.swap_in(sealed.digest, sealed.swap, base=VersionLabel(0, "v0"))
 
     def reach(self, state: StagingState) -> None:
         for step in {EMPTY: [], OPEN: [Step.OPEN], SEALED: [Step.OPEN, Step.VOTED]}[state]:

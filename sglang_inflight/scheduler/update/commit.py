@@ -27,13 +27,14 @@ from sglang_inflight.metrics import Metrics
 from sglang_inflight.scheduler.answers import AnswerChannel
 from sglang_inflight.scheduler.boundary import Boundary
 from sglang_inflight.scheduler.collectives import is_true_on_any_rank
-from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights
+from sglang_inflight.scheduler.update.live_weights import DeviceSwap, LiveWeights, Previous
 from sglang_inflight.scheduler.update.staging import Staging
 from sglang_inflight.scheduler.update.swap import PreparedSwap
 from sglang_inflight.scheduler.update.update import Sealed
 from sglang_inflight.scheduler.versions.prefix_fence import PrefixFence
 from sglang_inflight.scheduler.versions.staleness import Staleness
 from sglang_inflight.scheduler.versions.token_versions import Versions
+from sglang_inflight.scheduler.versions.turns import Turns
 from sglang_inflight.vocabulary.answers import WeightsStatus
 from sglang_inflight.vocabulary.errors import Conflict, HalfDone, Refused
 
@@ -51,6 +52,7 @@ class Commits:
         versions: Versions,
         fence: PrefixFence,
         staleness: Staleness,
+        turns: Turns,
         metrics: Metrics,
     ) -> None:
         self._boundary = boundary
@@ -59,6 +61,7 @@ class Commits:
         self._versions = versions
         self._fence = fence
         self._staleness = staleness
+        self._turns = turns
         self._metrics = metrics
 
     def commit(self, call: CommitCall) -> Committed:
@@ -103,6 +106,7 @@ class Commits:
             call.weight_version or previous.version,
             call.kv_cache,
             empty_cache=False,
+            returns_to=previous,
         )
 
     def describe(self) -> WeightsStatus:
@@ -111,6 +115,7 @@ class Commits:
             epoch=self._versions.epoch,
             digest=self._live.digest,
             previous_version=self._live.previous.version if self._live.previous else None,
+            pinned_to_previous=self._turns.count_of_previous(),
         )
 
     def require_recomputable(self) -> None:
@@ -130,12 +135,13 @@ class Commits:
         *,
         empty_cache: bool,
         missing: int = 0,
+        returns_to: Previous | None = None,
     ) -> Committed:
         started = time.perf_counter()
         base = self._versions.current
         retracted = self._boundary.retract() if kv_cache == "recompute" else 0
         swapped = self._live.swap_in(
-            digest, swap, base_version=self._versions.current, missing=missing
+            digest, swap, base=self._versions.label, returns_to=returns_to, missing=missing
         )
         try:
             self._follow(version, kv_cache, empty_cache=empty_cache)

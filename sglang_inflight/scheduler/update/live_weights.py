@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sglang_inflight.scheduler.update.made_by_forwards import MadeByForwards
 from sglang_inflight.scheduler.update.swap import PreparedSwap
+from sglang_inflight.vocabulary.labels import VersionLabel
 
 if TYPE_CHECKING:
     from sglang_inflight.sglang_types import Scheduler
@@ -18,10 +20,16 @@ if TYPE_CHECKING:
 class Previous:
     """The version moved to the shadow by the last swap, and the swap back."""
 
-    version: str
+    label: VersionLabel
+    # as ``LiveWeights.weights``
+    weights: int
     # None if never computed: then no rollback is possible
     digest: str | None
     swap: PreparedSwap
+
+    @property
+    def version(self) -> str:
+        return self.label.version
 
 
 class DeviceSwap:
@@ -50,6 +58,9 @@ class LiveWeights:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        # number of the served contents: a commit begins a new one, a rollback returns to one
+        self.weights = 0
+        self._newest = 0
         # digest of all live weights; None if unknown
         self.digest: str | None = None
         # why the weights are partially written, or None; only in the mode "off"
@@ -58,7 +69,7 @@ class LiveWeights:
         # seconds for which the last commit's update held requests back, written in place
         self.held_s = 0.0
         # whether the version's label describes the weights
-        self._is_named = True
+        self.is_named = True
         # roles of the partially written models
         self.torn: set[str] = set()
         # why the contents are undefined, until updates have written every element; or None
@@ -85,7 +96,14 @@ class LiveWeights:
             return f"The weights are hollow: {self.hollow}."
         return None if self.dirty is None else f"The weights are partially written: {self.dirty}."
 
+    @property
+    def reachable(self) -> Previous | None:
+        """The previous version, if a swap brings it back now."""
+        is_there = self.holds_previous and self.why_not_served is None
+        return self.previous if is_there else None
+
     def become_hollow(self, why: str) -> None:
+        self._begin_weights()
         self.hollow, self.dirty, self.digest, self.is_marked = why, None, None, False
         self.torn.clear()
 
@@ -110,9 +128,10 @@ class LiveWeights:
 
     def lose_name(self) -> None:
         """Forget the served version until the next commit: something else wrote the weights."""
+        self._begin_weights()
         self.forget_previous()
         self._reset_made()
-        self.digest, self._is_named = None, False
+        self.digest, self.is_named = None, False
 
     def lose_previous(self) -> None:
         """Give up the previous version: an update is staged over it.
@@ -129,18 +148,28 @@ class LiveWeights:
         self.previous, self.holds_previous = None, False
 
     def swap_in(
-        self, digest: str, swap: PreparedSwap, *, base_version: str, missing: int = 0
+        self,
+        digest: str,
+        swap: PreparedSwap,
+        *,
+        base: VersionLabel,
+        returns_to: Previous | None = None,
+        missing: int = 0,
     ) -> int:
         """Make the weights of ``digest`` live, and return the bytes swapped.
 
-        ``base_version`` is the version live until now. ``missing`` counts the elements of hollow
-        weights not sent by any update so far.
+        ``base`` is the label of the weights live until now. ``returns_to`` is the version of a
+        rollback. ``missing`` counts the elements of hollow weights not sent by any update so far.
         """
-        swapped = self._swap(swap)
+        swapped, before = self._swap(swap), self.weights
+        if returns_to is None:
+            self._begin_weights()
+        else:
+            self.weights = returns_to.weights
         self.held_s = 0.0 if self.dirty is None else time.monotonic() - self._dirty_since
         self._reset_made()
-        if self.hollow is None and self._is_named:
-            self.previous = Previous(base_version, self.digest, swap)
+        if self.hollow is None and self.is_named:
+            self.previous = Previous(base, before, self.digest, swap)
             self.holds_previous = swap.is_possible
         else:
             self.forget_previous()
@@ -149,9 +178,27 @@ class LiveWeights:
             return swapped
         self.digest = digest
         self.dirty = self.hollow = None
-        self._is_named = True
+        self.is_named = True
         self.torn.clear()
         return swapped
+
+    @contextmanager
+    def previous_in_place(self, previous: Previous) -> Iterator[None]:
+        """Have the forwards launched in the block compute with ``previous``.
+
+        No update is open, so the staging thread neither reads the weights nor writes the shadow.
+        """
+        self._swap(previous.swap)
+        self._reset_made()
+        try:
+            yield
+        finally:
+            self._swap(previous.swap)
+            self._reset_made()
+
+    def _begin_weights(self) -> None:
+        self._newest += 1
+        self.weights = self._newest
 
     def _reset_made(self) -> None:
         """Have the next forward make its tensors anew of the weights now live."""

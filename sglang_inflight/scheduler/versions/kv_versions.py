@@ -128,12 +128,16 @@ class KVVersions:
     def _here(self, slots: torch.Tensor) -> torch.Tensor:
         return slots.to(self._device, torch.int64, non_blocking=True)
 
-    def record_launch(self, batch: ScheduleBatch) -> None:
-        """Label the slots of ``batch``, before its forward is launched."""
+    def record_launch(self, batch: ScheduleBatch, made_by: VersionLabel | None = None) -> None:
+        """Label the slots of ``batch``, before its forward is launched.
+
+        ``made_by``: the label of the forward's weights if the next forward's is not it.
+        """
         if self._of_slot is None or batch.out_cache_loc is None:
             return
         if batch.spec_algorithm.is_none() or batch.forward_mode.is_extend():
-            self._of_slot.index_fill_(0, batch.out_cache_loc, self._own[-1])
+            index = self._own[-1] if made_by is None else self._index(made_by)
+            self._of_slot.index_fill_(0, batch.out_cache_loc, index)
 
     def record_taken(
         self, reqs: Sequence[Req], tokens: Sequence[list[int]], *, behind: int

@@ -6,6 +6,9 @@ finds no older prefix, and fills its own. Running requests keep their key and th
 is not put into the cache any more. Nothing is flushed and no tree is walked. Old entries are never
 looked up again and get no children, so they are the least recently used and evicted first.
 
+A request pinned to a version has the number of its weights in the key instead. So its prefixes are
+of exactly these weights, also after commits that keep older prefixes, and no fence applies to it.
+
 A streaming session looks nothing up: it lends the KV of its last request to the next. At a fence it
 frees this KV, at once or when the request running on it ends.
 
@@ -20,12 +23,13 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers import mm_schedule
 
 from sglang_inflight.scheduler.boundary import Boundary
-from sglang_inflight.scheduler.requests import record_of
+from sglang_inflight.scheduler.requests import Pin, record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _MARK = "|inflight-epoch:"
+_PINNED = "|inflight-weights:"
 
 
 class PrefixFence:
@@ -39,7 +43,8 @@ class PrefixFence:
         """Keep later prefills from reusing a prefix from before ``epoch``."""
         self._epoch = epoch
         for req in self._boundary.requests.running():
-            self.keep_out_of_cache(req)
+            if record_of(req).pin is None:
+                self.keep_out_of_cache(req)
         for req in self._boundary.free_sessions():
             self.keep_out_of_cache(req)
         forget_embeddings()
@@ -72,10 +77,14 @@ class PrefixFence:
             # retracted: no KV of the old weights is left
             req.skip_radix_cache_insert = record.was_kept_out
             record.is_fenced_off = False
-        if self._epoch == 0:
-            return
-        own_key = (req.extra_key or "").partition(_MARK)[0]
-        req.extra_key = f"{own_key}{_MARK}{self._epoch}"
+        if isinstance(record.pin, Pin):
+            req.extra_key = f"{_own_key(req)}{_PINNED}{record.pin.weights}"
+        elif self._epoch:
+            req.extra_key = f"{_own_key(req)}{_MARK}{self._epoch}"
+
+
+def _own_key(req: Req) -> str:
+    return (req.extra_key or "").partition(_MARK)[0].partition(_PINNED)[0]
 
 
 def forget_embeddings() -> None:

@@ -3,21 +3,20 @@
 Lag is the number of commits and rollbacks since the forward of a request's first token. Time in the
 queue does not count. The limit is the request's own ``max_version_lag`` in
 ``sampling_params.custom_params``, SGLang's place for fields it does not know. Otherwise the
-server's limit holds (``SGLANG_INFLIGHT_MAX_VERSION_LAG``).
+server's limit holds (``SGLANG_INFLIGHT_MAX_VERSION_LAG``). A request pinned to a version has only
+its own limit.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.mem_cache.common import discard_kv_cache_backup, release_kv_cache
 
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.metrics import Metrics
-from sglang_inflight.scheduler.requests import Requests, record_of
-from sglang_inflight.sglang_types import get_disagg
+from sglang_inflight.scheduler.boundary import Boundary
+from sglang_inflight.scheduler.requests import record_of
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -29,10 +28,11 @@ class Staleness:
     """Counts the lag of each request. Only the scheduler's thread touches this object."""
 
     def __init__(
-        self, scheduler: Scheduler, requests: Requests, metrics: Metrics, max_lag: int | None
+        self, scheduler: Scheduler, boundary: Boundary, metrics: Metrics, max_lag: int | None
     ) -> None:
         self._scheduler = scheduler
-        self._requests = requests
+        self._boundary = boundary
+        self._requests = boundary.requests
         self._metrics = metrics
         self._max_lag = max_lag
 
@@ -73,31 +73,10 @@ class Staleness:
     def _limit(self, req: Req) -> int | None:
         custom = req.sampling_params.custom_params
         own: Any = custom.get(MAX_VERSION_LAG) if isinstance(custom, dict) else None
-        return self._max_lag if own is None else own
+        is_pinned = record_of(req).pin is not None
+        return self._max_lag if own is None and not is_pinned else own
 
     def _end(self, req: Req, why: str) -> None:
         self._metrics.outdated.inc()
-        req.to_finish = FINISH_ABORT(f"The request was ended at a weight update: {why}.")
-        scheduler = self._scheduler
-        if req not in scheduler.waiting_queue:
-            return
-        scheduler.waiting_queue.remove(req)
-        req.update_finish_state()
-        scheduler._release_aborted_request(req)
-        if scheduler.disaggregation_mode is DisaggregationMode.DECODE:
-            self._release_kv(req)
-        req.time_stats.set_completion_time()
-        scheduler.output_streamer.stream_output([req], req.return_logprob)
-
-    def _release_kv(self, req: Req) -> None:
-        """Release a request's KV, which a waiting request has only on a decode server.
-
-        SGLang's abort does the same. But it would also end every request with an id that begins
-        with this request's id, and forget unsent tokens.
-        """
-        scheduler = self._scheduler
-        if get_disagg().disaggregation_decode_host_receive_threshold < 1:
-            discard_kv_cache_backup(req, scheduler.tree_cache, "host_pool")
-        if scheduler.hisparse_coordinator is not None:
-            scheduler.hisparse_coordinator.request_finished(req)
-        release_kv_cache(req, scheduler.tree_cache, checkpoint=True)
+        reason = FINISH_ABORT(f"The request was ended at a weight update: {why}.")
+        self._boundary.end(req, reason)

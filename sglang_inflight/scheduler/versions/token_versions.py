@@ -15,6 +15,9 @@ are written into SGLang's list of the request's version changes, as entries of o
 This list is the only part of a request available to all functions that make spans, for outputs and
 aborts alike. An entry holds an adapter and its first token.
 
+A request pinned to a version has one label for all tokens: an entry of ours, the first of the list,
+holds it.
+
 A move happens when every result is processed (``Boundary.drain``). So the old adapter made exactly
 the request's tokens at that moment.
 """
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 _epoch = 0
 # a version's packed label begins with a number, and never like this
 _MARK = "adapter "
+_PINNED = "pinned "
 # version of the adapters loaded at the server's start
 FIRST_VERSION = "0"
 
@@ -52,6 +56,8 @@ def write_spans(
     """Wrap SGLang's function: give the last span this epoch, as each event has its own."""
     label = VersionLabel(_epoch, current_version)
     changes, marks = split_marks(events)
+    if (pinned := pinned_label(events)) is not None:
+        changes, label = [], pinned
     spans = compute(changes, current_version=label.pack(), num_output_tokens=num_output_tokens)
     return cut(spans, marks) if marks else spans
 
@@ -89,6 +95,11 @@ class Versions:
         """Return the label of the first token of ``req``; there must be one."""
         changes, _ = split_marks(req.weight_version_events)
         return VersionLabel.unpack(changes[0].old_version) if changes else _processed()
+
+    def pin(self, req: Req, label: VersionLabel) -> None:
+        """Give every token of ``req``, which has none yet, this label."""
+        mark = WeightVersionEvent(old_version=_PINNED + label.pack(), num_output_tokens=0)
+        req.weight_version_events.insert(0, mark)
 
     def forget_tokens(self, req: Req) -> None:
         """Clear the labels of ``req``: it lost its tokens and begins anew."""
@@ -165,7 +176,7 @@ class AdapterVersions:
     def begin(self, req: Req) -> None:
         """Label a request, new or retracted, on its way into the waiting queue."""
         events = req.weight_version_events
-        if not (events and _is_mark(events[0])):
+        if not any(_is_mark(event) for event in events):
             events[:0] = self._marks(req, tokens=0)
 
     def move(self, req: Req) -> None:
@@ -184,13 +195,19 @@ class AdapterVersions:
 
 def split_marks(events: Sequence[Any]) -> tuple[list[Any], list[tuple[str, int]]]:
     """Return SGLang's own entries, and from ours (packed label, first token), in order."""
-    own = [event for event in events if not _is_mark(event)]
+    own = [event for event in events if not event.old_version.startswith((_MARK, _PINNED))]
     marks = [
         (event.old_version.removeprefix(_MARK), event.num_output_tokens)
         for event in events
         if _is_mark(event)
     ]
     return own, marks
+
+
+def pinned_label(events: Sequence[Any]) -> VersionLabel | None:
+    """Return the label of all tokens of a pinned request; None for any other request."""
+    packed = [e.old_version for e in events if e.old_version.startswith(_PINNED)]
+    return VersionLabel.unpack(packed[0].removeprefix(_PINNED)) if packed else None
 
 
 def cut(spans: list[WeightVersionSpan], marks: list[tuple[str, int]]) -> list[WeightVersionSpan]:

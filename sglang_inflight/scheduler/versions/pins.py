@@ -1,0 +1,82 @@
+"""Requests pinned to one version of the weights.
+
+A request names the served or the previous version: ``weight_version`` in
+``sampling_params.custom_params``. Exactly these weights make each of its tokens, and its KV. The
+name is looked up once, as the request arrives. A later rename, or another commit of the same name,
+does not change the request's weights.
+
+The previous version is lost when the next update opens, when memory is released, and after a commit
+that was written in place. A request that waits for lost weights ends with 503. One that has tokens
+ends with these. A name that neither version has is a 409.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+from sglang_inflight.scheduler.requests import Pin, Unreachable, record_of
+from sglang_inflight.scheduler.update.live_weights import LiveWeights
+from sglang_inflight.scheduler.versions.token_versions import Versions, pinned_label
+from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Pins:
+    """Looks up the weights of pinned requests. Only the scheduler's thread touches this object."""
+
+    def __init__(self, live: LiveWeights, versions: Versions) -> None:
+        self._live = live
+        self._versions = versions
+
+    def admit(self, req: Req) -> bool:
+        """Look up the version that ``req`` names, if it names one; return whether it does.
+
+        A request comes here again after a retraction, and keeps its weights.
+        """
+        custom: Any = req.sampling_params.custom_params
+        name = custom.get(WEIGHT_VERSION) if isinstance(custom, dict) else None
+        if name is None:
+            return False
+        record = record_of(req)
+        if record.pin is None:
+            record.pin = self._look_up(name)
+        if isinstance(record.pin, Pin) and pinned_label(req.weight_version_events) is None:
+            self._versions.pin(req, record.pin.label)
+        return True
+
+    def is_of_previous(self, req: Req) -> bool:
+        """Return whether ``req`` needs the previous version now."""
+        previous, pin = self._live.reachable, record_of(req).pin
+        return previous is not None and isinstance(pin, Pin) and pin.weights == previous.weights
+
+    def why_not(self, req: Req) -> FINISH_ABORT | None:
+        """Return why ``req`` must end, or None if its weights are there."""
+        pin = record_of(req).pin
+        if isinstance(pin, Unreachable):
+            return FINISH_ABORT(pin.why, pin.status)
+        if pin is None or pin.weights == self._live.weights or self.is_of_previous(req):
+            return None
+        why = (
+            f"The server lost the weights {pin.label.version!r} (epoch {pin.label.epoch}), which "
+            f"the request names in {WEIGHT_VERSION}: {self._served()}"
+        )
+        # a status would take its tokens from the request
+        return FINISH_ABORT(why, None if req.output_ids else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _look_up(self, name: str) -> Pin | Unreachable:
+        live, previous = self._live, self._live.reachable
+        if live.is_named and name == self._versions.current:
+            return Pin(live.weights, self._versions.label)
+        if previous is not None and name == previous.version:
+            return Pin(previous.weights, previous.label)
+        return Unreachable(f"{WEIGHT_VERSION} is {name!r}: {self._served()}", HTTPStatus.CONFLICT)
+
+    def _served(self) -> str:
+        previous = self._live.reachable
+        before = "no previous version" if previous is None else f"{previous.version!r} before it"
+        return f"it has {self._versions.current!r}, and {before}"
