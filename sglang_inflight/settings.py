@@ -122,6 +122,12 @@ class Settings:
         _counted,
         "requests pinned to the previous version get at most every k-th step of a busy server",
     )
+    previous_grace_s: float = _setting(
+        0.0,
+        _seconds,
+        "how long an update waits, before it is staged over the previous version, for requests "
+        "pinned to that version",
+    )
     pd_mismatch: str = _setting(
         "keep",
         _one_of("keep", "abort"),

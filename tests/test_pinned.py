@@ -5,6 +5,7 @@ The marker's tokens name the weights that made them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,25 @@ from tests.support.load import (
     update,
     versions_of,
 )
-from tests.support.pool import CHUNK
+from tests.support.pool import CHUNK, FLAVOURS, Flavour, ServerPool, add_both_loops
+from tests.support.random_operations import act_at_random
+
+# two ranks, and room for some 12 of the requests below
+SMALL = add_both_loops(
+    "small_ranks",
+    Flavour(
+        ("--tp-size", "2", "--max-total-tokens", "1024", "--max-running-requests", "12",
+         "--weight-version", "v0"),
+        {"SGLANG_INFLIGHT_PREVIOUS_EVERY": "2"},
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(params=SMALL)
+def small_server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
+    yield pool.get(FLAVOURS[request.param])
+    pool.restore()
+
 
 LIVE: dict[str, Any] = {"non_blocking": True}
 
@@ -204,3 +223,59 @@ def test_two_versions_survive_many_commits(any_server: Server, checkpoints: Path
         for generation in bound:
             expect_only(expect_whole(generation), version - 1)
     expect_all_go_on(free)
+
+
+def test_samples_of_one_prompt_share_the_pin(any_server: Server, checkpoints: Path) -> None:
+    update(any_server, checkpoints, 1, **LIVE)
+    beside = start_running(any_server, 1, tokens=ENDLESS)
+    (generation,) = start(any_server, 1, tokens=20, n=3, **pinned(0))
+    for output in generation.outputs():
+        assert output.finish_reason == "length"
+        expect_only(output, 0)
+    expect_all_go_on(beside)
+
+
+def test_pin_waits_for_its_grammar(any_server: Server, checkpoints: Path) -> None:
+    """The version is looked up at arrival, and a grammar is compiled later."""
+    update(any_server, checkpoints, 1, **LIVE)
+    beside = start_running(any_server, 1, tokens=ENDLESS)
+    bodies = pinned(0)
+    bodies["sampling"] |= {"regex": "(a|b|c|d)+", "ignore_eos": True}
+    (generation,) = start(any_server, 1, tokens=8, **bodies)
+    output = generation.output()
+    assert versions_of(output) == ["v0"], output.meta
+    expect_all_go_on(beside)
+
+
+def test_session_cannot_be_pinned(any_server: Server, checkpoints: Path) -> None:
+    (generation,) = start(any_server, 1, tokens=4, stream=False, session_id="s", **pinned(0))
+    generation.wait_for_end()
+    assert generation.status == 400
+    assert "session" in str(generation.refusal)
+
+
+def test_no_request_is_lost_where_memory_is_short(small_server: Server, checkpoints: Path) -> None:
+    """Each version has one request, and both outgrow the pool: SGLang would end the last one."""
+    update(small_server, checkpoints, 1, **LIVE)
+    (new,) = start_running(small_server, 1, tokens=150, input_ids=prompt(800))
+    (old,) = start_running(small_server, 1, tokens=150, input_ids=prompt(40), **pinned(0))
+    assert not new.has_ended
+    expect_only(expect_whole(new), 1)
+    expect_only(expect_whole(old), 0)
+
+
+def test_busy_server_does_not_starve_the_previous_version(
+    small_server: Server, checkpoints: Path
+) -> None:
+    """Newcomers of the served version would take all room that becomes free."""
+    update(small_server, checkpoints, 1, **LIVE)
+    flood = [start(small_server, 1, tokens=40 + 7 * (index % 9))[0] for index in range(60)]
+    (old,) = start(small_server, 1, tokens=30, input_ids=prompt(700), **pinned(0))
+    expect_only(expect_whole(old), 0)
+    assert sum(not generation.has_ended for generation in flood) > 5
+    for generation in flood:
+        expect_only(expect_whole(generation), 1)
+
+
+def test_ranks_agree_under_random_operations(small_server: Server, checkpoints: Path) -> None:
+    act_at_random(small_server, checkpoints, 100)

@@ -72,7 +72,14 @@ class Frontend:
         self.groups = Groups(self.ranks, settings)
         idle = NoRequestsRunning(tokenizer_manager, self.pauses, can)
         self._served = Served(tokenizer_manager, min(self.ranks.all))
-        two_phase = TwoPhase(tokenizer_manager, self.ranks, self._served, metrics, can)
+        two_phase = TwoPhase(
+            tokenizer_manager,
+            self.ranks,
+            self._served,
+            metrics,
+            can,
+            previous_grace_s=settings.previous_grace_s,
+        )
         self.memory = Memory(tokenizer_manager, self.ranks, self.pauses, two_phase, can)
         # by a rank's last answer; read by ``/ready``
         self.is_hollow = settings.require_update

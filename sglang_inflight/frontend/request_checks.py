@@ -24,14 +24,14 @@ from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.sglang_types import get_memory, get_schedule
-from sglang_inflight.vocabulary.contracts import read_contract
+from sglang_inflight.vocabulary.contracts import WEIGHT_VERSION, read_contract
 from sglang_inflight.vocabulary.errors import Refused
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from sglang_inflight.sglang_types import TokenizerManager
+    from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
 
 
 def check_contract(params: SamplingParams, *args: Any) -> None:
@@ -88,7 +88,7 @@ _KEPT = {"rid", "http_worker_ipc"}
 
 def create_tokenized(
     create: Callable[..., Any],
-    tokenizer_manager: TokenizerManager,
+    tokenizer_manager: PatchedTokenizerManager,
     obj: Any,
     input_text: Any,
     input_ids: Sequence[int] | None,
@@ -115,9 +115,28 @@ def create_tokenized(
     if obj.lora_id is not None and not obj.lora_path:
         raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
+    _require_pinnable(obj, tokenized.sampling_params, tokenizer_manager.inflight.can.pin)
     _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
     _require_types(tokenized)
     return tokenized
+
+
+def _require_pinnable(obj: Any, params: SamplingParams, why_not: str | None) -> None:
+    """Raise ``ValueError`` if the request names its weights, and these cannot be kept apart."""
+    contract = read_contract(params.custom_params)
+    if contract is None or contract.weight_version is None:
+        return
+    reasons = {
+        "a session's request uses the KV of others": obj.session_id
+        or getattr(obj, "session_params", None),
+        "embeddings of images, audio and video are cached without their version": (
+            obj.contains_mm_input()
+        ),
+        "a beam search keeps the steps to itself": (params.beam_width or 1) > 1,
+    }
+    why_not = why_not or next((why for why, is_so in reasons.items() if is_so), None)
+    if why_not is not None:
+        raise ValueError(f"{WEIGHT_VERSION} is not possible here: {why_not}")
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

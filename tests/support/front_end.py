@@ -297,7 +297,9 @@ class FrontEnd:
         metrics: Any = SimpleNamespace(updates=labelled, pause_grant=labelled)
         self.served = Served(manager, FIRST)
         self.pauses = Pauses(manager, self.ranks, metrics, can)
-        self.two_phase = TwoPhase(manager, self.ranks, self.served, metrics, can)
+        self.two_phase = TwoPhase(
+            manager, self.ranks, self.served, metrics, can, previous_grace_s=0
+        )
         self.memory = Memory(manager, self.ranks, self.pauses, self.two_phase, can)
         self.groups = Groups(self.ranks, SETTINGS)
         idle = NoRequestsRunning(manager, self.pauses, can)
