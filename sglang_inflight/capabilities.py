@@ -64,7 +64,7 @@ def of(server_args: sglangs.ServerArgs) -> Capabilities:
         or (queue and f"an update or a flush cannot retract running requests: {queue}; {_FENCE}"),
         keep_weights=queue and f"memory cannot be released while requests wait: {queue}",
         move_adapters=_why_not_moved(args, queue),
-        pin=_why_not_pinned(args, queue),
+        pin=_why_not_pinned(args, queue, fence),
     )
 
 
@@ -78,7 +78,7 @@ def with_store(can: Capabilities, settings: Memory) -> Capabilities:
     if can.fence is not None or store is None or not settings.enable_hierarchical_cache:
         return can
     why = f"--hicache-storage-backend {store} keeps prefixes of older weights; {_KEEP}"
-    return msgspec.structs.replace(can, fence=why, recompute=why)
+    return msgspec.structs.replace(can, fence=why, recompute=why, pin=can.pin or why)
 
 
 def _why_no_pause(args: ServerArgs) -> str | None:
@@ -217,10 +217,10 @@ def _why_not_moved(args: ServerArgs, queue: str | None) -> str | None:
     return None
 
 
-def _why_not_pinned(args: ServerArgs, queue: str | None) -> str | None:
+def _why_not_pinned(args: ServerArgs, queue: str | None, fence: str | None) -> str | None:
     """Return why a request cannot name the version of its weights, or None."""
-    if queue is not None:
-        return f"a request cannot name the version of its weights: {queue}"
+    if (why := queue or fence) is not None:
+        return f"a request cannot name the version of its weights: {why}"
     unproven = {
         "--pp-size above 1": args.pp_size > 1,
         "--enable-dp-attention": attn_dp_enabled_of(args),

@@ -667,6 +667,28 @@ def test_engine_replaces_adapters_of_running_requests(pool: ServerPool, tmp_path
     assert answers["unloaded"] == [True, False]
 
 
+@on("overlap", "tp2")
+def test_request_with_an_adapter_keeps_its_pinned_weights(
+    server: Server, adapter: Path, checkpoints: Path
+) -> None:
+    """The adapter changes no token, so tokens name the weights."""
+    name, before = load(server, adapter), status(server)["weight_version"]
+    pinned = {"custom_params": {"weight_version": before}}
+    bound = start_running(server, 2, tokens=ENDLESS, lora_path=name, sampling=pinned)
+    free = start_running(server, 2, tokens=ENDLESS, lora_path=name)
+    base = start_running(server, 1, tokens=ENDLESS)
+    body = {"model_path": str(checkpoints / "v1"), "weight_version": "v1", "non_blocking": True}
+    ask(server, "POST", "/update_weights_from_disk", body)
+    more_tokens([*bound, *free, *base])
+    for output in expect_all_go_on(bound):
+        assert set(output.tokens) == {marker.token(0)}
+        assert [s["version"] for s in output.meta["weight_versions"]] == [before]
+        assert [s["adapter"] for s in output.meta["adapter_versions"]] == [name]
+    for output in expect_all_go_on([*free, *base]):
+        assert set(output.tokens) == {marker.token(0), marker.token(1)}
+    ask(server, "POST", "/inflight/rollback", {})
+
+
 # ---- vLLM's trainers load an adapter again by its name -----------------------------------
 
 OWN = marker.token(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from harness.server import Server
+from harness.server import Server, serve
 from tests.support.kv_runs import kv_runs
 from tests.support.load import (
     ENDLESS,
@@ -45,7 +45,15 @@ SMALL = add_both_loops(
 )  # fmt: skip
 
 
-@pytest.fixture(params=SMALL)
+FLAVOURS["small_hierarchical"] = Flavour(
+    ("--enable-hierarchical-cache", "--max-total-tokens", "1024", "--hicache-ratio", "4",
+     # the reference platform supports only these
+     "--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first",
+     "--max-running-requests", "12", "--weight-version", "v0"),
+)  # fmt: skip
+
+
+@pytest.fixture(params=[*SMALL, "small_hierarchical"])
 def small_server(request: pytest.FixtureRequest, pool: ServerPool) -> Iterator[Server]:
     yield pool.get(FLAVOURS[request.param])
     pool.restore()
@@ -279,3 +287,20 @@ def test_busy_server_does_not_starve_the_previous_version(
 
 def test_ranks_agree_under_random_operations(small_server: Server, checkpoints: Path) -> None:
     act_at_random(small_server, checkpoints, 100)
+
+
+def test_update_waits_for_the_previous_version(checkpoints: Path, tmp_path: Path) -> None:
+    """The next update begins after the pinned requests have ended, not after the longer others."""
+    env = {"SGLANG_INFLIGHT_PREVIOUS_GRACE_S": "60"}
+    with serve(
+        checkpoints / "v0", "--weight-version", "v0", log=tmp_path / "log", env=env
+    ) as server:
+        (free,) = start_running(server, 1, tokens=ENDLESS)
+        bound = start_running(server, 2, tokens=400, **pinned(0))
+        update(server, checkpoints, 1, **LIVE)
+        assert not any(generation.has_ended for generation in bound)
+        update(server, checkpoints, 2, **LIVE)
+        for generation in bound:
+            expect_only(expect_whole(generation), 0)
+        (output,) = expect_all_go_on([free])
+        assert versions_of(output) == ["v0", "v1", "v2"]

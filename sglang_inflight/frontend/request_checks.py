@@ -21,6 +21,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.utils.msgpack_utils import dec_hook, enc_hook, ext_hook
 
+from sglang_inflight import capabilities
 from sglang_inflight.inactive import why_inactive
 from sglang_inflight.messages import MAX_VERSION_LAG
 from sglang_inflight.sglang_types import get_memory, get_schedule
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
+    from sglang_inflight.vocabulary.answers import Capabilities
 
 
 def check_contract(params: SamplingParams, *args: Any) -> None:
@@ -115,13 +117,13 @@ def create_tokenized(
     if obj.lora_id is not None and not obj.lora_path:
         raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
-    _require_pinnable(obj, tokenized.sampling_params, tokenizer_manager.inflight.can.pin)
+    _require_pinnable(obj, tokenized.sampling_params, tokenizer_manager.inflight.can)
     _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
     _require_types(tokenized)
     return tokenized
 
 
-def _require_pinnable(obj: Any, params: SamplingParams, why_not: str | None) -> None:
+def _require_pinnable(obj: Any, params: SamplingParams, can: Capabilities) -> None:
     """Raise ``ValueError`` if the request names its weights, and these cannot be kept apart."""
     contract = read_contract(params.custom_params)
     if contract is None or contract.weight_version is None:
@@ -134,9 +136,9 @@ def _require_pinnable(obj: Any, params: SamplingParams, why_not: str | None) -> 
         ),
         "a beam search keeps the steps to itself": (params.beam_width or 1) > 1,
     }
-    why_not = why_not or next((why for why, is_so in reasons.items() if is_so), None)
-    if why_not is not None:
-        raise ValueError(f"{WEIGHT_VERSION} is not possible here: {why_not}")
+    why_not = [capabilities.now(can).pin, *(why for why, is_so in reasons.items() if is_so)]
+    for why in filter(None, why_not):
+        raise ValueError(f"{WEIGHT_VERSION} is not possible here: {why}")
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> None:

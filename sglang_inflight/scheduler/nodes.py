@@ -69,7 +69,13 @@ Rank = tuple[int, int, int]
 WAIT_S = 60.0
 _KEY = "sglang-inflight/{rank}"
 # settings that must agree, because the ranks of a replica step together
-_SHARED_SETTINGS = ("staging", "max_version_lag", "pd_mismatch", "require_update")
+_SHARED_SETTINGS = (
+    "staging",
+    "max_version_lag",
+    "pd_mismatch",
+    "previous_every",
+    "require_update",
+)
 
 Account = Mapping[str, str]
 

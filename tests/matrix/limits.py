@@ -49,6 +49,8 @@ SERVERS: dict[str, dict[str, Any]] = {
     "`--enable-eplb`, `--elastic-ep-backend`": {"enable_eplb": True},
     "`--weight-cache-mode`, `--offload-group-size`": {"weight_cache_mode": "client"},
     "`--enable-pdmux`": {"enable_pdmux": True},
+    "speculative decoding": {"speculative_algorithm": "NGRAM"},
+    "`--enable-dp-attention`": {"tp_size": 2, "attn_dp_size": 2},
 }
 
 

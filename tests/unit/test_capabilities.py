@@ -18,10 +18,10 @@ from sglang_inflight.vocabulary.answers import Capabilities
 
 ROWS = set(Capabilities.__struct_fields__)
 # rows of a server whose loop has no pause states
-NO_PAUSE = {"pause", "retract", "in_place", "recompute", "keep_weights", "move_adapters"}
+NO_PAUSE = {"pause", "retract", "in_place", "recompute", "keep_weights", "move_adapters", "pin"}
 # rows of a server of a pair
-A_PAIR = {"in_place", "recompute", "keep_weights", "move_adapters"}
-STORE = {"fence", "recompute"}
+A_PAIR = {"in_place", "recompute", "keep_weights", "move_adapters", "pin"}
+STORE = {"fence", "recompute", "pin"}
 # SGLang composes the parameters at run time
 ARGUMENTS: Any = ServerArgs
 
@@ -50,7 +50,9 @@ def graphs(*, decode: str, prefill: str) -> Any:
         ),
         ({"enable_lora": False}, {"move_adapters"}, "--enable-lora"),
         ({"dp_size": 2}, {"move_adapters"}, "--dp-size"),
-        ({"pp_size": 2}, {"in_place", "move_adapters"}, "--pp-size"),
+        ({"pp_size": 2}, {"in_place", "move_adapters", "pin"}, "--pp-size"),
+        ({"speculative_algorithm": "NGRAM"}, {"pin"}, "speculative"),
+        ({"attn_dp_size": 2, "tp_size": 2}, {"pin"}, "--enable-dp-attention"),
         ({"pp_size": 2, "attn_dp_size": 2}, NO_PAUSE, "--pp-size"),
         ({"pp_size": 2, "speculative_algorithm": "NGRAM"}, NO_PAUSE, "--pp-size"),
         ({"pp_size": 2, "disaggregation_mode": "prefill"}, NO_PAUSE, "--pp-size"),

@@ -61,6 +61,7 @@ def test_equal_nodes_have_no_difference() -> None:
         ("STAGING", "off"),
         ("MAX_VERSION_LAG", "1"),
         ("PD_MISMATCH", "abort"),
+        ("PREVIOUS_EVERY", "2"),
         ("REQUIRE_UPDATE", "1"),
     ],
 )
