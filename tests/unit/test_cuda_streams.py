@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,12 +48,13 @@ class OnDevice:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self._names = iter(("swap", "exchange", "exchange back"))
 
     def check(self, name: str, live: torch.Tensor, shadow: torch.Tensor) -> None:
         pass
 
     def swap(self, live: torch.Tensor, shadow: torch.Tensor) -> None:
-        self._device.launch("swap")
+        self._device.launch(next(self._names))
 
 
 def swap_in(loop: Any) -> LiveWeights:
@@ -81,6 +83,20 @@ def test_swap_is_ordered_between_two_forwards(loop: Loop) -> None:
     # the host did not wait
     assert loop.forward_stream.synchronized is None
     assert loop.schedule_stream.synchronized is None
+
+
+def test_forward_of_the_previous_version_is_between_two_exchanges(loop: Loop) -> None:
+    weights = swap_in(loop)
+    loop.forward("before")
+    assert weights.reachable is not None
+    with weights.previous_in_place(weights.reachable):
+        loop.forward("of the previous version")
+    loop.forward("after")
+    order = ("before", "exchange", "of the previous version", "exchange back", "after")
+    assert all(loop.device_module.is_ordered(*pair) for pair in pairwise(order))
+    # the staging thread waits for this event before it writes the shadow
+    assert "exchange back" in weights.swapped.done
+    assert loop.forward_stream.synchronized is None
 
 
 def test_loops_own_device_work_follows_swap(loop: Loop) -> None:
