@@ -7,7 +7,7 @@ requests, and on CUDA its kernels may still run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -178,8 +178,7 @@ class Boundary:
         scheduler = self._scheduler
         self.drain()
         running = self.requests.running()
-        self._metrics.retracted.inc(len(running))
-        self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in running))
+        self._count(running)
         if any(req.beam_group is not None for req in running):
             begin_beams_anew(scheduler, running)
         if get_parallel().pp_size > 1:
@@ -195,16 +194,27 @@ class Boundary:
         """Retract what SGLang's retraction does not know; called after it."""
         parked = self.requests.parked
         if parked is not None:
-            self.retract_some(dict.fromkeys(r for b in parked.batches for r in b.reqs))
+            reqs = dict.fromkeys(req for batch in parked.batches for req in batch.reqs)
+            running = self.requests.running()
+            self._requeue([req for req in reqs if req in running])
             parked.last = None
 
     def retract_some(self, reqs: Iterable[Req]) -> None:
-        """Send the running ones of ``reqs`` back to the waiting queue, and free their KV.
-
-        Every result is processed (``drain``).
-        """
-        scheduler, running = self._scheduler, self.requests.running()
+        """Send the running ones of ``reqs`` back to the waiting queue, and free their KV."""
+        self.drain()
+        running = self.requests.running()
         held = [req for req in reqs if req in running]
+        self._count(held)
+        self._requeue(held)
+
+    def _count(self, reqs: Collection[Req]) -> None:
+        """Count requests that are about to be retracted."""
+        self._metrics.retracted.inc(len(reqs))
+        self._metrics.recomputed.inc(sum(req.kv.kv_committed_len for req in reqs))
+
+    def _requeue(self, held: list[Req]) -> None:
+        """Retract running requests, of any version's batches. Every result is processed."""
+        scheduler = self._scheduler
         self._take_kv_from(held)
         current = [scheduler.running_batch, scheduler.last_batch]
         for batch in (*current, *self.requests.parked_batches):

@@ -210,7 +210,6 @@ class Turns:
 
     def _end_requests(self, reqs: list[Req]) -> None:
         """End requests whose weights are lost. No forward can give the running ones an end."""
-        self._boundary.drain()
         self._boundary.retract_some(reqs)
         for req in reqs:
             reason = self._pins.why_not(req)
@@ -232,7 +231,6 @@ class Turns:
         if len(wrong) == len(running):
             self._is_previous = not self._is_previous
             return
-        self._boundary.drain()
         self._boundary.retract_some(wrong)
 
     def _make_room(self, last: ScheduleBatch | None) -> None:
@@ -246,7 +244,6 @@ class Turns:
         reqs = dict.fromkeys((*self._here(), *self._there(), *(last.reqs if last else ())))
         of_previous = [req for req in reqs if self._pins.is_of_previous(req)]
         if of_previous and len(of_previous) < len(reqs):
-            self._boundary.drain()
             self._boundary.retract_some(of_previous)
             if last is not None:
                 last.filter_batch(reqs_to_exclude=of_previous)
