@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_params import SamplingParams
 
     from sglang_inflight.frontend.patched_types import PatchedTokenizerManager
-    from sglang_inflight.vocabulary.answers import Capabilities
 
 
 def check_contract(params: SamplingParams, *args: Any) -> None:
@@ -117,13 +116,15 @@ def create_tokenized(
     if obj.lora_id is not None and not obj.lora_path:
         raise ValueError("lora_id is internal to the server: name the adapter by lora_path")
     tokenized = create(tokenizer_manager, obj, input_text, input_ids, *args, **kwargs)
-    _require_pinnable(obj, tokenized.sampling_params, tokenizer_manager.inflight.can)
     _require_overrides(tokenized.positional_embed_overrides, len(input_ids or ()), config)
     _require_types(tokenized)
+    _require_pinnable(tokenizer_manager, obj, tokenized.sampling_params)
     return tokenized
 
 
-def _require_pinnable(obj: Any, params: SamplingParams, can: Capabilities) -> None:
+def _require_pinnable(
+    tokenizer_manager: PatchedTokenizerManager, obj: Any, params: SamplingParams
+) -> None:
     """Raise ``ValueError`` if the request names its weights, and these cannot be kept apart."""
     contract = read_contract(params.custom_params)
     if contract is None or contract.weight_version is None:
@@ -136,7 +137,8 @@ def _require_pinnable(obj: Any, params: SamplingParams, can: Capabilities) -> No
         ),
         "a beam search keeps the steps to itself": (params.beam_width or 1) > 1,
     }
-    why_not = [capabilities.now(can).pin, *(why for why, is_so in reasons.items() if is_so)]
+    can = capabilities.now(tokenizer_manager.inflight.can)
+    why_not = [can.pin, *(why for why, is_so in reasons.items() if is_so)]
     for why in filter(None, why_not):
         raise ValueError(f"{WEIGHT_VERSION} is not possible here: {why}")
 
