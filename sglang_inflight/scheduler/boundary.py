@@ -76,10 +76,10 @@ class Boundary:
     def is_fully_idle(self, *, ignore_waiting: bool = False) -> bool:
         """Return SGLang's ``is_fully_idle``, after processing the result in flight."""
         self.drain()
-        self._forget_finished()
+        self.forget_finished()
         return self._scheduler.is_fully_idle(ignore_waiting=ignore_waiting)
 
-    def _forget_finished(self) -> None:
+    def forget_finished(self) -> None:
         """Empty the batches whose requests have all finished: SGLang counts them as busy.
 
         SGLang empties them when it schedules the next step, and a frozen loop schedules none.
@@ -304,7 +304,7 @@ class Boundary:
         """Forget every cached prefix. No request may hold KV: call ``retract`` before."""
         scheduler = self._scheduler
         finish_copies(scheduler.tree_cache)
-        self._forget_finished()
+        self.forget_finished()
         # SGLang refuses to flush while requests wait. They hold no KV, so hide them
         was_paused, scheduler._engine_paused = scheduler._engine_paused, True
         queues = [scheduler.grammar_manager.grammar_queue, *self._queue_for_the_other_server()]

@@ -50,6 +50,9 @@ class Scheduler:
     def drain(self) -> None:
         pass
 
+    def forget_finished(self) -> None:
+        """Do nothing: no batch is here."""
+
     def prepare_to_hold(self) -> None:
         self.drain()
 

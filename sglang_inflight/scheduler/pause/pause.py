@@ -337,6 +337,8 @@ class Pause:
 
     def _freeze(self) -> None:
         self._boundary.prepare_to_hold()
+        # a client that has aborted all requests flushes the cache next
+        self._boundary.forget_finished()
         self._scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
         self._may_run = self._ending = set()
         if self._frozen_at is None:
